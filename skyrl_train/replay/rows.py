@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.data.arrays import Span, mask_of, spans_of
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Message, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.report.rollout_files import RolloutFiles
@@ -83,8 +84,11 @@ class KeptStep:
         return batch.with_tokens(**scored), int(unknown.sum()) if old.old_logprobs is not None else 0
 
 
-def read_step(files: RolloutFiles, step: int) -> KeptStep:
-    """The rollouts of a step. Raises OSError or pa.ArrowInvalid for a file that cannot be read."""
+def read_step(files: RolloutFiles, step: int, *, corrected: bool) -> KeptStep:
+    """The rollouts of a step. Raises OSError or pa.ArrowInvalid for a file that cannot be read.
+
+    `corrected`: whether the run had an off-policy correction, after which some tokens did not count any more.
+    """
     table = files.table(steps=[step], columns=[*_PLAIN, *_LISTS])
     lists = {name: list(_arrays(table[name])) for name in _LISTS}
     rows = table.select(_PLAIN).to_pylist()
@@ -93,8 +97,16 @@ def read_step(files: RolloutFiles, step: int) -> KeptStep:
     for index, row in enumerate(rows):
         arrays = {name: values[index] for name, values in lists.items()}
         trajectory = _trajectory(row, arrays, prompts)
+        if corrected and arrays["old_logprobs"] is not None:
+            trajectory.loss_spans = _spans_before_correction(trajectory, arrays["old_logprobs"])
         found.append(KeptRollout(row["group"], trajectory, {name: arrays[name] for name in _OF_THE_BATCH}))
     return KeptStep(step, found)
+
+
+def _spans_before_correction(trajectory: Trajectory, old_logprobs: NDArray[np.float32]) -> list[Span]:
+    """The stretches of the loss before a correction: those that the trainer scored, which it does turn by turn."""
+    scored = [(turn.start, turn.stop) for turn in trajectory.turns if old_logprobs[turn.start : turn.stop].any()]
+    return spans_of(mask_of([*scored, *trajectory.loss_spans], len(trajectory.response_ids)))
 
 
 def answers_of(trajectory: Trajectory) -> list[int]:

@@ -57,7 +57,7 @@ async def replay(question: Question) -> Answer:
     async with _scorer(question) as scorer:
         for step in steps:
             try:
-                kept = read_step(files, step)
+                kept = read_step(files, step, corrected=bool(replayed.own.corrections))
             except (OSError, pa.ArrowInvalid) as error:
                 raise DataError(f"{question.run}: the rollouts of step {step} cannot be read: {error}") from error
             if kept.rollouts:

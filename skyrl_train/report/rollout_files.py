@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from skyrl_train.report.rollout_packing import DERIVED, packed, stored_columns, unpacked, write_options
+
 FOLDER = "rollouts"
-VOCABULARY_FILE = "vocabulary.parquet"
 _STEP_FILE = re.compile(r"step_(\d{8,})\.parquet")
 
 _SPAN = [("start", pa.int32()), ("stop", pa.int32())]
@@ -76,21 +79,28 @@ def step_file(run: Path, step: int) -> Path:
     return Path(run) / FOLDER / f"step_{step:08d}.parquet"
 
 
-def write_rollouts(run: Path, step: int, table: pa.Table) -> Path:
+def vocabulary_file(run: Path) -> Path:
+    """Where the texts of token ids are."""
+    return Path(run) / FOLDER / "vocabulary.parquet"
+
+
+def write_rollouts(run: Path, step: int, tables: pa.Table | Iterable[pa.Table]) -> Path:
     """Write the rollouts of a step into a run's folder; the file appears whole, and replaces one of the same step.
 
-    `table`: columns of COLUMNS; those that it lacks are null. Raises OSError, and ValueError for other columns.
+    `tables`: one, or one after the other; columns of COLUMNS, of which those that are lacking are null. Raises OSError,
+    and ValueError for other columns.
     """
     file = step_file(run, step)
-    _write(file, _with_all_columns(table))
+    _write(file, ([tables] if isinstance(tables, pa.Table) else tables))
     return file
 
 
-def write_vocabulary(run: Path, texts: Mapping[int, str]) -> Path:
-    """Write what each token id reads as. Raises OSError."""
-    file = Path(run) / FOLDER / VOCABULARY_FILE
-    columns = {"id": pa.array(texts.keys(), pa.int32()), "text": pa.array(texts.values(), pa.string())}
-    _write(file, pa.table(columns))
+def write_vocabulary(run: Path, texts: Sequence[str]) -> Path:
+    """Write what each token id, the place in `texts`, reads as. Raises OSError."""
+    file = vocabulary_file(run)
+    table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
+    with _replacing(file) as handle:
+        pq.write_table(table, handle, compression="zstd", store_schema=False)
     return file
 
 
@@ -137,53 +147,53 @@ class RolloutFiles:
     def vocabulary(self) -> dict[int, str]:
         """What each token id reads as by itself; empty if the run has not written it."""
         try:
-            found = pq.read_table(self._run / FOLDER / VOCABULARY_FILE)
+            found = pq.read_table(vocabulary_file(self._run))
         except FileNotFoundError:
             return {}
         return dict(zip(found["id"].to_pylist(), found["text"].to_pylist(), strict=True))
 
     def _of_step(self, step: int, wanted: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
-        names = [name for name in wanted.names if name != "trained"]
-        if "trained" in wanted.names:
-            names += ["loss_spans", "response_tokens"]
+        file = step_file(self._run, step)
         try:
-            found = pq.read_table(step_file(self._run, step), columns=sorted({*names}), filters=filter)
+            stored = stored_columns(wanted.names, pq.read_schema(file))
+            return unpacked(pq.read_table(file, columns=stored, filters=filter), wanted)
         except FileNotFoundError:
             return None
-        if "trained" in wanted.names:
-            found = found.append_column("trained", _trained(found))
-        return found.select(wanted.names).cast(wanted)
 
 
-def _with_all_columns(table: pa.Table) -> pa.Table:
+def _complete(table: pa.Table) -> pa.Table:
+    """With all columns that are stored, in their order."""
     if unknown := [name for name in table.column_names if name not in COLUMNS.names]:
         raise ValueError(f"{unknown} are no columns of rollouts, which are {', '.join(COLUMNS.names)}.")
-    stored = [field for field in COLUMNS if field.name != "trained"]
-    arrays = [
-        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
-        for field in stored
-    ]
-    return pa.table(arrays, schema=pa.schema(stored))
+    schema = pa.schema([field for field in COLUMNS if field.name != DERIVED])
+    there = {*table.column_names}
+    return pa.table(
+        [table[one.name].cast(one.type) if one.name in there else pa.nulls(len(table), one.type) for one in schema],
+        schema=schema,
+    )
 
 
-def _trained(table: pa.Table) -> pa.ChunkedArray:
-    """[rows][L] whether a token is in a span of the loss."""
-    import numpy as np
-
-    masks = []
-    for spans, length in zip(table["loss_spans"].to_pylist(), table["response_tokens"].to_pylist(), strict=True):
-        mask = np.zeros(length, bool)
-        for span in spans or ():
-            mask[span["start"] : span["stop"]] = True
-        masks.append(mask)
-    return pa.chunked_array([pa.array(masks, pa.list_(pa.bool_()))])
+def _write(file: Path, tables: Iterable[pa.Table]) -> None:
+    with _replacing(file) as handle, ExitStack() as stack:
+        writer = None
+        for table in tables:
+            stored = packed(_complete(table))
+            if writer is None:
+                writer = stack.enter_context(pq.ParquetWriter(handle, stored.schema, **write_options(stored.schema)))
+            writer.write_table(stored, row_group_size=max(1, len(stored)))
 
 
-def _write(file: Path, table: pa.Table) -> None:
+@contextmanager
+def _replacing(file: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which is durable and in the place of `file` once that has gone well, or else deleted."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.new")
-    with temporary.open("wb") as handle:
-        pq.write_table(table, handle, compression="zstd")
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(file)
+    try:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

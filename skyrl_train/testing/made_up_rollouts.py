@@ -16,12 +16,12 @@ from skyrl_train.report.rollout_files import COLUMNS, write_rollouts, write_voca
 _SOURCES = ("gsm8k", "math", "tools")
 
 
-def made_up_vocabulary(size: int = 4096) -> dict[int, str]:
-    """Words with a leading space, of one to three syllables, by token id; 0 is the end of a response."""
+def made_up_vocabulary(size: int = 4096) -> list[str]:
+    """Words with a leading space, of one to three syllables, by token id; that of 0 is the end of a response."""
     syllables = [one + other for one in "bdfgklmnprstvz" for other in "aeiou"]
     words = [*syllables, *(one + other for one in syllables for other in syllables)]
     words += [word + end for word in words for end in syllables[: 1 + size // len(words)]]
-    return {0: "<end>"} | {index: f" {word}" for index, word in enumerate(words[: size - 1], 1)}
+    return ["<end>", *(f" {word}" for word in words[: size - 1])]
 
 
 def made_up_rollouts(
@@ -78,8 +78,8 @@ def made_up_run(run: Path, steps: int, count: int, **arguments: Any) -> None:
         write_rollouts(run, step, made_up_rollouts(count, step, **arguments))
 
 
-def _texts(ids: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any], vocabulary: dict[int, str]) -> list[str]:
-    words = pa.array(list(vocabulary.values()), pa.string()).take(pa.array(ids))
+def _texts(ids: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any], vocabulary: list[str]) -> list[str]:
+    words = pa.array(vocabulary, pa.string()).take(pa.array(ids))
     lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words)
     found: list[str] = pc.binary_join(lists, "").to_pylist()
     return found
@@ -131,7 +131,7 @@ def _row(
         **versions,
         "env_metrics": json.dumps({} if failed else {"exact": reward}),
         "messages": json.dumps(messages),
-        "text": text.encode("utf-8", "replace").decode(),
+        "text": text.encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
         "env_extras": json.dumps({"reward_spec": {"method": "rule", "ground_truth": str(step * group)}}),
         "prompt_tokens": 16,
         "response_tokens": length,

@@ -188,6 +188,15 @@ def test_a_correction_truncates_masks_and_weighs(ask: Callable[..., Answer]):
     assert of(masks, "push_new")[0] == 0 and of(masks, "trained_tokens_new")[0] == 0
 
 
+def test_tokens_that_the_run_itself_masked_count_again(ask: Callable[..., Answer]):
+    """Of a run with a correction the kept mask is that after it; advantages came before."""
+    masks = {f"{CORRECTION}.token_mask_is_threshold_high": 2.5}
+    kept = rows(old_logprobs=[-1.0 + math.log(3)], loss_spans=[])
+    answer = ask(kept, {f"{CORRECTION}.token_mask_is_threshold_high": 3.5}, own=masks)
+    assert (answer.tokens, answer.differing_tokens) == (16, 0)
+    assert of(answer, "trained_tokens_old")[0] == 0 and of(answer, "trained_tokens_new")[0] == 1
+
+
 def test_clipping_is_none_in_the_first_pass_and_shown_for_the_gap_to_the_engine(ask: Callable[..., Answer]):
     up, down = math.log(3), -math.log(3)
     above = rows(old_logprobs=[-1.0 + up])  # advantage 0.75: clipped above 1.2
