@@ -21,6 +21,7 @@ from skyrl_train.config.hydra import load, save_resolved
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints import replay as command
+from skyrl_train.environments.registry import environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.replay.answer import Answer
 from skyrl_train.replay.report import SHOWN
@@ -308,6 +309,44 @@ def test_a_function_that_hangs_costs_one_sample_and_one_that_cannot_be_called_is
     ):
         with pytest.raises(ConfigError, match=reason):
             ask(rows(), reward=reward)
+
+
+GREETING = """
+from skyrl_train.environments.base import StepOutput, TextEnv
+
+class Greeting(TextEnv):
+    def init(self, prompt):
+        return [{"role": "system", "content": "hello"}, *prompt], {}
+
+    def step(self, action):
+        done = self.extras["max_turns"] == 1
+        return StepOutput([] if done else [{"role": "user", "content": "more"}], len(action) / 4, done)
+"""
+
+
+def test_environments_get_the_rows_of_the_data_and_an_episode_that_goes_otherwise_is_counted(
+    ask: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "greeting_of_a_replay.py").write_text(GREETING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(environments.table, "greeting", "greeting_of_a_replay:Greeting")
+    asked = [{"role": "user", "content": "question 0"}]
+    data = tmp_path / "rows.jsonl"
+    row_of_data = {"prompt": asked, "env_class": "greeting", "reward_spec": {"method": "rule", "ground_truth": "0"}}
+    data.write_text(json.dumps(row_of_data) + "\n")
+    said = json.dumps([{"role": "system", "content": "hello"}, *asked, {"role": "assistant", "content": "x"}])
+    kept = [one | {"env_class": "greeting", "messages": said} for one in rows()[:4]]
+    known = {"data.train_data": (str(data),), "generator.max_turns": 1}
+
+    def differing(**more: Any) -> tuple[int, list[float]]:
+        answer = ask(kept, known | more, reward="own")
+        assert answer.rewards is not None
+        return answer.rewards.differing, answer.rewards.new
+
+    assert differing() == (0, [0.25] * 4)
+    # Without the row, its opening is opened once more; with more turns allowed, the environment goes on.
+    assert differing(**{"data.train_data": ()}) == (4, [0.25] * 4)
+    assert differing(**{"generator.max_turns": 2}) == (4, [0.25] * 4)
 
 
 @pytest.fixture(scope="module")
