@@ -57,23 +57,8 @@ class PolicyObjective:
         `mini_batch_tokens` is the number of tokens that count in the whole mini-batch, from which this micro-batch's
         weight in the metrics follows.
         """
-        mask, weights, advantages = batch.loss_mask, batch.token_weights, batch.token_advantages
-        assert advantages is not None and weights is not None, "advantages and weights come before the update"
-        frozen = logprobs.detach()
-        old_logprobs = frozen if batch.old_logprobs is None else batch.old_logprobs
-        tensors = {
-            "frozen_logprobs": frozen,
-            "old_logprobs": old_logprobs,
-            "rollout_logprobs": batch.rollout_logprobs,
-            "sequence_ids": batch.sequence_ids,
-            "selected": batch.selected,
-        }
-        wanted = asked_for(self.policy_loss, tensors)
-        values, clipped = self.policy_loss(logprobs, advantages, mask, **wanted)
-        if batch.importance_weights is not None:
-            values = values * torch.where(mask, batch.importance_weights, 0.0)
         mask, weights = batch.loss_mask, batch.token_weights
-        assert batch.advantages is not None and weights is not None, "advantages and weights come before the update"
+        assert weights is not None, "weights come before the update"
         tensors = _tensors(batch, logprobs)
         old_logprobs = tensors["old_logprobs"]
         assert old_logprobs is not None
@@ -110,9 +95,10 @@ class PolicyObjective:
         self, batch: TrainBatch, logprobs: Tensor, tensors: Mapping[str, Tensor | None] | None = None
     ) -> tuple[Tensor, Tensor]:
         """[T] the policy loss of each token times its importance weight, and whether it was clipped."""
-        assert batch.advantages is not None, "advantages come before the loss"
+        advantages = batch.token_advantages
+        assert advantages is not None, "advantages come before the loss"
         wanted = asked_for(self.policy_loss, _tensors(batch, logprobs) if tensors is None else tensors)
-        values, clipped = self.policy_loss(logprobs, batch.advantages, batch.loss_mask, **wanted)
+        values, clipped = self.policy_loss(logprobs, advantages, batch.loss_mask, **wanted)
         if batch.importance_weights is not None:
             values = values * torch.where(batch.loss_mask, batch.importance_weights, 0.0)
         return values, clipped

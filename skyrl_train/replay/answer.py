@@ -83,12 +83,12 @@ def _of_samples(update: Update) -> dict[str, Any]:
     """By name, [E]: means over the tokens that count, and the sum of their pushes."""
     batch, episodes = update.batch, update.batch.episodes
     counts = batch.loss_mask
-    assert batch.advantages is not None
+    assert batch.token_advantages is not None
     tokens = episodes.sums(counts.double())
     each = tokens.clamp(min=1)
     found = {
         "trained_tokens": tokens.long(),
-        "advantage": episodes.sums(torch.where(counts, batch.advantages, 0.0).double()) / each,
+        "advantage": episodes.sums(torch.where(counts, batch.token_advantages, 0.0).double()) / each,
         "push": episodes.sums(update.pushes.double()),
         "clipped": episodes.sums(torch.where(counts, update.clipped, 0.0).double()) / each,
     }

@@ -144,11 +144,11 @@ class _Replay:
         return changed, now, scores
 
     def _check(self, old: Update, advantages: Tensor) -> None:
-        """Compare with the advantages that the run kept."""
-        computed = old.batch.advantages
+        """Compare with the advantages that the run kept, of the tokens that it trained on."""
+        computed, counts = old.batch.token_advantages, old.batch.loss_mask
         assert computed is not None
-        self.answer.tokens += int(old.mask.sum())
-        self.answer.differing_tokens += int((computed != advantages)[old.mask].sum())
+        self.answer.tokens += int(counts.sum())
+        self.answer.differing_tokens += int((computed != advantages)[counts].sum())
 
     def _check_metrics(self, computed: Mapping[str, float], recorded: Mapping[str, Any]) -> None:
         differing = self.answer.differing_metrics

@@ -59,7 +59,7 @@ class Update:
     def numbers(self) -> dict[str, float]:
         """What a table shows of it; see docs/replay.md."""
         batch, counts = self.batch, self.batch.loss_mask
-        advantages = batch.advantages
+        advantages = replace(batch, loss_mask=self.mask).token_advantages
         assert advantages is not None
         found = dict(self.metrics)
         inside = advantages[self.mask].double()
@@ -190,8 +190,8 @@ class Algorithm:
     def _pass(self, mini: TrainBatch, logprobs: Tensor, old_logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """[T] minus the gradient by the log-probs, and which tokens are clipped."""
         if self.choose is not None:
-            assert mini.advantages is not None
-            mini = mini.with_tokens(selected=self.choose(logprobs, old_logprobs, mini.advantages, mini.loss_mask))
+            assert mini.token_advantages is not None
+            mini = mini.with_tokens(selected=self.choose(logprobs, old_logprobs, mini.token_advantages, mini.loss_mask))
         leaf = logprobs.clone().requires_grad_()
         values, clipped = self.objective.per_token(mini, leaf)
         assert mini.token_weights is not None

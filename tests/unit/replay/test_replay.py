@@ -192,11 +192,11 @@ def test_a_correction_truncates_masks_and_weighs(ask: Callable[..., Answer]):
 
 
 def test_tokens_that_the_run_itself_masked_count_again(ask: Callable[..., Answer]):
-    """Of a run with a correction the kept mask is that after it; advantages came before."""
+    """Of a run with a correction the kept mask is that after it, and so are advantages."""
     masks = {f"{CORRECTION}.token_mask_is_threshold_high": 2.5}
     kept = rows(old_logprobs=[-1.0 + math.log(3)], loss_spans=[])
     answer = ask(kept, {f"{CORRECTION}.token_mask_is_threshold_high": 3.5}, own=masks)
-    assert (answer.tokens, answer.differing_tokens) == (16, 0)
+    assert (answer.tokens, answer.differing_tokens) == (15, 0)
     assert of(answer, "trained_tokens_old")[0] == 0 and of(answer, "trained_tokens_new")[0] == 1
 
 
