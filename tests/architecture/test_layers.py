@@ -56,6 +56,9 @@ ONE_IMPORTER = (
     "pyseccomp",
     "torchrl",
     "fsspec",
+    "jsonschema",
+    "referencing",
+    "regex",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 
