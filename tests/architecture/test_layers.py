@@ -190,6 +190,10 @@ def test_only_cluster_imports_ray():
     assert wrong == []
 
 
+def test_nothing_imports_what_hydra_keeps_for_itself():
+    assert [f"{n}:{line}" for n, _, line, m in all_imports() if m.startswith("hydra._internal")] == []
+
+
 @pytest.mark.parametrize("library", ONE_IMPORTER)
 def test_an_optional_library_is_imported_in_one_place(library: str):
     """One file, or files whose names begin with that of the engine."""
