@@ -58,6 +58,9 @@ ONE_IMPORTER = (
     "pyseccomp",
     "torchrl",
     "fsspec",
+    "jsonschema",
+    "referencing",
+    "regex",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 
@@ -187,6 +190,10 @@ def test_only_tests_and_docs_import_what_ships_for_testing():
 def test_only_cluster_imports_ray():
     wrong = [f"{n}:{line}" for n, layer, line, m in all_imports() if m.split(".")[0] == "ray" and layer != "cluster"]
     assert wrong == []
+
+
+def test_nothing_imports_what_hydra_keeps_for_itself():
+    assert [f"{n}:{line}" for n, _, line, m in all_imports() if m.startswith("hydra._internal")] == []
 
 
 @pytest.mark.parametrize("library", ONE_IMPORTER)
