@@ -14,7 +14,7 @@ from skyrl_train.testing.made_up_rollouts import made_up_rollouts
 from skyrl_train.trainer import kept_rollouts
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from tests.support.full_disk import disk_full_after
-from tests.support.kept_rollouts import OPENING, assert_shows, groups_of_all_kinds, learnt
+from tests.support.kept_rollouts import ODD, assert_shows, groups_of_all_kinds, learnt
 
 
 def keep(kept: KeptRollouts, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
@@ -59,7 +59,7 @@ def test_what_is_said_of_a_rollout(tmp_path: Path):
     assert (two["group"], two["sample"], several["group"], several["sample"]) == (0, 1, 1, 0)
     assert (failed["status"], failed["error"], failed["reward"]) == ("failed", "timeout", 0.0)
     assert failed["detail"] == "It took more than a second." and failed["loss_spans"] == []
-    assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [OPENING]
+    assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [ODD]
 
 
 def test_any_text_is_text(tmp_path: Path):
