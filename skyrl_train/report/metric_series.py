@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ class MetricSeries:
     def last_step(self) -> int:
         """0 before the first."""
         return self._steps[-1] if self._steps else 0
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that one of the last steps took, by the times of the rows; 0 if there is no such step."""
+        latest = [time for time in self._times[-6:] if np.isfinite(time)]
+        return max([after - before for before, after in pairwise(latest)], default=0.0)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a line of metrics.jsonl. A step that is taken again replaces what there was from it on."""

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ class RolloutIndex:
         self._run, self._files = Path(run), RolloutFiles(run)
         self._stamps: dict[int, _Stamp] = {}
         self._steps: dict[int, pa.Table] = {}
-        self._all = _indexed(self._files.table([], _READ))
+        self._quantiles_of: dict[int, list[float]] = {}
+        self._all = _indexed(self._files.table([], _READ), [0])
         self.quantiles: dict[str, dict[int, float]] = {}
         """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh."""
         self._texts: OrderedDict[int, pa.Table] = OrderedDict()
@@ -72,13 +74,12 @@ class RolloutIndex:
         changed = [step for step, stamp in now.items() if self._stamps.get(step) != stamp]
         for step in self._stamps.keys() - now.keys() | {*changed}:
             self._forget(step)
-        read = dict(zip(changed, self._pool.map(self._read, changed), strict=True))
-        self._steps |= {step: table for step, table in read.items() if table is not None}
+        self._take_in(changed)
         self._stamps = now
         self._all = pa.concat_tables(
             [self._all.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
         ).combine_chunks()
-        self.quantiles = _quantiles(self._steps)
+        self.quantiles = self._quantiles()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -116,13 +117,32 @@ class RolloutIndex:
             found.append((texts_of_step["text"][place["row"]].as_py() or "")[:PREVIEW] if known else "")
         return found
 
+    def _take_in(self, steps: Sequence[int]) -> None:
+        """Read these steps."""
+        read = zip(steps, self._pool.map(self._read, steps), strict=True)
+        tables = {step: table for step, table in read if table is not None}
+        if not tables:
+            return
+        lengths = [len(table) for table in tables.values()]
+        whole = _indexed(pa.concat_tables(tables.values()), lengths)
+        begins = [0, *accumulate(lengths)]
+        for step, begin, length in zip(tables, begins, lengths, strict=False):
+            self._steps[step] = table = whole.slice(begin, length)
+            values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
+            self._quantiles_of[step] = [value for value in values if value is not None]
+
     def _read(self, step: int) -> pa.Table | None:
         """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
         try:
-            return _indexed(self._files.table([step], _READ))
+            return self._files.table([step], _READ)
         except (OSError, pa.ArrowInvalid) as error:
             _log.warning("%s cannot be read and is left out: %s", step_file(self._run, step), error)
             return None
+
+    def _quantiles(self) -> dict[str, dict[int, float]]:
+        known = {step: values for step, values in self._quantiles_of.items() if values}
+        columns = {f"reward/p{percent}": place for place, percent in enumerate(QUANTILES)} if known else {}
+        return {name: {step: values[place] for step, values in known.items()} for name, place in columns.items()}
 
     def _with_text(self, found: pa.Table, text: str) -> pa.Table:
         """The rows whose conversation has it."""
@@ -135,12 +155,13 @@ class RolloutIndex:
         for begin in range(0, len(unknown), 64):  # not all texts of a long run at once
             texts = self._texts_of(unknown[begin : begin + 64])
             known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], text)), texts))
-        parts = []
-        for step in steps:
-            rows = found.filter(pc.field("step") == step)
-            if len(known[step]):
-                parts.append(rows.filter(known[step].take(rows["row"])))
-        return pa.concat_tables(parts) if parts else found.slice(0, 0)
+        mask = np.zeros(len(found), bool)
+        rows, begin = found["row"].to_numpy(), 0
+        for step, count in zip(*np.unique(found["step"].to_numpy(), return_counts=True), strict=True):
+            places = slice(begin, begin := begin + int(count))
+            if len(known[step]):  # else its file is gone meanwhile
+                mask[places] = known[step].to_numpy()[rows[places]]
+        return found.filter(pa.array(mask))
 
     def _texts_of(self, steps: Iterable[int]) -> list[tuple[int, pa.Table]]:
         """The texts of steps; those of the steps asked for last are kept."""
@@ -158,13 +179,16 @@ class RolloutIndex:
 
     def _forget(self, step: int) -> None:
         self._steps.pop(step, None)
+        self._quantiles_of.pop(step, None)
         self._texts.pop(step, None)
         for known in self._searches.values():
             known.pop(step, None)
 
 
-def _indexed(read: pa.Table) -> pa.Table:
+def _indexed(read: pa.Table, lengths: Sequence[int]) -> pa.Table:
+    """`lengths`: of its steps, which follow each other."""
     worked = pc.equal(read["status"], "ok")
+    rows = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     columns = {
         **{name: read[name] for name in ("step", "uid", "group", "sample")},
         "source": read["data_source"],
@@ -172,19 +196,9 @@ def _indexed(read: pa.Table) -> pa.Table:
         **{name: read[name] for name in ("status", "stop_reason")},
         "tokens": read["response_tokens"],
         "turns": pc.fill_null(pc.list_value_length(read["turns"]), 0),
-        "row": pa.chunked_array([pa.array(range(len(read)), pa.int32())]),
+        "row": pa.chunked_array([rows]),
     }
     return pa.table(columns)
-
-
-def _quantiles(steps: Mapping[int, pa.Table]) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {f"reward/p{percent}": {} for percent in QUANTILES}
-    for step, table in steps.items():
-        values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
-        for column, value in zip(found.values(), values, strict=True):
-            if value is not None:
-                column[step] = value
-    return {name: column for name, column in found.items() if column}
 
 
 def _condition(query: Query) -> pc.Expression:

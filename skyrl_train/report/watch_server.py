@@ -31,7 +31,7 @@ from skyrl_train.report.rollout_query import Query, whole_number
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 
-MOST_POINTS = 4000
+MOST_POINTS = 2000
 """Of a curve."""
 _HOST = "127.0.0.1"
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
