@@ -41,7 +41,10 @@ export function sectionsOf(names: string[], runs: string[], find: string): Secti
   const prefixes = [...new Set(wanted.map(prefixOf))].sort();
   const rest = prefixes.map((prefix) => ({
     title: prefix,
-    charts: wanted.filter((name) => prefixOf(name) === prefix && !QUANTILE.test(name)).sort().map((name) => curve(name, names)),
+    charts: wanted
+      .filter((name) => prefixOf(name) === prefix && !QUANTILE.test(name))
+      .sort()
+      .map((name) => curve(name, names)),
   }));
   return [{ title: "main", charts: main }, ...rest].filter((section) => section.charts.length);
 }
@@ -55,7 +58,9 @@ function mainChart(pattern: string, wanted: string[], names: string[]): ChartPla
 /** A metric; around a mean the quantiles beside it: reward/p10 to reward/p90 around reward/mean. */
 function curve(name: string, names: string[]): ChartPlan {
   const quantiles = name.endsWith("/mean")
-    ? names.filter((other) => QUANTILE.test(other) && other.startsWith(name.replace(/mean$/, "p"))).sort((a, b) => percent(a) - percent(b))
+    ? names
+        .filter((other) => QUANTILE.test(other) && other.startsWith(name.replace(/mean$/, "p")))
+        .sort((a, b) => percent(a) - percent(b))
     : [];
   const pairs = Math.floor(quantiles.length / 2);
   const bands = Array.from({ length: pairs }, (_, i) => [quantiles[i], quantiles.at(-1 - i)] as [string, string]);
@@ -111,6 +116,8 @@ export function partsOf(metrics: Metrics, axis: string): { x: number[]; parts: {
     });
     return { label, values };
   }).filter(({ values }) => values.some((value) => value > 0));
-  const other = whole.y.map((total, row) => Math.max(0, total - parts.reduce((sum, part) => sum + (part.values[row] ?? 0), 0)));
+  const other = whole.y.map((total, row) =>
+    Math.max(0, total - parts.reduce((sum, part) => sum + (part.values[row] ?? 0), 0)),
+  );
   return { x: whole.x, parts: [...parts, { label: "other", values: other }] };
 }

@@ -1,6 +1,16 @@
 /** All that the page knows. Components read these signals, and change them through `go` and the functions here. */
 import { computed, effect, type ReadonlySignal, type Signal, signal } from "@preact/signals";
-import { type Finding, type Group, isSame, type Metrics, openSource, PAGE_ROWS, type Rows, type Runs, type Sample } from "./data";
+import {
+  type Finding,
+  type Group,
+  isSame,
+  type Metrics,
+  openSource,
+  PAGE_ROWS,
+  type Rows,
+  type Runs,
+  type Sample,
+} from "./data";
 import { plain } from "./visible";
 import { asView, go, openKey, queryOf, view } from "./view";
 

@@ -49,7 +49,9 @@ addEventListener("popstate", () => (view.value = read(location.hash)));
 /** Show something else. `still`: the way back leads past it, as for every move of a slider. */
 export function go(change: Partial<View>, still = false): void {
   const next = { ...view.value, ...change };
-  const written = new URLSearchParams(Object.entries(next).filter(([name, value]) => value !== FIRST[name as keyof View]));
+  const written = new URLSearchParams(
+    Object.entries(next).filter(([name, value]) => value !== FIRST[name as keyof View]),
+  );
   history[still ? "replaceState" : "pushState"](null, "", `#${written}`);
   view.value = next;
 }

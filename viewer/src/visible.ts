@@ -24,4 +24,6 @@ export function piecesOf(text: string): Piece[] {
 
 /** The same as one text, for attributes and options, which hold nothing else. */
 export const plain = (text: string): string =>
-  piecesOf(text).map((piece) => ("text" in piece ? piece.text : `[${piece.code}]`)).join("");
+  piecesOf(text)
+    .map((piece) => ("text" in piece ? piece.text : `[${piece.code}]`))
+    .join("");

@@ -182,3 +182,33 @@ def test_an_escape_is_shown_and_a_bidi_control_turns_nothing_round(hostile_windo
     assert shown_text.startswith("␛[31mred␛[0m ␛]0;title␇ ␛[2J␛[1;1H")
     page = hostile_windows["report"].open(urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[32], "group": 32, "sample": 0}))
     assert "userU+202Egnp.exeU+202C" in page.locator(".message.user > .text-block").inner_text()
+
+
+ADDED = """([name, content]) => {
+    const added = document.createElement(name);
+    if (name === 'script') added.textContent = content;
+    else for (const [key, value] of Object.entries(content)) added.setAttribute(key, value);
+    document.body.append(added);
+    return new Promise(resolve => setTimeout(() => resolve(window.injected ?? null), 50));
+}"""
+
+
+def test_the_page_lets_no_script_run_but_its_own_even_if_one_were_in_it(browser: Any, tmp_path: Path):
+    run = write_run(tmp_path / "run", "run", steps=3)
+    context = browser.new_context()
+    refused: list[str] = []
+    page = context.new_page()
+    page.on("console", lambda said: refused.append(said.text))
+    page.goto(reported([run], tmp_path))
+    sync_api.expect(page.locator("figure.chart").first).to_be_visible()
+    assert refused == []
+    for element in (
+        ["script", "window.injected = 1"],
+        ["img", {"src": "x", "onerror": "window.injected = 1"}],
+        ["img", {"src": "http://198.51.100.7/x.png"}],
+        ["iframe", {"srcdoc": "<script>parent.injected = 1</script>"}],
+    ):
+        assert page.evaluate(ADDED, element) is None
+    assert page.evaluate("fetch('http://198.51.100.7/').then(() => 'answered', () => 'refused')") == "refused"
+    assert sum("Content Security Policy" in text for text in refused) >= 4
+    context.close()

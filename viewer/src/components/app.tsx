@@ -27,7 +27,12 @@ export function App() {
         </h1>
         <nav aria-label="Views">
           {Object.entries(TABS).map(([tab, { name }]) => (
-            <button key={tab} type="button" aria-current={tab === open ? "page" : undefined} onClick={() => go({ tab })}>
+            <button
+              key={tab}
+              type="button"
+              aria-current={tab === open ? "page" : undefined}
+              onClick={() => go({ tab })}
+            >
               {name}
               {tab === "diagnosis" && <NumFindings />}
             </button>
@@ -58,8 +63,15 @@ export function App() {
 }
 
 function NumFindings() {
-  const number = Object.values(findings.value).flat().filter((finding) => finding.level !== "past").length;
-  return number ? <> <span class="badge">{number}</span></> : null;
+  const number = Object.values(findings.value)
+    .flat()
+    .filter((finding) => finding.level !== "past").length;
+  return number ? (
+    <>
+      {" "}
+      <span class="badge">{number}</span>
+    </>
+  ) : null;
 }
 
 /** How far the runs are, and whether the server still answers. */

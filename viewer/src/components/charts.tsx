@@ -16,7 +16,9 @@ export function CurveChart({ plan }: { plan: Plan<"curve"> }) {
     () => shown.flatMap((run) => plan.columns.flatMap((column, dash) => linesOf(run.id, column, dash))),
     [plan, axis, smooth, table, shown],
   );
-  const described = shown.map((run) => table[run.id]?.described).find((one) => one && Object.hasOwn(one, plan.title))?.[plan.title];
+  const described = shown.map((run) => table[run.id]?.described).find((one) => one && Object.hasOwn(one, plan.title))?.[
+    plan.title
+  ];
   return <Plot title={plan.title} described={described ?? ""} lines={lines} axis={axis} />;
 
   function linesOf(run: string, column: string, dash: number): Line[] {
@@ -28,8 +30,16 @@ export function CurveChart({ plan }: { plan: Plan<"curve"> }) {
     const index = runs.value.runs.findIndex((one) => one.id === run);
     const color = colorOf(several && shown.length === 1 ? dash : index);
     const dashes = several && shown.length > 1 ? [[], [6, 4], [2, 3], [10, 4, 2, 4]][dash % 4] : [];
-    const names = [...(shown.length > 1 ? [runs.value.runs[index]?.name ?? run] : []), ...(several || shown.length === 1 ? [shortName(column)] : [])];
-    const line = (values: Points, more: Partial<Line> = {}): Line => ({ label: names.join(" · "), color, ...values, ...more });
+    const names = [
+      ...(shown.length > 1 ? [runs.value.runs[index]?.name ?? run] : []),
+      ...(several || shown.length === 1 ? [shortName(column)] : []),
+    ];
+    const line = (values: Points, more: Partial<Line> = {}): Line => ({
+      label: names.join(" · "),
+      color,
+      ...values,
+      ...more,
+    });
     const weight = isEvaluation(column) ? 0 : Number(smooth); // few points, each of many samples
     const main = line({ x: points.x, y: smoothed(points.y, weight) }, { raw: points.y, dash: dashes });
     const bands = plan.bands.flatMap(([low, high]) => [
@@ -55,5 +65,12 @@ export function PartsChart({ plan }: { plan: Plan<"parts"> }) {
     return stacked.reverse(); // the highest first: each covers what is below it of the ones before
   }, [of, axis]);
   const name = runs.value.runs.length > 1 ? runs.value.runs.find((run) => run.id === plan.run)?.name : "";
-  return <Plot title={[plan.title, name].filter(Boolean).join(" · ")} described="parts of timing/step_s" lines={lines} axis={axis} />;
+  return (
+    <Plot
+      title={[plan.title, name].filter(Boolean).join(" · ")}
+      described="parts of timing/step_s"
+      lines={lines}
+      axis={axis}
+    />
+  );
 }

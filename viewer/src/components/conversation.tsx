@@ -48,10 +48,12 @@ export function MessageCard({ message, turn }: { message: Message; turn?: Turn |
 }
 
 function TurnFacts({ turn }: { turn: Turn }) {
-  const versions = turn.min_version === turn.max_version ? `${turn.min_version}` : `${turn.min_version} to ${turn.max_version}`;
+  const versions =
+    turn.min_version === turn.max_version ? `${turn.min_version}` : `${turn.min_version} to ${turn.max_version}`;
   return (
     <p class="turn muted">
-      reward {short(turn.reward)} · {count(turn.stop - turn.start)} tokens · <Text value={turn.stop_reason} /> · weights of step {versions}
+      reward {short(turn.reward)} · {count(turn.stop - turn.start)} tokens · <Text value={turn.stop_reason} /> · weights
+      of step {versions}
       {turn.running_s ? ` · ${short(turn.running_s)} s` : ""}
     </p>
   );

@@ -31,11 +31,24 @@ function Controls() {
   return (
     <div class="controls" role="group" aria-label="Curves">
       <label>
-        Find <input type="search" value={find} placeholder="metric" onInput={(e) => go({ find: e.currentTarget.value }, true)} />
+        Find{" "}
+        <input
+          type="search"
+          value={find}
+          placeholder="metric"
+          onInput={(e) => go({ find: e.currentTarget.value }, true)}
+        />
       </label>
       <label>
         Smoothing{" "}
-        <input type="range" min="0" max="0.99" step="0.01" value={smooth} onInput={(e) => go({ smooth: e.currentTarget.value }, true)} />
+        <input
+          type="range"
+          min="0"
+          max="0.99"
+          step="0.01"
+          value={smooth}
+          onInput={(e) => go({ smooth: e.currentTarget.value }, true)}
+        />
         <output>{smooth}</output>
       </label>
       <label>
@@ -83,7 +96,11 @@ function Charts({ section, first }: { section: Section; first: boolean }) {
   const [chosen, choose] = useState<boolean | null>(null);
   const open = chosen ?? first;
   return (
-    <details class="section" open={open} onToggle={(event) => event.currentTarget.open !== open && choose(event.currentTarget.open)}>
+    <details
+      class="section"
+      open={open}
+      onToggle={(event) => event.currentTarget.open !== open && choose(event.currentTarget.open)}
+    >
       <summary>
         <h2>
           <Text value={section.title} />
@@ -101,4 +118,5 @@ function Charts({ section, first }: { section: Section; first: boolean }) {
   );
 }
 
-const Chart = ({ plan }: { plan: ChartPlan }) => (plan.kind === "parts" ? <PartsChart plan={plan} /> : <CurveChart plan={plan} />);
+const Chart = ({ plan }: { plan: ChartPlan }) =>
+  plan.kind === "parts" ? <PartsChart plan={plan} /> : <CurveChart plan={plan} />;

@@ -20,7 +20,9 @@ const filter = (change: Partial<Query>) => go({ ...change, offset: "" }, true);
 export function Filters() {
   const facets = rows.value?.facets;
   const all = runs.value.runs;
-  const changed = Object.entries(FIRST_FILTERS).some(([name, value]) => name !== "offset" && view.value[name as keyof Query] !== value);
+  const changed = Object.entries(FIRST_FILTERS).some(
+    ([name, value]) => name !== "offset" && view.value[name as keyof Query] !== value,
+  );
   return (
     <form class="filters" aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
       {all.length > 1 && (
@@ -86,7 +88,11 @@ function Typed({ name, type, label }: { name: keyof Query; type: "search" | "num
     const wait = setTimeout(() => filter({ [name]: typed }), PAUSE_MS);
     return () => clearTimeout(wait);
   }, [typed]);
-  const field = { value: typed, "aria-label": label, onInput: (event: { currentTarget: HTMLInputElement }) => setTyped(event.currentTarget.value) };
+  const field = {
+    value: typed,
+    "aria-label": label,
+    onInput: (event: { currentTarget: HTMLInputElement }) => setTyped(event.currentTarget.value),
+  };
   return type === "search" ? <input type="search" {...field} /> : <input type="number" step="any" {...field} />;
 }
 

@@ -19,12 +19,19 @@ export function GroupView() {
       </ol>
       <div class="group" role="group" aria-label="Samples side by side" tabIndex={0}>
         {found.samples.map((sample) => (
-          <article key={sample.sample} aria-label={`sample ${sample.sample}`} aria-current={String(sample.sample) === view.value.sample ? "true" : undefined}>
+          <article
+            key={sample.sample}
+            aria-label={`sample ${sample.sample}`}
+            aria-current={String(sample.sample) === view.value.sample ? "true" : undefined}
+          >
             <h3>
               <button type="button" onClick={() => go({ ...asView(sample), how: "conversation" })}>
                 sample {sample.sample}
               </button>{" "}
-              <Reward row={sample} /> <span class="muted">{count(sample.response_tokens)} tokens · <Text value={sample.stop_reason} /></span>
+              <Reward row={sample} />{" "}
+              <span class="muted">
+                {count(sample.response_tokens)} tokens · <Text value={sample.stop_reason} />
+              </span>
             </h3>
             <Conversation sample={sample} from={commonStart([found.prompt, sample.messages]).length} />
           </article>

@@ -15,7 +15,11 @@ export function List() {
       <Pager total={list.total} shown={list.rows.length} />
       <ol class="list">
         {list.rows.map((row) => (
-          <Entry key={`${row.step} ${row.group} ${row.sample} ${row.uid}`} row={row} open={open !== null && isSame(row, open)} />
+          <Entry
+            key={`${row.step} ${row.group} ${row.sample} ${row.uid}`}
+            row={row}
+            open={open !== null && isSame(row, open)}
+          />
         ))}
       </ol>
     </>
@@ -61,8 +65,15 @@ function Pager({ total, shown }: { total: number; shown: number }) {
       <button type="button" aria-label="Previous page" disabled={offset <= 0} onClick={() => turn(offset - PAGE_ROWS)}>
         ‹
       </button>
-      <span role="status">{total ? `${count(offset + 1)}–${count(offset + shown)} of ${count(total)}` : "no sample"}</span>
-      <button type="button" aria-label="Next page" disabled={offset + shown >= total} onClick={() => turn(offset + PAGE_ROWS)}>
+      <span role="status">
+        {total ? `${count(offset + 1)}–${count(offset + shown)} of ${count(total)}` : "no sample"}
+      </span>
+      <button
+        type="button"
+        aria-label="Next page"
+        disabled={offset + shown >= total}
+        onClick={() => turn(offset + PAGE_ROWS)}
+      >
         ›
       </button>
     </nav>

@@ -21,7 +21,17 @@ export interface Line {
 const HEIGHT = 190;
 
 /** A chart with what it says at the pointer, or at the end, below. */
-export function Plot({ title, described, lines, axis }: { title: string; described: string; lines: Line[]; axis: string }) {
+export function Plot({
+  title,
+  described,
+  lines,
+  axis,
+}: {
+  title: string;
+  described: string;
+  lines: Line[];
+  axis: string;
+}) {
   const place = useRef<HTMLDivElement>(null);
   const [at, setAt] = useState<number | null>(null);
   const { zoom } = view.value;
@@ -37,7 +47,9 @@ export function Plot({ title, described, lines, axis }: { title: string; describ
       plot.destroy();
     };
   }, [lines, zoom, isDark]);
-  const told = (lines[0]?.kind === "area" ? lines.toReversed() : lines).filter(({ kind = "line" }) => kind === "line" || kind === "area").map((line) => ({ line, value: valueAt(line, at) }));
+  const told = (lines[0]?.kind === "area" ? lines.toReversed() : lines)
+    .filter(({ kind = "line" }) => kind === "line" || kind === "area")
+    .map((line) => ({ line, value: valueAt(line, at) }));
   const spoken = told.map(({ line, value }) => `${line.label} ${short(value)}`).join(", ");
   return (
     <figure class="chart">
@@ -68,7 +80,13 @@ function valueAt(line: Line, at: number | null): number | null {
 const joined = (lines: Line[]): uPlot.AlignedData =>
   uPlot.join(lines.map((line) => [line.x, line.y] as uPlot.AlignedData));
 
-function options(target: HTMLElement, lines: Line[], zoom: string, isDark: boolean, tell: (at: number | null) => void): uPlot.Options {
+function options(
+  target: HTMLElement,
+  lines: Line[],
+  zoom: string,
+  isDark: boolean,
+  tell: (at: number | null) => void,
+): uPlot.Options {
   const style = getComputedStyle(target);
   const axis: uPlot.Axis = {
     stroke: style.getPropertyValue("--muted"),
@@ -84,9 +102,15 @@ function options(target: HTMLElement, lines: Line[], zoom: string, isDark: boole
     height: HEIGHT,
     legend: { show: false },
     cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false }, points: { size: 5 } },
-    scales: { x: { time: false, range }, ...(lines[0]?.kind === "area" && { y: { range: (_, __, most) => [0, most * 1.05 || 1] } }) },
+    scales: {
+      x: { time: false, range },
+      ...(lines[0]?.kind === "area" && { y: { range: (_, __, most) => [0, most * 1.05 || 1] } }),
+    },
     padding: [6, 10, 0, 0],
-    axes: [{ ...axis, size: 26 }, { ...axis, size: 52, values: (_, ticks) => ticks.map(short) }],
+    axes: [
+      { ...axis, size: 26 },
+      { ...axis, size: 52, values: (_, ticks) => ticks.map(short) },
+    ],
     series: [{}, ...lines.map((line) => seriesOf(line, isDark))],
     bands: lines.flatMap((line, index) =>
       line.kind === "high" ? [{ series: [index + 1, index] as [number, number], fill: `${line.color}22` }] : [],
@@ -106,9 +130,16 @@ function options(target: HTMLElement, lines: Line[], zoom: string, isDark: boole
 
 function seriesOf({ kind = "line", color, dash = [], x }: Line, isDark: boolean): uPlot.Series {
   const points = { show: kind === "line" && x.length < 25, size: 4 };
-  if (kind === "area") return { stroke: color, width: 1, fill: tint(color, isDark ? 0 : 255), points: { show: false }, spanGaps: true };
+  if (kind === "area")
+    return { stroke: color, width: 1, fill: tint(color, isDark ? 0 : 255), points: { show: false }, spanGaps: true };
   if (kind === "low" || kind === "high") return { width: 0, points: { show: false }, spanGaps: true };
-  return { stroke: kind === "faint" ? `${color}55` : color, width: kind === "faint" ? 1 : 1.75, dash, points, spanGaps: true };
+  return {
+    stroke: kind === "faint" ? `${color}55` : color,
+    width: kind === "faint" ? 1 : 1.75,
+    dash,
+    points,
+    spanGaps: true,
+  };
 }
 
 /** Opaque, so that areas cover each other: half of the way to black or white. */

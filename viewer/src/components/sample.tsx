@@ -11,7 +11,10 @@ import { TokenView } from "./tokens";
 const NO_TOKENS = <p>The report has no room for the tokens of this sample: skyrl-train watch shows those of all.</p>;
 const WAYS: Record<string, { name: string; show: (sample: Sample) => ComponentChildren }> = {
   conversation: { name: "Conversation", show: (sample) => <Conversation sample={sample} /> },
-  tokens: { name: "Tokens", show: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS) },
+  tokens: {
+    name: "Tokens",
+    show: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS),
+  },
   group: { name: "Group", show: () => <GroupView /> },
 };
 
@@ -25,7 +28,12 @@ export function SampleView({ sample }: { sample: Sample }) {
       <Facts sample={sample} />
       <nav class="ways" aria-label="Ways to see it">
         {Object.entries(WAYS).map(([name, way]) => (
-          <button key={name} type="button" aria-current={name === how ? "true" : undefined} onClick={() => go({ how: name })}>
+          <button
+            key={name}
+            type="button"
+            aria-current={name === how ? "true" : undefined}
+            onClick={() => go({ how: name })}
+          >
             {way.name}
           </button>
         ))}
@@ -47,7 +55,8 @@ function Facts({ sample }: { sample: Sample }) {
   ];
   if (versions.length) facts.push(["weights of step", oldest === newest ? String(oldest) : `${oldest} to ${newest}`]);
   if (sample.temperature != null) facts.push(["temperature", short(sample.temperature)]);
-  if (sample.raw_reward != null && sample.raw_reward !== sample.reward) facts.push(["before penalties", short(sample.raw_reward)]);
+  if (sample.raw_reward != null && sample.raw_reward !== sample.reward)
+    facts.push(["before penalties", short(sample.raw_reward)]);
   for (const [name, value] of Object.entries({ ...sample.env_metrics, ...sample.env_extras }))
     facts.push([name, typeof value === "number" ? short(value) : <Text value={JSON.stringify(value)} />]);
   return (

@@ -107,7 +107,9 @@ function TokenFacts({ tokens, index }: { tokens: Tokens; index: number | null })
     ["log-prob in the trainer", exact(trainer)],
     ["gap", engine === null || trainer === null ? "–" : short(trainer - engine)],
     ["advantage", exact(tokens.advantages[index])],
-    ...(given(tokens.ref_logprobs) ? [["log-prob in the reference", exact(tokens.ref_logprobs?.[index])] as [string, string]] : []),
+    ...(given(tokens.ref_logprobs)
+      ? [["log-prob in the reference", exact(tokens.ref_logprobs?.[index])] as [string, string]]
+      : []),
     ...(given(tokens.rewards) ? [["reward", exact(tokens.rewards?.[index])] as [string, string]] : []),
     ["in the loss", tokens.trained[index] ? "yes" : "no"],
   ];
@@ -135,29 +137,41 @@ function TokenText({ value }: { value: string }) {
 }
 
 /** Thousands of spans: drawn anew only if what they show changes. */
-const TokenSpans = memo(({ tokens, turns, shade, shown }: { tokens: Tokens; turns: Turn[]; shade: Shade; shown: number }) => {
-  const begins = new Map(turns.map((turn, index) => [tokens.prompt + turn.start, index + 1]));
-  const restarts = new Set(tokens.restarts?.map(({ start }) => start));
-  return tokens.ids.slice(0, shown).map((_, index) => {
-    const turn = begins.get(index);
-    const strength = shade.strength[index] ?? 0;
-    const kind = `${tokens.trained[index] ? "trained" : "untrained"} ${strength < 0 ? "negative" : "positive"}`;
-    return (
-      <Fragment key={index}>
-        {restarts.has(index) && <b class="marker">another prompt</b>}
-        {turn !== undefined && <b class="marker">turn {turn}</b>}
-        <span class={`token ${kind}`} data-token={index} style={strength ? { "--strength": Math.abs(strength).toFixed(3) } : undefined}>
-          <Shown value={tokens.texts[index] ?? ""} />
-        </span>
-      </Fragment>
-    );
-  });
-});
+const TokenSpans = memo(
+  ({ tokens, turns, shade, shown }: { tokens: Tokens; turns: Turn[]; shade: Shade; shown: number }) => {
+    const begins = new Map(turns.map((turn, index) => [tokens.prompt + turn.start, index + 1]));
+    const restarts = new Set(tokens.restarts?.map(({ start }) => start));
+    return tokens.ids.slice(0, shown).map((_, index) => {
+      const turn = begins.get(index);
+      const strength = shade.strength[index] ?? 0;
+      const kind = `${tokens.trained[index] ? "trained" : "untrained"} ${strength < 0 ? "negative" : "positive"}`;
+      return (
+        <Fragment key={index}>
+          {restarts.has(index) && <b class="marker">another prompt</b>}
+          {turn !== undefined && <b class="marker">turn {turn}</b>}
+          <span
+            class={`token ${kind}`}
+            data-token={index}
+            style={strength ? { "--strength": Math.abs(strength).toFixed(3) } : undefined}
+          >
+            <Shown value={tokens.texts[index] ?? ""} />
+          </span>
+        </Fragment>
+      );
+    });
+  },
+);
 
 /** A line's end is seen, and ends the line; an empty text has a sign. */
 function Shown({ value }: { value: string }) {
   if (value === "") return <i class="hidden-sign">∅</i>;
   return piecesOf(value.replaceAll("\n", "↵\n")).map((piece) =>
-    "text" in piece ? piece.text : <i class="hidden-sign" title={piece.code}>{piece.sign}</i>,
+    "text" in piece ? (
+      piece.text
+    ) : (
+      <i class="hidden-sign" title={piece.code}>
+        {piece.sign}
+      </i>
+    ),
   );
 }
