@@ -34,7 +34,8 @@ class MetricSeries:
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a line of metrics.jsonl. A step that is taken again replaces what there was from it on."""
         while self._steps and self._steps[-1] >= line["step"]:
-            for column in (self._steps, self._times, *self._columns.values()):
+            self._steps.pop()
+            for column in (self._times, *self._columns.values()):
                 column.pop()
         size = len(self._steps)
         self._steps.append(line["step"])
