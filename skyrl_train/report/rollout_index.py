@@ -70,7 +70,7 @@ class RolloutIndex:
         """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh."""
         self._texts: OrderedDict[int, pa.Table] = OrderedDict()
         self._texts_bytes = 0
-        self._searches: OrderedDict[str, dict[int, pa.ChunkedArray]] = OrderedDict()
+        self._searches: OrderedDict[str, dict[int, NDArray[np.bool_]]] = OrderedDict()
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "rollouts")
 
     def refresh(self) -> None:
