@@ -162,9 +162,9 @@ class _Tokens:
     """The response tokens of some sequences of a batch, one after the other."""
 
     def __init__(self, batch: TrainBatch, first: int, last: int):
-        offsets = batch.offsets[first : last + 1].tolist()
-        prompts = batch.prompt_lengths[first:last].tolist()
-        self._batch = batch
+        self._batch = batch.select(range(first, last), copy=False)
+        offsets = self._batch.offsets.tolist()
+        prompts = self._batch.prompt_lengths.tolist()
         self._places = [
             slice(start + prompt, stop)
             for start, prompt, stop in zip(offsets, prompts, offsets[1:], strict=False)
@@ -210,7 +210,7 @@ _OF_TOKENS = {
     "rollout_logprobs": "rollout_logprobs",
     "old_logprobs": "old_logprobs",
     "ref_logprobs": "ref_logprobs",
-    "advantages": "advantages",
+    "advantages": "token_advantages",
     "token_rewards": "token_rewards",
 }
 """Columns, and what they are called in a batch."""

@@ -123,7 +123,7 @@ class Trainer(TrainingLoop):
         self.samples_of_rows = [
             (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
         ]
-        batch = await asyncio.to_thread(collate, groups)
+        batch = await asyncio.to_thread(collate, groups, token_rewards=self._token_rewards_are_read)
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
@@ -138,6 +138,12 @@ class Trainer(TrainingLoop):
             if len(batch.input_ids) > MANY:
                 await asyncio.to_thread(give_back)
             await self._update(batch)
+
+    @property
+    def _token_rewards_are_read(self) -> bool:
+        """Of a step that does not say it is assumed."""
+        steps = any(getattr(step, "reads_token_rewards", True) for step in self.batch_steps)
+        return steps or self.batch_dump is not None
 
     def _due(self) -> list[str]:
         evaluates = self.evaluator is not None and self.intervals.due(self.intervals.evaluate, self.step)
