@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.run_files import RunFiles
 from skyrl_train.trainer.batch_dump import read_batch
 from tests.support.kept_rollouts import assert_shows
 
@@ -107,7 +110,7 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
 
 def assert_kept(folder: Path) -> None:
     """The rollouts that the run in this folder kept are the batches that it trained on."""
-    files = RolloutFiles(folder / "ckpts")
+    files, views = RolloutFiles(folder / "ckpts"), RolloutViews(folder / "ckpts")
     assert files.steps() == [1, 2]
     vocabulary = files.vocabulary()
     for step in files.steps():
@@ -119,3 +122,11 @@ def assert_kept(folder: Path) -> None:
             assert answer["content"] in row["text"] and len(row["turns"]) == 2
             asked = "".join(vocabulary[token] for token in row["prompt_ids"])
             assert f"<|im_start|>user\n{opening['content']}<|im_end|>" in asked
+            shown = views.rollout(step, row["uid"], row["sample"])["tokens"]
+            for name in ("advantages", "old_logprobs", "ref_logprobs"):
+                expected = row[name] or [None] * len(row["response_ids"])
+                numbers = np.array(shown[name][shown["prompt"] :], np.float32)
+                assert np.array_equal(numbers, np.array(expected, np.float32), equal_nan=True)
+            assert shown["trained"][shown["prompt"] :] == row["trained"]
+    summary = RunFiles(folder / "ckpts").summary()
+    assert (summary["state"], summary["step"], summary["total_steps"]) == ("finished", 2, 2)
