@@ -59,9 +59,7 @@ class TrainingResult:
         return rollouts(self.directory, steps, columns)
 
 
-def rollouts(
-    run: str | PathLike[str], steps: Iterable[int] | None = None, columns: Sequence[str] | None = None
-) -> Any:
+def rollouts(run: str | PathLike[str], steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
     """What a run kept of its rollouts (`trainer.keep_rollouts`) as a `datasets.Dataset`, one row each.
 
     Args:

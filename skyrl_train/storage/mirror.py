@@ -127,7 +127,7 @@ class Mirror:
             (folder / name).unlink(missing_ok=True)
 
     def drop(self, file: Path) -> None:
-        """A file of `local`, not of a folder with a manifest, was deleted, and shall be at the address. Returns at once."""
+        """A file of `local`, of no folder with a manifest, is deleted, and shall be at the address. Returns at once."""
         with self._turn:
             self._dropped.add(file.relative_to(self.local).as_posix())
 

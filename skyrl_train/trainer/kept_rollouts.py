@@ -195,7 +195,9 @@ def _table(step: int, numbered: Sequence[tuple[int, Trajectory]], tokens: _Token
     for name, source in _OF_TOKENS.items():
         values = tokens.of(source)
         if values is not None:
-            columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False)))
+            columns[name] = pa.ListArray.from_arrays(
+                pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False))
+            )
     arrays = {
         name: values if isinstance(values, pa.Array) else pa.array(values, COLUMNS.field(name).type)
         for name, values in columns.items()
@@ -239,7 +241,9 @@ def _scalars(items: Sequence[Trajectory]) -> dict[str, list[Any]]:
 
 def _texts(items: Sequence[Trajectory]) -> dict[str, list[str]]:
     """What people read, without the contents of credential variables, which a tool may have shown."""
-    shown = redact([(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items])
+    shown = redact(
+        [(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items]
+    )
     texts = [_clean(text) for text, *_ in shown]
     extras: dict[int, str] = {}  # of a prompt, which its samples share
     for item in items:
@@ -308,4 +312,6 @@ def _structs(counts: Sequence[int], fields: Sequence[pa.Array], kind: pa.DataTyp
 
 def _lists(values: Sequence[NDArray[np.int32]]) -> pa.Array:
     flat = np.concatenate(values) if values else np.zeros(0, np.int32)
-    return pa.ListArray.from_arrays(pa.array([0, *accumulate(map(len, values))], pa.int32()), pa.array(flat, pa.int32()))
+    return pa.ListArray.from_arrays(
+        pa.array([0, *accumulate(map(len, values))], pa.int32()), pa.array(flat, pa.int32())
+    )

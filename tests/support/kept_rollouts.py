@@ -73,7 +73,9 @@ def _second() -> TrajectoryGroup:
         messages=[OPENING, {"role": "assistant", "content": "half of a pair \ud83d, a NUL \0 and an escape \x1b[31m"}],
         restarts=[Restart(3, [5, 5, 5]), Restart(4, [6, 6])],
     )  # fmt: skip
-    failed = trajectory_from(prompt, 1, [5], [7, 8], [1, 1], [-0.5, -0.25], [Turn(0, 2, 3.0, "stop", 1, 1)], 3.0, "stop", 0.7)
+    failed = trajectory_from(
+        prompt, 1, [5], [7, 8], [1, 1], [-0.5, -0.25], [Turn(0, 2, 3.0, "stop", 1, 1)], 3.0, "stop", 0.7
+    )
     failed.fail("timeout", "It took more than a second.")
     empty = trajectory_from(prompt, 2, [5], [], [], [], [], 0.0, "abort", 0.7)
     return TrajectoryGroup(prompt, [several, failed, empty])

@@ -62,7 +62,9 @@ def test_several_tables_are_one_step_and_a_part_of_one_is_written_as_it_is(tmp_p
 def test_what_is_trained_on_follows_from_the_spans(tmp_path: Path):
     write_rollouts(tmp_path, 1, made_up_rollouts(60))
     for row in RolloutFiles(tmp_path).table(columns=["loss_spans", "trained", "response_tokens"]).to_pylist():
-        mask = [any(one["start"] <= n < one["stop"] for one in row["loss_spans"]) for n in range(row["response_tokens"])]
+        mask = [
+            any(one["start"] <= n < one["stop"] for one in row["loss_spans"]) for n in range(row["response_tokens"])
+        ]
         assert row["trained"] == mask
 
 
@@ -71,7 +73,9 @@ def test_steps_columns_and_filters(tmp_path: Path):
     files = RolloutFiles(tmp_path)
     assert files.steps() == [1, 2, 3, 4]
     assert files.table([4, 2], ["step", "uid"])["step"].unique().to_pylist() == [4, 2]
-    some = files.table(columns=["old_logprobs", "messages"], filter=(pc.field("reward") > 0.5) & (pc.field("step") != 3))
+    some = files.table(
+        columns=["old_logprobs", "messages"], filter=(pc.field("reward") > 0.5) & (pc.field("step") != 3)
+    )
     every = files.table().filter((pc.field("reward") > 0.5) & (pc.field("step") != 3))
     assert 0 < len(some) < 60
     same(some, every.select(["old_logprobs", "messages"]))
