@@ -103,11 +103,12 @@ def pack_messages(messages: Sequence[Any], text: str, known: Sequence[str] = ())
     for place in range(len(found), len(messages)):
         message = messages[place]
         content = message.get("content") if isinstance(message, Mapping) else None
-        start = text.find(content, after) if isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE else -1
+        long = isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE
+        start = text.find(str(content), after) if long else -1
         if start < 0:
             found.append(dumped(message))
             continue
-        after = start + len(content)
+        after = start + len(str(content))
         references.append((place, start, after))
         found.append(dumped({**message, "content": ""}))
     inside = f"[{', '.join(found)}]"

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Restart, TrajectoryGroup, Turn
 from tests.support.trajectories import trajectory_from
@@ -71,7 +72,7 @@ def _second() -> TrajectoryGroup:
         [Turn(0, 2, 0.0, "stop", 1, 1), Turn(3, 5, 2.0, "stop", 2, 2)], 2.0, "stop", 0.7,
         text="half of a pair \ud83d, a NUL \0 and an escape \x1b[31m",
         messages=[OPENING, {"role": "assistant", "content": "half of a pair \ud83d, a NUL \0 and an escape \x1b[31m"}],
-        restarts=[Restart(3, [5, 5, 5]), Restart(4, [6, 6])],
+        restarts=[Restart(3, token_array([5, 5, 5])), Restart(4, token_array([6, 6]))],
     )  # fmt: skip
     failed = trajectory_from(
         prompt, 1, [5], [7, 8], [1, 1], [-0.5, -0.25], [Turn(0, 2, 3.0, "stop", 1, 1)], 3.0, "stop", 0.7
