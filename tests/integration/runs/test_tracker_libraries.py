@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,12 +123,21 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
     return make
 
 
-def execute(python: str, code: str, *arguments: str, home: Path, **variables: str) -> str:
-    """What the code printed. In a clean environment with secrets; no process of it may be left, nor anything said of
-    the network or of a failure."""
-    env = CANARIES | {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(REPOSITORY)} | variables
+def read(python: str, code: str, *arguments: str, home: Path, **variables: str) -> Any:
+    """The runs that the library itself finds."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(home)} | variables
     done = subprocess.run(
         [python, "-c", code, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def report(python: str, *arguments: str, home: Path, **variables: str) -> str:
+    """What a run printed; in an environment with secrets, of which nothing may be said, nor of network or failures."""
+    env = CANARIES | {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(REPOSITORY)} | variables
+    done = subprocess.run(
+        [python, "-c", REPORT, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
@@ -155,7 +165,7 @@ def start_three_times(python: str, tracker: str, run: Path, **variables: str) ->
     """From the start, resumed at step 1 with another seed, and from the start again."""
     home = run.parent / "home"
     for start, seed in (("0", "1"), ("1", "2"), ("0", "3")):
-        said = execute(python, REPORT, tracker, str(run), start, seed, home=home, **variables)
+        said = report(python, tracker, str(run), start, seed, home=home, **variables)
         assert f"members ['console', 'diagnosis', 'jsonl', '{tracker}']" in said
 
 
@@ -165,7 +175,8 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     python, run = environment("mlflow"), tmp_path / "run"
     run.mkdir()
     start_three_times(python, "mlflow", run)
-    first, second = json.loads(execute(python, READ_MLFLOW, f"sqlite:///{run}/mlflow/mlflow.db", home=home))
+    assert os.listdir(home) == [], "something beside the run's folder"
+    first, second = read(python, READ_MLFLOW, f"sqlite:///{run}/mlflow/mlflow.db", home=home)
     assert sorted(first["rewards"]) == [[1, 0.25], [2, 0.5], [2, 0.5], [3, 0.75]]
     assert [step for step, _ in second["rewards"]] == [1, 2]
     assert first["name"] == "run" and {first["status"], second["status"]} == {"FINISHED"}
@@ -182,7 +193,6 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     assert first["table"] == [[SHOWN, "it is <MY_PASSWORD> 2", 0.25, "stop"]]
     assert not any(tag.startswith(("mlflow.source", "mlflow.git")) for tag in first["tags"])
     assert_no_secret_and_no_host(tmp_path)
-    assert os.listdir(home) == [], "something beside the run's folder"
 
 
 def test_a_folder_that_was_moved_gets_a_run_of_mlflow_whose_files_are_there(
@@ -190,9 +200,9 @@ def test_a_folder_that_was_moved_gets_a_run_of_mlflow_whose_files_are_there(
 ):
     python, run, moved = environment("mlflow"), tmp_path / "run", tmp_path / "moved"
     run.mkdir()
-    execute(python, REPORT, "mlflow", str(run), "0", "1", home=home)
+    report(python, "mlflow", str(run), "0", "1", home=home)
     run.rename(moved)
-    execute(python, REPORT, "mlflow", str(moved), "1", "1", home=home)
+    report(python, "mlflow", str(moved), "1", "1", home=home)
     assert not run.exists()
     assert len(list(moved.glob("mlflow/artifacts/*"))) == 2
 
@@ -240,7 +250,7 @@ def test_a_server_of_mlflow_gets_the_run_and_one_that_goes_away_costs_the_tracke
             assert done.returncode == 0 and "members ['console', 'diagnosis', 'jsonl', 'mlflow']" in done.stdout
             assert f"at http://127.0.0.1:{port}/#/experiments/" in done.stdout
             assert "canary-" not in done.stdout + done.stderr
-        (only,) = json.loads(execute(python, READ_MLFLOW, f"http://127.0.0.1:{port}", home=home))
+        (only,) = read(python, READ_MLFLOW, f"http://127.0.0.1:{port}", home=home)
     assert sorted(only["rewards"]) == [[1, 0.25], [2, 0.5], [2, 0.5], [3, 0.75]]
     assert not (run / "mlflow").exists()
     assert_no_secret_and_no_host(run)
@@ -260,7 +270,7 @@ def test_trackio_keeps_runs_where_it_is_told_continues_one_and_begins_another_on
     run.mkdir()
     variables = {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
     start_three_times(python, "trackio", run, **variables)
-    first, second = json.loads(execute(python, READ_TRACKIO, home=home, **variables))
+    first, second = read(python, READ_TRACKIO, home=home, **variables)
     rewards = [(row["step"], row["reward/mean"]) for row in first["rows"] if "reward/mean" in row]
     assert sorted(rewards) == [(1, 0.25), (2, 0.5), (2, 0.5), (3, 0.75)]
     assert json.loads((run / "trackers.json").read_text()) == {"trackio": second["name"]}
@@ -280,7 +290,7 @@ def test_the_default_trackers_work_in_an_environment_of_their_own(
     run = tmp_path / "run"
     run.mkdir()
     for start in ("0", "1"):
-        execute(environment(tracker), REPORT, tracker, str(run), start, "1", home=home, WANDB_MODE="offline")
+        report(environment(tracker), tracker, str(run), start, "1", home=home, WANDB_MODE="offline")
     found = {"tensorboard": "tensorboard/events.out.tfevents.*", "wandb": "wandb/offline-run-*/run-*.wandb"}
     assert len(list(run.glob(found[tracker]))) == 2
 
@@ -301,13 +311,13 @@ def test_a_resumed_training_run_is_one_run_of_the_tracker(
         assert "Uploading" not in done.stdout
     if tracker == "mlflow":
         store = f"sqlite:///{tmp_path}/ckpts/mlflow/mlflow.db"
-        (only,) = json.loads(execute(python, READ_MLFLOW, store, home=home))
+        (only,) = read(python, READ_MLFLOW, store, home=home)
         steps_seen = [step for step, _ in only["rewards"]]
         assert only["files"] == ["samples/step_00000001.json", "samples/step_00000002.json"]
         assert only["params"]["trainer.train_batch_size"] == "4"
     else:
         variables = {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
-        (only,) = json.loads(execute(python, READ_TRACKIO, home=home, **variables))
+        (only,) = read(python, READ_TRACKIO, home=home, **variables)
         steps_seen = [row["step"] for row in only["rows"] if "reward/mean" in row]
         assert only["config"]["trainer.train_batch_size"] == 4
     assert sorted(steps_seen) == [1, 2]

@@ -62,6 +62,14 @@ def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(ca
     assert "disk full" in caplog.text
 
 
+def test_the_warning_of_a_tracker_has_no_password_of_its_server_s_address(caplog: pytest.LogCaptureFixture):
+    tracker = Recorder(fails=True)
+    tracker.failure = OSError("no answer from https://me:pass%20word@host:5000/api?mail=a@b")
+    with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
+        trackers.log({"x": 1.0}, 1)
+    assert "from https://host:5000/api?mail=a@b" in caplog.text and "me:" not in caplog.text
+
+
 SECRET = "canary-of-a-password"
 
 
