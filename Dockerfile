@@ -13,6 +13,13 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends python3 python3-dev python3-pip \
  && rm -rf /var/lib/apt/lists/*
 
+# The page of `report` and `watch`.
+FROM node:22-slim AS page
+WORKDIR /page
+COPY scripts/viewer scripts/
+COPY viewer viewer
+RUN scripts/viewer
+
 # hadolint ignore=DL3006
 FROM base-${DEVICE}
 ARG EXTRAS="tools"
@@ -27,6 +34,7 @@ RUN apt-get update \
 USER 10001
 WORKDIR /skyrl-train
 COPY --chown=10001 . .
+COPY --chown=10001 --from=page /page/skyrl_train/report/page skyrl_train/report/page
 RUN scripts/bootstrap && rm -rf /home/trainer/.cache
 ENV PATH=/skyrl-train/.venv/bin:$PATH
 WORKDIR /data

@@ -1,4 +1,4 @@
-"""What a program of your own does with this package: load_config, check, train, session, engine."""
+"""What a program of your own does with this package: load_config, check, train, session, rollouts, engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -24,7 +24,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import INSTALL, missing
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError, Stopped
+from skyrl_train.errors import ConfigError, DataError, Stopped
 from skyrl_train.experiments.base import Experiment, Session, explained, used_by
 from skyrl_train.experiments.stopping import until_told
 from skyrl_train.registry import load_object, unknown
@@ -53,6 +53,38 @@ class TrainingResult:
     def metrics(self) -> list[dict[str, Any]]:
         """The run's records: {"step": 3, "reward/mean": 0.5, ...} per step."""
         return read_jsonl(self.directory / METRICS_FILE)
+
+    def rollouts(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
+        """The rollouts that the run has kept as a `datasets.Dataset`, see `skyrl_train.rollouts`."""
+        return rollouts(self.directory, steps, columns)
+
+
+def rollouts(run: str | PathLike[str], steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
+    """What a run kept of its rollouts (`trainer.keep_rollouts`) as a `datasets.Dataset`, one row each.
+
+    Args:
+        run: Its folder, of a run that is under way or has ended, or a copy of it.
+        steps: All that are there by default.
+        columns: Of those in docs/rollouts.md; all by default. A few are read much faster.
+
+    Raises:
+        ConfigError: for a column that there is not.
+        DataError: for a folder without rollouts, or with a file that cannot be read.
+    """
+    import pyarrow as pa
+
+    from skyrl_train.data.rows import as_dataset
+    from skyrl_train.report.rollout_files import RolloutFiles
+
+    files = RolloutFiles(Path(run))
+    if not files.steps():
+        raise DataError(f"{run}: no rollouts are kept here: a run's folder has some with trainer.keep_rollouts.")
+    try:
+        return as_dataset(files.table(steps, columns))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{run}: its rollouts cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_config(

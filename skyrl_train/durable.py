@@ -28,7 +28,7 @@ def describe(path: Path, *, sync: bool) -> Written:
 def write_durably(path: Path, text: str) -> None:
     """Replace a small file atomically: readers see either the old text or the new one, even after a power cut."""
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as handle:
+    with temporary.open("w", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())

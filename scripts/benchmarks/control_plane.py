@@ -10,6 +10,8 @@ Engines are scripted and answer at once; no model is run. Ledger, batches, `Conv
   process's own memory, until GRPO's advantages are there and through an update by 8 ranks, Ray actors that do
   nothing; million tokens a CPU-second of `collate` and of the whole way from rollouts to ranks; the longest time for
   which the event loop stood still.
+- shards: the same rollouts to the parts of 8 ranks, sequence by sequence, without Ray and advantages: million tokens a
+  CPU-second, the median of seven times.
 - conversations: NUMBERxTOKENS of each of 3 turns, all at once over 256 engines: turns a CPU-second of the driver (what
   the environments' processes take is not in it), and the driver's memory at its peak.
 
@@ -24,6 +26,7 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +127,8 @@ async def learned(
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.01)
     spent = time.process_time()
-    found = await in_thread(module.collate, groups)
+    without = {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
+    found = await in_thread(partial(module.collate, **without), groups)
     spent = time.process_time() - spent
     if not with_arrays:
         groups.clear()  # lists do not go on as views of the batch
@@ -170,6 +175,26 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
             items.append(item)
         groups.append(TrajectoryGroup(prompt, items))
     return groups
+
+
+def shards(sequences: int, tokens: int) -> dict[str, float]:
+    from skyrl_train.data import batch as module
+    from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
+
+    with_arrays = hasattr(module, "rewards_by_token")
+    groups = rollouts(sequences, tokens, with_arrays)
+    without = {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
+    limits = PassLimits(None, 16_384, 6 * 1024, None)
+    times = []
+    for _ in range(7):
+        start = time.process_time()
+        found = module.collate(groups, **without)
+        sent = found.to_update("policy") if hasattr(found, "to_update") else found
+        for rows in micro_batches(sent, RANKS, limits, shares_prompts(sent, limits)):
+            for one in rows:
+                sent.select(one)
+        times.append(time.process_time() - start)
+    return {"rollouts to shards, million tokens a CPU-s": sequences * tokens / statistics.median(times) / 1e6}
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
@@ -311,12 +336,16 @@ def main() -> None:
     given = parser.parse_args()
     if given.only:
         kind, size = given.only
-        print(json.dumps({"batch": batch, "conversations": conversations}[kind](*map(int, size.split("x")))))
+        print(
+            json.dumps(
+                {"batch": batch, "shards": shards, "conversations": conversations}[kind](*map(int, size.split("x")))
+            )
+        )
         return
     print(json.dumps(about()))
     rows: list[dict[str, Any]] = []
     with trees(given.against) as found:
-        for kind, sizes in (("batch", given.sizes), ("conversations", given.conversations)):
+        for kind, sizes in (("batch", given.sizes), ("shards", given.sizes), ("conversations", given.conversations)):
             for size in sizes:
                 for name, tree in found.items():
                     rows.append({"kind": kind, "size": size, "commit": name, **measured(tree, kind, size)})

@@ -17,8 +17,9 @@ say that they did this work.
   for one another sleep. Without it they spin for a moment, which counts as CPU time.
 
 The sides take turns step by step, each standing still while the other computes. CPU-seconds are the user and system
-time of all processes that a side started, Ray's included, over the step; of skyrl_train, generation and update are
-those of the engine's and of the learner's process. The first steps do not count; medians.
+time of all processes that a side started, Ray's included, over the step. Peak MiB count a page once that several of
+a side's processes share, such as torch's code; summed RSS counts it in each of them. Of skyrl_train, generation and
+update are those of the engine's and of the learner's process. The first steps do not count; medians.
 """
 
 from __future__ import annotations
@@ -57,14 +58,21 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
         starts = {OURS: (run, {}), THEIRS: (trl, {}), SLEEPING: (trl, PASSIVE)}
         sides = [stack.enter_context(Side(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
         found = in_turns(sides, options.warm_up, options.steps)
-        peaks = {side.name: side.peak_rss / 2**20 for side in sides}
+        peaks = {
+            side.name: {
+                "peak_mib": sum(side.peak.values()) / 2**20,
+                "peak_rss_mib": side.peak_rss / 2**20,
+                "peak_mib_by_role": {role: value / 2**20 for role, value in side.peak.items()},
+            }
+            for side in sides
+        }
     for side, steps in found.items():
         assert_did(work, steps) if side == OURS else assert_trl_did(work, steps)
     return {
         "vocabulary": vocabulary,
         "parameters": parameters,
         "tokens": work.tokens,
-        "sides": {name: summary(name, steps) | {"peak_rss_mib": peaks[name]} for name, steps in found.items()},
+        "sides": {name: summary(name, steps) | peaks[name] for name, steps in found.items()},
         "steps": {name: [asdict(step) for step in steps] for name, steps in found.items()},
     }
 
@@ -101,10 +109,10 @@ def summary(name: str, steps: list[Step]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     sides = result["sides"]
     print(f"\nvocabulary {result['vocabulary']:,}, {result['parameters']:,} parameters, {result['tokens']:,} tokens")
-    print("| side | CPU-s | generation | update | rest | seconds | peak MiB |\n" + "| --- " * 7 + "|")
+    print("| side | CPU-s | generation | update | rest | seconds | peak MiB | summed RSS |\n" + "| --- " * 8 + "|")
     row = "| {} | {cpu_s:.2f} | {generation_cpu_s:.2f} | {update_cpu_s:.2f} | {rest_cpu_s:.2f} | {wall_s:.2f} |"
     for name, side in sides.items():
-        print(row.format(name, **side) + f" {side['peak_rss_mib']:,.0f} |")
+        print(row.format(name, **side) + f" {side['peak_mib']:,.0f} | {side['peak_rss_mib']:,.0f} |")
     if OURS not in sides:
         return
     for name in [name for name in sides if name != OURS]:
@@ -116,6 +124,8 @@ def show(result: dict[str, Any]) -> None:
         print(f"| {name} / {OURS} | {cpu:.1f} | {generation:.1f} | {update} | | {wall:.1f} | |")
     by_role = ", ".join(f"{role} {seconds:.2f}" for role, seconds in sides[OURS]["cpu_s_by_role"].items())
     print(f"CPU-s of skyrl_train's processes: {by_role}")
+    memory = ", ".join(f"{role} {value:.0f}" for role, value in sides[OURS]["peak_mib_by_role"].items())
+    print(f"MiB of them at the peak: {memory}")
     print("seconds of its phases: " + ", ".join(f"{key[7:-2]} {s:.2f}" for key, s in sides[OURS]["timings"].items()))
 
 

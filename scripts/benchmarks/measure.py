@@ -123,6 +123,8 @@ class Side:
         self.name = name
         self.peak_rss = 0
         """Bytes in all processes together, at most; what they share is counted in each."""
+        self.peak: dict[str, int] = {}
+        """Bytes at most, by role; what processes share is counted once (Linux's proportional set size)."""
         self._deadline_s = deadline_s
         self._log = folder / f"{name}.log"
         self._here, there = Pipe()
@@ -178,7 +180,7 @@ class Side:
         end = time.monotonic() + self._deadline_s
         try:
             while not self._here.poll(SAMPLED_EVERY_S):
-                self.peak_rss = max(self.peak_rss, sum(self._rss(process) for process in self._tree()))
+                self._read_memory()
                 if time.monotonic() > end:
                     raise TimeoutError(f"{self.name} did not finish a step within {self._deadline_s:g} s")
             return dict(self._here.recv())
@@ -210,12 +212,17 @@ class Side:
         words = " ".join(process.cmdline())
         return next((role for part, role in _ROLES.items() if part in words), process.name())
 
-    @staticmethod
-    def _rss(process: psutil.Process) -> int:
-        try:
-            return int(process.memory_info().rss)
-        except psutil.Error:
-            return 0
+    def _read_memory(self) -> None:
+        shared: dict[str, int] = defaultdict(int)
+        rss = 0
+        for process in self._tree():
+            with suppress(psutil.Error, OSError):
+                rss += int(process.memory_info().rss)
+                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+                pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                shared[self._role(process)] += pss * 1024
+        self.peak_rss = max(self.peak_rss, rss)
+        self.peak = max(self.peak, dict(shared), key=lambda found: sum(found.values()))
 
 
 _ROLES = {

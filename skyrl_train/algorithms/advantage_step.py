@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages import TokenAdvantages, batch_normalised
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
-from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, asked_for
-from skyrl_train.data.batch import TrainBatch
+from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, asked_for, keywords_of
+from skyrl_train.data.batch import TrainBatch, pack
 from skyrl_train.metrics import Metrics
 
 TENSORS = frozenset(
@@ -40,9 +41,9 @@ class KLInReward:
 
 @dataclass
 class AdvantageStep:
-    """Applies the estimator to the rewards (minus the KL penalty) and spreads the advantages over tokens.
+    """Applies the estimator to the rewards (minus the KL penalty).
 
-    With batch normalisation, they are then normalised over the batch.
+    With batch normalisation, advantages are then normalised over the tokens of the batch.
     """
 
     estimator: AdvantageEstimator
@@ -50,8 +51,13 @@ class AdvantageStep:
     normalise_batch: bool = False
     kl: KLInReward | None = None
 
+    @property
+    def reads_token_rewards(self) -> bool:
+        return "token_rewards" in keywords_of(self.estimator)
+
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
-        """Return the batch with `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the mask."""
+        """Return the batch with `sequence_advantages` [B], if all tokens of a sequence have the same one, or with
+        `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the mask."""
         episodes = batch.episodes  # an estimator sees an episode as one sequence, even if it consists of several
         rewards, token_rewards = episodes.first(batch.rewards), batch.token_rewards
         if self.kl is not None:
@@ -72,16 +78,16 @@ class AdvantageStep:
         wanted = {name: tensor() for name, tensor in asked_for(self.estimator, tensors).items()}
         result = self.estimator(rewards, groups, valid, **wanted)
         if isinstance(result, TokenAdvantages):
-            advantages, returns = result
+            batch = replace(batch, advantages=result.advantages, returns=result.returns, sequence_advantages=None)
         else:
-            of_tokens = batch.per_token(
-                (result if result.is_floating_point() else result.float())[episodes.of_sequence]
-            )
-            advantages, returns = of_tokens.masked_fill_(~batch.loss_mask, 0.0), None
-        if self.normalise_batch:
+            numbers = result if result.is_floating_point() else result.float()
+            numbers = numbers[episodes.of_sequence]
+            batch = replace(batch, advantages=None, returns=None, sequence_advantages=numbers)
+        if self.normalise_batch and (advantages := batch.token_advantages) is not None:
             advantages = batch_normalised(advantages, batch.loss_mask)
-        describe(advantages, batch.loss_mask, metrics)
-        return batch.with_tokens(advantages=advantages, returns=returns)
+            batch = replace(batch, advantages=advantages, sequence_advantages=None)
+        describe(batch, metrics)
+        return batch
 
     def kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
         """[T] coefficient times KL; also updates the KL controller."""
@@ -111,15 +117,24 @@ class AdvantageStep:
             self.kl.controller.coef = float(state.get("kl_coef", self.kl.controller.coef))
 
 
-def describe(advantages: Tensor, mask: Tensor, metrics: Metrics) -> None:
+def describe(batch: TrainBatch, metrics: Metrics) -> None:
     """advantages/*: statistics over the tokens that count."""
-    for values, counts in zip(advantages.split(_AT_ONCE), mask.split(_AT_ONCE), strict=True):
-        _describe(values[counts].double(), metrics)
-
-
-def _describe(chosen: Tensor, metrics: Metrics) -> None:
-    if len(chosen):
+    for chosen in _counting(batch):
+        if not len(chosen):
+            continue
         metrics.add_sum("advantages/mean", float(chosen.sum()), weight=len(chosen))
         metrics.add_sum("advantages/abs_mean", float(chosen.abs().sum()), weight=len(chosen))
         metrics.maximum("advantages/abs_max", float(chosen.abs().max()))
         metrics.add_sum("advantages/zero_fraction", float(torch.count_nonzero(chosen == 0)), weight=len(chosen))
+
+
+def _counting(batch: TrainBatch) -> Iterator[Tensor]:
+    """The advantages of the tokens that count, in order, some at a time: float64."""
+    if batch.advantages is not None:
+        for values, counts in zip(batch.advantages.split(_AT_ONCE), batch.loss_mask.split(_AT_ONCE), strict=True):
+            yield values[counts].double()
+    elif batch.sequence_advantages is not None:
+        tokens = batch.loss_tokens
+        for rows in pack(tokens.tolist(), None, _AT_ONCE):
+            chosen = slice(rows[0], rows[-1] + 1)
+            yield torch.repeat_interleave(batch.sequence_advantages[chosen].double(), tokens[chosen])

@@ -32,6 +32,7 @@ class OffPolicyCorrection:
     """`trainer.algorithm.off_policy_correction`: first masks, then weights for the remaining tokens."""
 
     settings: OffPolicyCorrectionConfig
+    reads_token_rewards = False
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
         """Return the batch with a narrower `loss_mask` and with `importance_weights`, as configured."""

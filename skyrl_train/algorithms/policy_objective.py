@@ -56,8 +56,8 @@ class PolicyObjective:
         `mini_batch_tokens` is the number of tokens that count in the whole mini-batch, from which this micro-batch's
         weight in the metrics follows.
         """
-        mask, weights = batch.loss_mask, batch.token_weights
-        assert batch.advantages is not None and weights is not None, "advantages and weights come before the update"
+        mask, weights, advantages = batch.loss_mask, batch.token_weights, batch.token_advantages
+        assert advantages is not None and weights is not None, "advantages and weights come before the update"
         frozen = logprobs.detach()
         old_logprobs = frozen if batch.old_logprobs is None else batch.old_logprobs
         tensors = {
@@ -68,7 +68,7 @@ class PolicyObjective:
             "selected": batch.selected,
         }
         wanted = asked_for(self.policy_loss, tensors)
-        values, clipped = self.policy_loss(logprobs, batch.advantages, mask, **wanted)
+        values, clipped = self.policy_loss(logprobs, advantages, mask, **wanted)
         if batch.importance_weights is not None:
             values = values * torch.where(mask, batch.importance_weights, 0.0)
         policy_loss = (values * weights).sum()

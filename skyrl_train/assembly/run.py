@@ -27,6 +27,7 @@ from skyrl_train.assembly.reward import build_reward_model, judged, start_reward
 from skyrl_train.assembly.services import (
     Services,
     build_batch_dump,
+    build_kept_rollouts,
     build_profiles,
     build_state,
     fingerprints_of,
@@ -248,6 +249,7 @@ def build_trainer(
         phases=Said(),
         profiles=build_profiles(base, profiled_engines(cfg, running.client)),
         batch_dump=build_batch_dump(trainer),
+        kept_rollouts=build_kept_rollouts(base, tokenizer),
     )
 
 

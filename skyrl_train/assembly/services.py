@@ -23,6 +23,7 @@ from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.secrets import redact
+from skyrl_train.data.vocabulary import vocabulary_texts
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
 from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Rule, async_rules, gradient_rule, memory_rule
@@ -32,11 +33,15 @@ from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints
+from skyrl_train.trainer.kept_rollouts import SAMPLED_GROUPS, KeptRollouts
 from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.schedule import StepSchedule
 from skyrl_train.trainer.step_profiles import StepProfiles
+
+SAMPLE_GB = 1.0
+"""What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,20 @@ def build_profiles(base: Services, engines: Callable[[], Sequence[Any]] = list) 
 
 def build_batch_dump(trainer: TrainerConfig) -> BatchDump | None:
     return BatchDump(working_folder(trainer.export_path) / "dumped_data") if trainer.dump_data_batch else None
+
+
+def build_kept_rollouts(base: Services, tokenizer: Any) -> KeptRollouts:
+    trainer = base.cfg.trainer
+    bound = trainer.keep_rollouts_gb
+    if bound is None and trainer.keep_rollouts == "sample":
+        bound = SAMPLE_GB
+    return KeptRollouts(
+        base.directory,
+        groups={"all": None, "sample": SAMPLED_GROUPS, "none": 0}[trainer.keep_rollouts],
+        most_bytes=None if bound is None else bound * 1e9,
+        vocabulary=lambda: vocabulary_texts(tokenizer),
+        deleted=None if base.mirrors.run is None else base.mirrors.run.drop,
+    )
 
 
 def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:

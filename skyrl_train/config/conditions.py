@@ -27,6 +27,11 @@ def only_with(key: str, value: Any) -> Needs:
     return Needs(lambda config: attrgetter(key)(config) == value, f"It belongs to {key}={show(value)}.")
 
 
+def unless(key: str, value: Any) -> Needs:
+    """Another key has another value."""
+    return Needs(lambda config: attrgetter(key)(config) != value, f"{key}={show(value)} does without it.")
+
+
 def only_if_set(key: str) -> Needs:
     """Another key is not null."""
     return Needs(lambda config: attrgetter(key)(config) is not None, f"It belongs to {key}.")

@@ -10,10 +10,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.hydra import plain
+import yaml
+from omegaconf import OmegaConf
+
+from skyrl_train.config.hydra import CONFIG_FILE, finish, plain
 from skyrl_train.config.keys import leaves, value_at, with_value_at
+from skyrl_train.config.problems import UnknownKey, raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
+from skyrl_train.config.section import freeze
+from skyrl_train.errors import ConfigError
 
 FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
 _DECIDES = (
@@ -42,6 +48,24 @@ _DECIDES = (
 a run is resumed, and do not make it another one."""
 _HOW_SYNCED = frozenset({"lora_sync_path", "sync"})
 """LoRA settings for how engines get adapters: these may change when a run is resumed."""
+
+
+def config_of_run(folder: Path) -> Config:
+    """The configuration that a run has left in its folder, frozen. Keys that only its own code knew are left out.
+
+    Raises ConfigError for a folder without one, and for one that cannot be used.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read ({type(error).__name__}: {error}): it says what was run.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no configuration: it says what was run.")
+    content.pop("defaults", None)
+    config, problems = finish(OmegaConf.create(content))
+    raise_all([problem for problem in problems if not isinstance(problem, UnknownKey)])
+    return freeze(config)
 
 
 def with_own_folders(config: Config, given: Collection[str]) -> Config:

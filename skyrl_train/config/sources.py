@@ -66,6 +66,14 @@ def without_credentials(address: str) -> str:
     )
 
 
+def public_name(source: str) -> str:
+    """What of a path, an address or a hub name is said to strangers: the last part of what has a folder or a bucket."""
+    plain = source.rstrip("/")
+    if is_address(plain) or os.path.isabs(plain) or plain.startswith(("~", ".")) or os.path.exists(plain):
+        return plain.rpartition("/")[2]
+    return plain
+
+
 def is_file_of_rows(source: str) -> bool:
     """Whether it names a file, which need not exist."""
     path = os.path.expanduser(source)

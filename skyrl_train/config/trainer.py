@@ -18,6 +18,7 @@ from skyrl_train.config.conditions import (
     only_above,
     only_if_set,
     only_with,
+    unless,
 )
 from skyrl_train.config.fields import key
 from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig, RewardConfig
@@ -270,6 +271,12 @@ class TrainerConfig(Section):
     """How many completions are shown on the console, of the first step and of every `console_samples_interval`th."""
     console_samples_interval: int = key(10, range=AT_LEAST_ONE)
     """How many steps apart completions are shown. All that were chosen for people are in samples.jsonl."""
+    keep_rollouts: str = key("sample", choices=("all", "sample", "none"), spellings={None: "none", "": "none"})
+    """The rollouts of a step that are kept in `rollouts` in the run's folder, with tokens, log-probs and advantages:
+    `all`, those of its first 8 prompts, or `none`."""
+    keep_rollouts_gb: float | None = key(None, range=POSITIVE, needs=unless("trainer.keep_rollouts", "none"))
+    """Gigabytes that they take at most; beyond that those of the oldest steps are deleted. null is 1 for `sample`, and
+    no bound for `all`."""
     metrics_port: int | None = key(None, range=Range(0, 65535))
     """Port at which the run answers `GET /metrics` for Prometheus, with the newest value of every number of
     metrics.jsonl; 0 takes a free one, which is said. null serves nothing."""

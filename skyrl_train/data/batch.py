@@ -47,6 +47,7 @@ SEQUENCE_FIELDS = (
     "min_versions",
     "max_versions",
     "episode_ids",
+    "sequence_advantages",
     "sequence_weights",
 )
 _READ_BY = {
@@ -94,11 +95,12 @@ class TrainBatch:
     values: Tensor | None = None
     """[T] float32: the critic's value of the state before each token."""
     advantages: Tensor | None = None
-    """[T] float32"""
+    """[T] float32, of an estimator that tells one for each token; see `token_advantages`."""
     returns: Tensor | None = None
     """[T] float32: the critic's targets."""
     token_rewards: Tensor | None = None
-    """[T] float32: a turn's reward on the last token sampled in it; sums to `rewards` over a sequence."""
+    """[T] float32: a turn's reward on the last token sampled in it; sums to `rewards` over a sequence. None if nothing
+    reads them."""
     loss_weights: Tensor | None = None
     """[T] float64: a token's weight in the loss of its mini-batch, of a reduction that tells one for each token (see
     algorithms/reductions.py)."""
@@ -112,6 +114,8 @@ class TrainBatch:
     episode_ids: Tensor | None = None
     """[B] int64: equal for the sequences of one episode. Such an episode is a single sample: rewards, advantages,
     statistics and reductions count it once. None: every sequence is an episode."""
+    sequence_advantages: Tensor | None = None
+    """[B] float32: the advantage that all tokens of a sequence have which count."""
     sequence_weights: Tensor | None = None
     """[B] float64: the weight in the loss of its mini-batch that all tokens of a sequence have which count."""
 
@@ -141,11 +145,18 @@ class TrainBatch:
         return torch.tensor(counts, dtype=torch.int64, device=self.offsets.device)
 
     @property
+    def token_advantages(self) -> Tensor | None:
+        """[T] float32: the advantage of each token, 0 on those that do not count; None before they are known."""
+        return self.advantages if self.advantages is not None else self._counting(self.sequence_advantages)
+
+    @property
     def token_weights(self) -> Tensor | None:
         """[T] float64: the weight of each token in the loss of its mini-batch; None before they are known."""
-        if self.loss_weights is not None or self.sequence_weights is None:
-            return self.loss_weights
-        return torch.where(self.loss_mask, self.per_token(self.sequence_weights), 0.0)
+        return self.loss_weights if self.loss_weights is not None else self._counting(self.sequence_weights)
+
+    def _counting(self, per_sequence: Tensor | None) -> Tensor | None:
+        """[B] -> [T], 0 on tokens that do not count."""
+        return None if per_sequence is None else torch.where(self.loss_mask, self.per_token(per_sequence), 0.0)
 
     @property
     def episodes_of_sequences(self) -> Tensor:
@@ -357,8 +368,10 @@ def _stretches(offsets: Sequence[int], rows: Sequence[int]) -> list[Span]:
     return found
 
 
-def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
+def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) -> TrainBatch:
     """Collate groups into one ragged batch on the CPU, in group order; group_ids number the groups.
+
+    Without `token_rewards` the batch has none: 4 bytes a token that most estimators do not read.
 
     Failed trajectories keep their place with an all-zero loss mask, so that row counts and groups do not change. An
     episode with restarts becomes several adjacent rows with the same `episode_ids` and the whole reward in each.
@@ -377,9 +390,10 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
     known = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
     total = int(offsets[-1])
     ids, mask = fresh(total, np.int32), fresh(total, np.bool_)
-    logprobs, rewards = (fresh(total, np.float32) for _ in range(2))
+    logprobs = fresh(total, np.float32) if known else None
+    rewards = fresh(total, np.float32) if token_rewards else None
     for row, begin in zip(rows, offsets.tolist(), strict=False):
-        row.write(begin, ids, mask, logprobs if known else None, rewards)
+        row.write(begin, ids, mask, logprobs, rewards)
     if total > MANY:
         give_back()
     items = [row.item for row in rows]
@@ -394,8 +408,8 @@ def collate(groups: Sequence[TrajectoryGroup]) -> TrainBatch:
         status=torch.tensor([item.status == OK for item in items], dtype=torch.bool),
         min_versions=torch.tensor([item.min_version for item in items], dtype=torch.int64),
         max_versions=torch.tensor([item.max_version for item in items], dtype=torch.int64),
-        rollout_logprobs=torch.from_numpy(logprobs) if known else None,
-        token_rewards=torch.from_numpy(rewards),
+        rollout_logprobs=None if logprobs is None else torch.from_numpy(logprobs),
+        token_rewards=None if rewards is None else torch.from_numpy(rewards),
         episode_ids=torch.tensor([row.episode for row in rows]) if len(rows) > len(trajectories) else None,
         routing=_routing(trajectories, offsets.tolist()),
     )
@@ -416,7 +430,12 @@ class _Row(NamedTuple):
         return len(self.prompt_ids) + self.stop - self.start
 
     def write(
-        self, begin: int, ids: Tokens, mask: NDArray[np.bool_], logprobs: LogProbs | None, rewards: NDArray[np.float32]
+        self,
+        begin: int,
+        ids: Tokens,
+        mask: NDArray[np.bool_],
+        logprobs: LogProbs | None,
+        rewards: NDArray[np.float32] | None,
     ) -> None:
         """Write what it has of each token to these arrays, from `begin` on."""
         item, start, stop = self.item, self.start, self.stop
@@ -432,9 +451,10 @@ class _Row(NamedTuple):
                 first, last = max(one, start), min(other, stop)
                 if first < last:
                     mask[response + first - start : response + last - start] = True
-            for place, reward in rewards_by_token(item).items():
-                if start <= place < stop:
-                    rewards[response + place - start] = reward
+            if rewards is not None:
+                for place, reward in rewards_by_token(item).items():
+                    if start <= place < stop:
+                        rewards[response + place - start] = reward
         if not item.restarts:
             item.prompt_ids, item.response_ids = ids[begin:response], ids[response:end]
             if logprobs is not None:

@@ -83,6 +83,13 @@ def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[Dataset
         raise
 
 
+def as_dataset(table: pa.Table) -> Any:
+    """A table as a `datasets.Dataset`."""
+    from datasets import Dataset
+
+    return Dataset(table)
+
+
 def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, DatasetRow]]:
     from datasets import load_dataset  # takes a second to import; files do not need it
 

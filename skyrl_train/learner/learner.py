@@ -353,10 +353,10 @@ class Learner:
 
     async def _with_selected_tokens(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
         """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""
-        old = mini_batch.old_logprobs
-        assert old is not None and mini_batch.advantages is not None, "a choice of tokens needs old log-probs"
+        old, advantages = mini_batch.old_logprobs, mini_batch.token_advantages
+        assert old is not None and advantages is not None, "a choice of tokens needs old log-probs"
         current = old if first else await self.token_scores(self.policy, mini_batch)
-        chosen = await asyncio.to_thread(choose, current, old, mini_batch.advantages, mini_batch.loss_mask)
+        chosen = await asyncio.to_thread(choose, current, old, advantages, mini_batch.loss_mask)
         return mini_batch.with_tokens(selected=chosen)
 
     def loaded(self, version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from skyrl_train.config.sources import is_address
 from skyrl_train.errors import ConfigError
@@ -259,6 +260,15 @@ def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) 
         raise _cannot_load(key, path, error) from error
 
 
+def copy_generation_config(path: str, directory: Path) -> None:
+    """Copy what a folder or hub name says about sampling, such as the tokens that end a response, if it says it."""
+    source = cached_file(
+        local_copy(path, weights=False), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
+    )
+    if source is not None:
+        shutil.copyfile(source, directory / GENERATION_CONFIG_NAME)
+
+
 def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
     reason = str(error).strip().split("\n")[0]
     if is_address(path) or Path(path).is_dir():
@@ -329,7 +339,7 @@ def export_hf(
     if len(dtypes) == 1:
         config.dtype = dtypes.pop()
     config.save_pretrained(directory)
-    _save_tokenizer(tokenizer, directory)
+    save_tokenizer(tokenizer, directory)
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -354,7 +364,8 @@ def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor
     return list(named)
 
 
-def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer's files. Raises OSError if the disk is full."""
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:  # tokenizers has no type of its own for what the disk said

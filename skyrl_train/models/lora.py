@@ -152,6 +152,20 @@ class Adapters:
         save_file(held, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def with_adapter(model: PreTrainedModel, folder: Path) -> Any:
+    """The model with the adapter in a peft folder on it, as peft loads it."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(folder))
+
+
+def adapter_of(model: Any) -> dict[str, Tensor]:
+    """A and B of a model that peft has put an adapter on, by peft's names."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, save_embedding_layers=False)  # type: ignore[no-any-return]
+
+
 def _merged(up: Tensor, down: Tensor, scaling: float, start: int, held: Tensor) -> Tensor:
     """W + s B A for elements of W from `start` on, in their shape: of B only the rows that they lie in are used."""
     columns, count = down.shape[1], held.numel()

@@ -1,7 +1,7 @@
 """Rules that look at a run's numbers and say what is wrong, with the evidence and a key to change.
 
-A rule that begins to hold is said once, and kept in RUN/diagnosis.json with the steps at which it held. No rule stops a
-run: that is what trainer.guards are for.
+A rule that begins to hold is said once, and kept in RUN/diagnosis.json with the steps at which it held, beside the
+number of steps that the run is to have. No rule stops a run: that is what trainer.guards are for.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.durable import write_durably
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
@@ -118,23 +119,15 @@ class Diagnosis:
                     self._history.add(_numbers(row), int(row["step"]))
         if step and found.exists():
             self.findings = list(_read(found, step))
-        if found.exists():
-            self._write()  # those of steps that are taken again are gone
+        self._write()  # those of steps that are taken again are gone
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._history.add(metrics, step)
         if SAID not in metrics:
             return
-        open_ones = {finding.rule: finding for finding in self.findings if finding.until is None}
         before = json.dumps([asdict(finding) for finding in self.findings])
-        for rule in self._rules:
-            evidence, held = rule.evidence(self._history), open_ones.get(rule.name)
-            if evidence is None:
-                if held is not None:
-                    held.until = step - 1
-            elif held is None:
-                self.findings.append(Finding(rule.name, step, None, evidence, rule.advice))
-                _log.warning("step %d: %s: %s. %s", step, rule.name.replace("_", " "), evidence, rule.advice)
+        for begun in judge(self._rules, self._history, self.findings, step):
+            _log.warning("step %d: %s: %s. %s", step, begun.rule.replace("_", " "), begun.evidence, begun.advice)
         if json.dumps([asdict(finding) for finding in self.findings]) != before:
             self._write()
 
@@ -145,11 +138,37 @@ class Diagnosis:
         pass
 
     def _write(self) -> None:
-        text = json.dumps({"findings": [asdict(finding) for finding in self.findings]}, indent=1)
+        findings = [asdict(finding) for finding in self.findings]
+        text = json.dumps({"total_steps": self._history.total_steps, "findings": findings}, indent=1)
         try:
             write_durably(self._folder / DIAGNOSIS_FILE, text + "\n")
         except OSError as error:
             _log.warning("%s cannot be written (%s).", self._folder / DIAGNOSIS_FILE, error)
+
+
+def judge(rules: Sequence[Rule], history: History, findings: list[Finding], step: int) -> list[Finding]:
+    """End the findings that no longer hold after `step`, and append those that begin to; returns the latter."""
+    open_ones = {finding.rule: finding for finding in findings if finding.until is None}
+    begun = []
+    for rule in rules:
+        evidence, held = rule.evidence(history), open_ones.get(rule.name)
+        if evidence is None:
+            if held is not None:
+                held.until = step - 1
+        elif held is None:
+            begun.append(Finding(rule.name, step, None, evidence, rule.advice))
+    findings += begun
+    return begun
+
+
+def findings_of(rows: Iterable[Mapping[str, Any]], rules: Sequence[Rule], total_steps: int = 0) -> list[Finding]:
+    """What the rules find in the lines of a metrics.jsonl, as they would have during the run."""
+    history, findings = History(total_steps), list[Finding]()
+    for row in rows:
+        history.add(_numbers(row), int(row["step"]))
+        if SAID in row:
+            judge(rules, history, findings, int(row["step"]))
+    return findings
 
 
 def _numbers(row: Mapping[str, object]) -> Mapping[str, float]:

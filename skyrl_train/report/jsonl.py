@@ -105,8 +105,41 @@ class _LineFile:
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The complete lines of a run's JSONL file; a crash can leave the last one cut off."""
+    return _parsed(Path(file).read_bytes())
+
+
+class GrowingLines:
+    """Reads a JSONL file that a run may still be writing: every line once."""
+
+    def __init__(self, file: Path):
+        self._file = Path(file)
+        self._read = 0
+        """Bytes of whole lines that were read."""
+        self._inode = 0
+
+    def new(self) -> tuple[bool, list[dict[str, Any]]]:
+        """The lines since the last call; and whether the file is another one now, of which these are all there are.
+
+        A run that is resumed replaces the file by one without the steps that it takes again. A file that is not there
+        has no lines. Raises OSError for one that cannot be read.
+        """
+        try:
+            with self._file.open("rb") as handle:
+                status = os.fstat(handle.fileno())
+                replaced = status.st_ino != self._inode or status.st_size < self._read
+                self._inode, self._read = status.st_ino, 0 if replaced else self._read
+                handle.seek(self._read)
+                whole, end, _ = handle.read().rpartition(b"\n")
+        except FileNotFoundError:
+            replaced, whole, end = self._read > 0, b"", b""
+            self._inode = self._read = 0
+        self._read += len(whole) + len(end)
+        return replaced, _parsed(whole)
+
+
+def _parsed(content: bytes) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    for text in Path(file).read_bytes().splitlines():
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):

@@ -106,8 +106,9 @@ class RayPPOTrainer:
         rectangles = Rectangles(batch)
         rewarded = with_token_rewards(batch, rectangles, data["rewards"])
         done = replace(step, kl=None, normalise_batch=False)(rewarded, Metrics())
-        assert done.advantages is not None
-        data["advantages"] = rectangles.responses(done.advantages)
+        advantages = done.token_advantages
+        assert advantages is not None
+        data["advantages"] = rectangles.responses(advantages)
         data["returns"] = data["advantages"] if done.returns is None else rectangles.responses(done.returns)
         return data
 
@@ -170,9 +171,10 @@ class RayPPOTrainer:
         advantages = torch.where(batch.loss_mask, advantages, 0.0)
         if step.normalise_batch:
             advantages = batch_normalised(advantages, batch.loss_mask)
-        describe(advantages, batch.loss_mask, metrics)
+        batch = batch.with_tokens(advantages=advantages, returns=returns if batch.values is not None else None)
+        describe(batch, metrics)
         self._log_into(metrics)
-        return batch.with_tokens(advantages=advantages, returns=returns if batch.values is not None else None)
+        return batch
 
     @property
     def _a_token(self) -> int:

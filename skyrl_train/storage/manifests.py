@@ -108,25 +108,48 @@ def fetch(store: StoredFolder, name: str, local: Path) -> str | None:
     The manifest is written last here, too. Raises StorageError if storage refuses or does not answer.
     """
     manifest = store.read(f"{name}/{MANIFEST_FILE}")
-    where = f"{store.address}/{name}"
+    wanted = _listed(manifest, f"{store.address}/{name}")
+    if isinstance(wanted, str):
+        return wanted
+    if (problem := _fetch_files(store, name, wanted, local)) is not None:
+        return problem
+    assert manifest is not None
+    write_durably(local / MANIFEST_FILE, manifest.decode())
+    return None
+
+
+def fetch_part(store: StoredFolder, name: str, below: tuple[str, ...], local: Path) -> str | None:
+    """Download those files of the folder `name` whose names begin with one of `below`, and check them.
+
+    Returns what is wrong with it there. Raises StorageError if storage refuses or does not answer.
+    """
+    wanted = _listed(store.read(f"{name}/{MANIFEST_FILE}"), f"{store.address}/{name}")
+    if isinstance(wanted, str):
+        return wanted
+    return _fetch_files(store, name, {file: one for file, one in wanted.items() if file.startswith(below)}, local)
+
+
+def _listed(manifest: bytes | None, where: str) -> dict[str, Listed] | str:
+    """What a manifest lists, or what is wrong with it."""
     if manifest is None:
         return f"{where} has no {MANIFEST_FILE}"
     try:
-        wanted = listed_in(manifest)
+        return listed_in(manifest)
     except ValueError as error:
         return f"{where}/{MANIFEST_FILE} cannot be read: {error}"
+
+
+def _fetch_files(store: StoredFolder, name: str, wanted: Mapping[str, Listed], local: Path) -> str | None:
     for file, one in wanted.items():
         target = local / file
         if target.is_file() and describe(target, sync=False) == one.held:
             continue
+        where = f"{store.address}/{name}/{one.key}"
         if not store.get(f"{name}/{one.key}", target):
-            return f"{where}/{one.key} is missing"
+            return f"{where} is missing"
         if (got := describe(target, sync=True)) != one.held:
             target.unlink()
-            return (
-                f"{where}/{one.key} has another SHA-256 than when it was saved ({got.size} bytes, {one.held.size} then)"
-            )
-    write_durably(local / MANIFEST_FILE, manifest.decode())
+            return f"{where} has another SHA-256 than when it was saved ({got.size} bytes, {one.held.size} then)"
     return None
 
 

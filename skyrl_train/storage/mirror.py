@@ -66,6 +66,8 @@ class Mirror:
         self._failure = ""
         self._seen: dict[str, tuple[int, int]] = {}
         """Size and time of change of the other files, when they were uploaded."""
+        self._dropped: set[str] = set()
+        """Those that were deleted here, and are to be deleted there."""
         self._done = threading.Event()
         self._worker = threading.Thread(target=self._work, name=f"upload to {address}", daemon=True)
 
@@ -123,6 +125,11 @@ class Mirror:
         """A folder is about to be written again: what is being uploaded of it is not finished."""
         for name in (MANIFEST_FILE, FINISHED_FILE):
             (folder / name).unlink(missing_ok=True)
+
+    def drop(self, file: Path) -> None:
+        """A file of `local`, not of a folder with a manifest, was deleted, and shall be at the address. Returns at once."""
+        with self._turn:
+            self._dropped.add(file.relative_to(self.local).as_posix())
 
     def finish(self, deadline_s: float) -> None:
         """Wait until everything is uploaded. Raises StorageError that says what is missing after `deadline_s`."""
@@ -249,6 +256,12 @@ class Mirror:
             except (FileNotFoundError, StorageError):
                 if path.exists():  # else it was a temporary one
                     raise
+        for name in [*self._dropped]:
+            if not (self.local / name).exists():  # else it was written again meanwhile
+                self.store.delete([name])
+                self._seen.pop(name, None)
+            with self._turn:
+                self._dropped.discard(name)
 
     def _record_files(self) -> Iterator[Path]:
         for folder, folders, files in os.walk(self.local):

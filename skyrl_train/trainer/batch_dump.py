@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,7 @@ class BatchDump:
         if not self._is_on:
             return
         file = self._folder / f"global_step_{step}_training_input.safetensors"
+        batch = replace(batch, advantages=batch.token_advantages, sequence_advantages=None)  # as it has always been
         present = {field.name: getattr(batch, field.name) for field in fields(batch)}
         tensors = {name: value.clone() for name, value in present.items() if value is not None}  # some may be the same
         temporary = file.with_name(f".{file.name}.new")

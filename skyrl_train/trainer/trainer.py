@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from skyrl_train.data.arrays import give_back
@@ -15,6 +16,7 @@ from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.tasks import to_its_end
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from skyrl_train.trainer.loop import TrainingLoop
 from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
@@ -43,6 +45,7 @@ class Trainer(TrainingLoop):
         residency: Residency,
         evaluator: Evaluator | None,
         batch_dump: BatchDump | None = None,
+        kept_rollouts: KeptRollouts | None = None,
         group_steps: Sequence[GroupStep] = (),
         **parts: Any,
     ):
@@ -55,6 +58,7 @@ class Trainer(TrainingLoop):
         self.residency = residency
         self.evaluator = evaluator
         self.batch_dump = batch_dump
+        self.kept_rollouts = kept_rollouts
         self.samples_of_rows: list[tuple[str, int]] = []
         """Of the batch under way, by its group_ids."""
 
@@ -81,6 +85,8 @@ class Trainer(TrainingLoop):
                 self.step, unfinished = await self.state.resume()
                 await self._publish()
         self.trackers.begin(self.step, self.schedule.total_steps)
+        if self.kept_rollouts is not None:
+            self.kept_rollouts.begin(self.step)
         published = self.metrics.flush()
         if self.step == 0:
             if self.evaluator is not None and self.intervals.evaluate_before:
@@ -117,7 +123,7 @@ class Trainer(TrainingLoop):
         self.samples_of_rows = [
             (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
         ]
-        batch = await asyncio.to_thread(collate, groups)
+        batch = await asyncio.to_thread(collate, groups, token_rewards=self._token_rewards_are_read)
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
@@ -126,10 +132,18 @@ class Trainer(TrainingLoop):
             uids = [uid for uid, _ in self.samples_of_rows]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples = sample_rows(groups)
-        batch = batch.with_tokens(token_rewards=None)  # no update reads them
-        if len(batch.input_ids) > MANY:
-            await asyncio.to_thread(give_back)
-        await self._update(batch)
+        kept = self.kept_rollouts
+        async with kept.writing(self.step + 1, groups, batch) if kept else nullcontext():
+            batch = batch.with_tokens(token_rewards=None)  # no update reads them
+            if len(batch.input_ids) > MANY:
+                await asyncio.to_thread(give_back)
+            await self._update(batch)
+
+    @property
+    def _token_rewards_are_read(self) -> bool:
+        """Of a step that does not say it is assumed."""
+        steps = any(getattr(step, "reads_token_rewards", True) for step in self.batch_steps)
+        return steps or self.batch_dump is not None
 
     def _due(self) -> list[str]:
         evaluates = self.evaluator is not None and self.intervals.due(self.intervals.evaluate, self.step)

@@ -100,6 +100,16 @@ def extra(command: Command) -> None:
     assert re.findall(r"\[(\w+)\]", str(command))[0] in project["optional-dependencies"]
 
 
+def of_a_run(command: Command) -> None:
+    """A command over the folders of runs: it exists, with these options, and tests start it."""
+    name = command.words[1]
+    assert name in cli.main.commands
+    source = (REPOSITORY / "skyrl_train" / "entrypoints" / f"{name}.py").read_text()
+    assert [word for word in command.words if word.startswith("--") and f'"{word}"' not in source] == []
+    started = re.compile(rf"\bentrypoints(\.| import [\w, ]*\b){name}\b|\"skyrl-train\", \"{name}\"|\"{name}\", ")
+    assert any(started.search(path.read_text()) for path in (REPOSITORY / "tests").rglob("test_*.py"))
+
+
 def run_by(test: str) -> Check:
     """Run by a test that exists."""
 
@@ -119,6 +129,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     r"(export|cd|mkdir|cp|\.) ": (nowhere("of the shell"),),
     "pip install 'skyrl-train": (extra,),
     r"scripts/test\b|scripts/lint\b|\.ci/run": (files_and_options,),  # what runs the tests
+    "scripts/viewer": (files_and_options, run_by("tests/integration/viewer/conftest.py")),
     r"scripts/(bootstrap|cpu_engines|docs)\b": (
         files_and_options,
         nowhere("scripts/test begins with it, or builds as it"),
@@ -149,6 +160,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py::test_the_commands_of_the_pages"),),
     "skyrl-train plan": (keys, run_by("tests/integration/runs/test_probe.py")),
     "skyrl-train simulate": (keys, run_by("tests/unit/simulation/test_simulation.py")),
+    r"skyrl-train (report|watch|export|replay)\b": (of_a_run,),
     "skyrl-train ": (keys,),
     "curl ": (run_by("tests/unit/engines/test_serving_page.py"),),
     r"python -m (vllm|sglang)\.": (native_flags, run_by("tests/integration/engines/test_native_servers.py")),

@@ -40,7 +40,9 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_pages_are_plain_markdown_that_any_reader_shows():
-    """A theme's own marks would be noise elsewhere. `:::` of docs/api.md is mkdocstrings', which takes it from the source."""
-    marks = re.compile(r"^(?:!!! |\?\?\?\+? |=== \"|--8<--)|\{[:.#][ \w.#=-]*\}|:(?:material|octicons|fontawesome)-", re.MULTILINE)
+    """A theme's own marks would be noise elsewhere; docs/api.md alone has mkdocstrings' `:::`."""
+    marks = re.compile(
+        r"^(?:!!! |\?\?\?\+? |=== \"|--8<--)|\{[:.#][ \w.#=-]*\}|:(?:material|octicons|fontawesome)-", re.MULTILINE
+    )
     found = {page.name: marks.findall(FENCE.sub("", re.sub(r"`[^`\n]*`", "", page.read_text()))) for page in PAGES}
     assert {name: marks for name, marks in found.items() if marks} == {}

@@ -71,4 +71,5 @@ def test_the_top_level_is_what_the_readme_draws():
         "scripts",
         "skyrl_train",
         "tests",
+        "viewer",
     }

@@ -56,18 +56,19 @@ class Raylets:
         return next(one for one in children if one.name() == "raylet" and mine in one.cmdline())
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """The node's raylet and all that it has started: workers, and what they have started."""
+        """The node's raylet and all that it has started: workers, and what they have started. Of the head, Ray's
+        tables too."""
         raylet = self.raylet(index)
-        return [raylet, *raylet.children(recursive=True)]
+        tables = [one for one in self.host.children() if one.name() == "gcs_server"] if index == 0 else []
+        return [raylet, *raylet.children(recursive=True), *tables]
 
     def kill(self, index: int) -> None:
         """Lose a node, as if its machine lost power: all of its processes are killed, and none says good-bye."""
-        raylet = self.raylet(index)
-        raylet.suspend()  # or it would start others while these are killed
-        for process in [*raylet.children(recursive=True), raylet]:
+        self.raylet(index).suspend()  # or it would start others while these are killed
+        for process in self.processes(index):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
-        killed = [raylet, *raylet.children(recursive=True)]
+        killed = self.processes(index)
         for process in reversed(killed):
             with suppress(psutil.NoSuchProcess):
                 process.kill()

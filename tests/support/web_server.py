@@ -67,7 +67,7 @@ def web_server(answer: Callable[[Request], Response]) -> Iterator[WebServer]:
             except OSError:
                 pass  # the client has gone
 
-        do_GET = do_POST = do_HEAD = _respond
+        do_GET = do_POST = do_PUT = do_HEAD = _respond
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass

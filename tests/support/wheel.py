@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from skyrl_train.report.page_files import page
 
 ROOT = Path(__file__).parents[2]
 
 
 def build_wheel(folder: Path) -> Path:
     """The file, in `folder`."""
-    source = folder / "source"
-    for name in ("skyrl_train", "config"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True, timeout=120)
+    done = build("wheel", copied_source(folder / "source"), folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("skyrl_train-*.whl")
     return wheel
+
+
+def copied_source(source: Path, with_page: bool = True) -> Path:
+    """What packages are made of, in a new folder. Without viewer/: the page is what was built of it, or missing."""
+    page()  # builds it
+    for name in ("skyrl_train", "config"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    if not with_page:
+        shutil.rmtree(source / "skyrl_train" / "report" / "page")
+    return source
+
+
+def build(kind: str, source: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build a "wheel", an "editable" one, or an "sdist" of the files in `source` into `folder`."""
+    code = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
+    return subprocess.run(
+        [sys.executable, "-c", code, kind, str(folder)],
+        cwd=source, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip

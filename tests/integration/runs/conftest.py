@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from skyrl_train.experiments.base import Experiment, start as start_experiment
 from skyrl_train.registry import Registry
 from skyrl_train.report.trackers import trackers
 
-PRESETS = Path(__file__).parents[3] / "examples" / "algorithms"
+REPOSITORY = Path(__file__).parents[3]
+PRESETS = REPOSITORY / "examples" / "algorithms"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ENTRYPOINTS = {"main_base": Experiment, "main_generate": EvaluationExp}
@@ -145,6 +147,21 @@ def small(arithmetic: Path, tiny_model_path: str) -> Callable[[Path], list[str]]
         ]
 
     return overrides
+
+
+@pytest.fixture
+def gsm8k_recipe(gsm8k_jsonl: Path, tmp_path: Path) -> Path:
+    """A folder of a user's: the recipe, and 32 problems beside it."""
+    folder = tmp_path / "project"
+    shutil.copytree(REPOSITORY / "examples" / "gsm8k", folder)
+    subprocess.run(
+        [sys.executable, folder / "gsm8k_dataset.py", "--input", gsm8k_jsonl, "--output", folder, "--limit", "32"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return folder
 
 
 LOWER_CASE = """

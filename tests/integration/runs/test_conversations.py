@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.trainer.batch_dump import read_batch
+from tests.support.kept_rollouts import assert_shows
 
 from .conftest import Run, metrics_of
 
@@ -52,8 +54,13 @@ def twice(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path) -> 
         "generator.max_turns=2",
         "generator.max_input_length=120",
         "trainer.dump_data_batch=true",
+        "trainer.keep_rollouts=all",
         "trainer.max_steps=2",
     ]
+
+
+def dumped(folder: Path, step: int) -> Path:
+    return folder / "exports" / "dumped_data" / f"global_step_{step}_training_input.safetensors"
 
 
 def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, twice: list[str], tmp_path: Path):
@@ -66,11 +73,12 @@ def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, t
         # fp32 on a CPU: what was trained on is what was sampled, in its context
         assert found[step]["rollout/logprob_diff_max"] < 1e-4
     assert "eval/unknown/avg_score" in found[0]
-    batch, uids = read_batch(next((tmp_path / "exports").rglob("global_step_1_training_input.safetensors")))
+    batch, uids = read_batch(dumped(tmp_path, 1))
     assert len(batch) == len(uids) == 16 and batch.episode_ids is None
     assert batch.token_rewards is not None
     rewarded = batch.per_sequence_sum((batch.token_rewards != 0).long())
     assert int(rewarded.max()) == 2, "each turn has its own"
+    assert_kept(tmp_path)
 
 
 def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step(
@@ -88,6 +96,23 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
     found = metrics_of(tmp_path)
     assert found[2]["rollouts/trajectories"] == 16 and found[2]["episode/sequences"] == 2
     assert max(found[step]["rollout/logprob_diff_max"] for step in (1, 2)) < 1e-4
-    batch, uids = read_batch(next((tmp_path / "exports").rglob("global_step_1_training_input.safetensors")))
+    batch, uids = read_batch(dumped(tmp_path, 1))
     assert len(batch) == len(uids) == 32 and batch.episode_ids is not None
     assert batch.episode_ids.unique(return_counts=True)[1].tolist() == [2] * 16
+    assert_kept(tmp_path)
+
+
+def assert_kept(folder: Path) -> None:
+    """The rollouts that the run in this folder kept are the batches that it trained on."""
+    files = RolloutFiles(folder / "ckpts")
+    assert files.steps() == [1, 2]
+    vocabulary = files.vocabulary()
+    for step in files.steps():
+        table = files.table([step])
+        assert_shows(table, *read_batch(dumped(folder, step)))
+        for row in table.to_pylist():
+            opening, answer = json.loads(row["messages"])[:2]
+            assert opening["content"].startswith("say ") and answer["role"] == "assistant"
+            assert answer["content"] in row["text"] and len(row["turns"]) == 2
+            asked = "".join(vocabulary[token] for token in row["prompt_ids"])
+            assert f"<|im_start|>user\n{opening['content']}<|im_end|>" in asked

@@ -105,22 +105,6 @@ def job_server(tmp_path: Path) -> Iterator[JobServer]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def project(gsm8k_jsonl: Path, tmp_path: Path) -> Path:
-    """A folder of a user's: the recipe, with code of their own and its data beside it."""
-    folder = tmp_path / "project"
-    shutil.copytree(REPOSITORY / "examples" / "gsm8k", folder)
-    (folder / "of_the_folder.py").write_text(PLUGIN)
-    subprocess.run(
-        [sys.executable, folder / "gsm8k_dataset.py", "--input", gsm8k_jsonl, "--output", folder, "--limit", "32"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    return folder
-
-
 def _until(met: Callable[[], object], what: str, log: Path) -> None:
     deadline = time.monotonic() + STARTS_S
     while not met():
@@ -136,8 +120,9 @@ def _steps(folder: Path) -> list[int]:
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
-    job_server: JobServer, project: Path, tmp_path: Path
+    job_server: JobServer, gsm8k_recipe: Path, tmp_path: Path
 ):
+    (gsm8k_recipe / "of_the_folder.py").write_text(PLUGIN)
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": "600", "PYTHONPATH": str(REPOSITORY)}
     submit = [RAY, "job", "submit", "--submission-id=gsm8k", "--working-dir=."]
     submit += ["--runtime-env-json", json.dumps({"env_vars": variables}), "--"]
@@ -164,7 +149,7 @@ def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
     said = tmp_path / "client.log"
     with said.open("w") as log:
         client = subprocess.Popen(
-            [*submit, *run], cwd=project, env=job_server.client | {"PYTHONUNBUFFERED": "1"}, stdout=log, stderr=log
+            [*submit, *run], cwd=gsm8k_recipe, env=job_server.client | {"PYTHONUNBUFFERED": "1"}, stdout=log, stderr=log
         )
     _until(lambda: len(_steps(tmp_path)) >= 2, "no steps", said)
     _until(lambda: re.search(r"^step +\d+/\d+ ", said.read_text(), re.M), "the client shows no steps", said)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from skyrl_train.assembly.export import Export, export
 
 from .conftest import Run, metrics_of
 
@@ -55,9 +58,24 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
     )
     for step in (5, 6):
         assert resumed[step] == rows[step]
-    adapter = load_file(tmp_path / "straight/exports/global_step_6/policy/adapter/adapter_model.safetensors")
+    exported = tmp_path / "straight/exports/global_step_6/policy"
+    adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
     size = sum(tensor.nbytes for tensor in adapter.values())
     assert (rows[6]["weights/bytes"] == size) == (sync == "adapter")
+    assert_one_process_exports_what_the_ranks_do(checkpoint.with_name("global_step_6"), exported, tmp_path)
+
+
+def assert_one_process_exports_what_the_ranks_do(checkpoint: Path, exported: Path, to: Path) -> None:
+    export(Export(str(checkpoint), str(to / "adapter"), adapter=True))
+    ours = load_file(to / "adapter" / "adapter_model.safetensors")
+    theirs = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    export(Export(str(checkpoint), str(to / "merged")))
+    torch.testing.assert_close(
+        load_file(to / "merged" / "model.safetensors"), load_file(exported / "model.safetensors"), rtol=1e-6, atol=1e-7
+    )
+    card = (to / "merged" / "README.md").read_text()
+    assert "in the environment `lower_case`" in card and "LoRA adapters (rank 8, alpha 16) were trained" in card
 
 
 @pytest.mark.on_demand

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.raylets import Raylets, raylets
 
 from .conftest import command, metrics_of
 
+HEAD = 0
 TRAINER, ENGINE = {"role": "trainer"}, {"role": "engine"}
 APART = [
     "device=cpu",
@@ -40,13 +42,15 @@ def nodes() -> Iterator[Raylets]:
         yield running
 
 
-def run_and_lose(nodes: Raylets, overrides: list[str], folder: Path, lost: int | None, expect: int = 0) -> str:
+def run_and_lose(
+    nodes: Raylets, overrides: list[str], folder: Path, lost: int | None, expect: int = 0, cwd: Path | None = None
+) -> str:
     """A run's output; node `lost` is killed after the second step."""
     metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
     deadline = time.monotonic() + 500
     with log.open("w") as output:
         driver = subprocess.Popen(
-            command("main_base", overrides), stdout=output, stderr=output, env=os.environ | nodes.environment
+            command("main_base", overrides), stdout=output, stderr=output, cwd=cwd, env=os.environ | nodes.environment
         )
     try:
         while driver.poll() is None and time.monotonic() < deadline:
@@ -100,10 +104,51 @@ def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(small: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
+def test_a_lost_head_ends_the_run_and_the_same_command_resumes_it(easy: Callable, tmp_path: Path):  # type: ignore[type-arg]
+    overrides = [*easy(tmp_path), "trainer.epochs=4", "trainer.max_steps=5", "trainer.ckpt_interval=1"]
+    said = []
+    for lost, expect in ((HEAD, 1), (None, 0)):
+        with raylets([{}] * 2) as nodes:
+            said.append(run_and_lose(nodes, overrides, tmp_path, lost=lost, expect=expect))
+    assert "Ray" in said[0] and "Traceback" not in said[0], said[0][-3000:]
+    assert re.search(r"resumed at step [2-4] of 5", said[1])
+    assert not list((tmp_path / "ckpts").glob("*.partial"))
+    assert set(metrics_of(tmp_path)) == set(range(6))
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_the_gsm8k_recipe_over_nodes(gsm8k_recipe: Path, nodes: Raylets, tmp_path: Path):
+    overrides = [
+        "--config-dir=.",
+        "--config-name=gsm8k",
+        "data.train_data=[train.parquet]",
+        "data.val_data=[validation.parquet]",
+        f"trainer.policy.model.path={save_tiny_model(tmp_path / 'qwen3', 'qwen3')}",
+        f"trainer.ckpt_path={tmp_path / 'ckpts'}",
+        f"trainer.export_path={tmp_path / 'exports'}",
+        *APART,
+        "trainer.placement.strategy=SPREAD",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.logger=console",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.max_prompt_length=1024",
+        "trainer.max_steps=3",
+        "generator.sampling_params.max_generate_length=16",
+    ]
+    run_and_lose(nodes, overrides, tmp_path, lost=None, cwd=gsm8k_recipe)
+    last = metrics_of(tmp_path)[3]
+    assert (last["weights/version"], last["rollouts/failed"]) == (3, 0)
+    assert last["rollout/logprob_diff_max"] <= 1e-4
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(easy: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
     def overrides(folder: Path, ranks: int, steps: int) -> list[str]:
         shape = ["trainer.placement.strategy=SPREAD", f"trainer.placement.policy_num_gpus_per_node={ranks}"]
-        return [*small(folder), *APART, *shape, f"trainer.max_steps={steps}"]
+        return [*easy(folder), *APART, *shape, f"trainer.max_steps={steps}"]
 
     four = tmp_path / "4"
     four.mkdir()
@@ -113,6 +158,7 @@ def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(small: Callabl
         shutil.copytree(four, copy)
     run_and_lose(nodes, overrides(four, 4, 3), four, lost=None)
     wanted = metrics_of(four)[3]
+    assert wanted["reward/mean"] > 0 < wanted["reward/std"], "something to learn from"
     for ranks, folder in copies.items():
         assert "resumed at step 2 of 3" in run_and_lose(nodes, overrides(folder, ranks, 3), folder, lost=None)
         got = metrics_of(folder)[3]

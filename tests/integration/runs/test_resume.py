@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+
+from skyrl_train.report.rollout_files import RolloutFiles
 
 from .conftest import Run, kill_in_the_middle_of_step, metrics_of
 
@@ -28,9 +31,19 @@ def test_a_killed_run_resumes_to_the_same_metrics_and_the_same_bits(run: Run, sm
     done = run("main_base", *overrides)
     assert "resumed" in done.stdout
     assert metrics_of(killed) == metrics_of(straight)
+    assert rollouts_of(killed) == rollouts_of(straight)
     weights = "exports/global_step_6/policy/model.safetensors"
     ours, theirs = load_file(killed / weights), load_file(straight / weights)
     assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+
+
+def rollouts_of(folder: Path) -> list[dict[str, Any]]:
+    """What the run in this folder kept, without what a clock decides."""
+    rows: list[dict[str, Any]] = RolloutFiles(folder / "ckpts").table().to_pylist()
+    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6} and len(rows) == 6 * 16
+    for turn in (turn for row in rows for turn in row["turns"]):
+        assert turn.pop("running_s") >= 0
+    return rows
 
 
 @pytest.mark.slow

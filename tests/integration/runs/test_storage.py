@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl_train.assembly.export import Export, export
+from skyrl_train.storage.copies import local_copy
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, s3_server
 
 from .conftest import command
@@ -97,11 +99,23 @@ def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywh
     assert {"team/exports/global_step_6/policy/manifest.json", f"team/exports/{WEIGHTS}"} <= stored.keys()
     assert f"{RUN}".encode() in stored["team/run/config.yaml"]
     assert "team/run/.lock" not in stored, "whoever comes next need not wait"
+    assert_a_checkpoint_there_is_exported_here(stored, tmp_path)
 
     files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for secret in (ACCESS_KEY, SECRET_KEY):
         assert secret not in said
         assert [key for key, content in {**files, **stored}.items() if secret.encode() in content] == []
+
+
+def assert_a_checkpoint_there_is_exported_here(stored: dict[str, bytes], folder: Path) -> None:
+    local_copy.cache_clear()
+    export(Export(f"{RUN}/global_step_6", str(folder / "model")))
+    local_copy.cache_clear()
+    assert (folder / "model" / "model.safetensors").read_bytes() == stored[f"team/exports/{WEIGHTS}"]
+    card = (folder / "model" / "README.md").read_text()
+    assert "a run that learns from demonstrations. Loaded again" in card and "s3://" not in card
+    assert "`tiny`" in card and (folder / "model" / "learning_curve.png").is_file()
+    assert not list((folder / "cache").glob("checkpoint-*")), "nothing of it stays"
 
 
 @pytest.mark.on_demand

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
-from skyrl_train.algorithms.advantages import batch_normalised, dr_grpo, gae, grpo, reinforce_pp
+from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward, describe
+from skyrl_train.algorithms.advantages import batch_normalised, dr_grpo, gae, grpo, reinforce_pp, reinforce_pp_baseline
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1, k3, k3_ratio
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -23,8 +23,26 @@ def test_every_sampled_token_gets_its_sequence_s_advantage_and_prompts_get_none(
     batch = batch_with([1.0, 0.0, 1.0, 1.0])
     result = AdvantageStep(dr_grpo)(batch, Metrics())
     expected = torch.tensor([0.5, -0.5, 0.0, 0.0])[batch.sequence_ids] * batch.loss_mask
-    torch.testing.assert_close(result.advantages, expected)
+    torch.testing.assert_close(result.token_advantages, expected)
     assert result.returns is None
+    assert result.advantages is None, "4 bytes a token that say nothing"
+
+
+def test_what_a_batch_had_before_is_replaced():
+    batch = batch_with([1.0, 0.0, 1.0, 1.0])
+    of_tokens, of_sequences = AdvantageStep(reinforce_pp_baseline), AdvantageStep(dr_grpo)
+    for first, second in ((of_tokens, of_sequences), (of_sequences, of_tokens)):
+        again = second(first(batch, Metrics()), Metrics())
+        torch.testing.assert_close(again.token_advantages, second(batch, Metrics()).token_advantages)
+        assert (again.advantages is None) is not (again.sequence_advantages is None)
+
+
+def test_statistics_are_those_of_tokens():
+    batch = batch_with([1.0, 0.0, 1.0, 1.0])
+    once, spread = Metrics(), Metrics()
+    found = AdvantageStep(dr_grpo)(batch, once)
+    describe(replace(found, advantages=found.token_advantages, sequence_advantages=None), spread)
+    assert once.flush() == spread.flush() != {}
 
 
 def test_an_estimator_may_return_numbers_of_any_kind():
@@ -32,9 +50,9 @@ def test_an_estimator_may_return_numbers_of_any_kind():
     wanted = torch.tensor([1.0, 0.0, 1.0, 1.0])[batch.sequence_ids] * batch.loss_mask
     for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.float64):
         result = AdvantageStep(lambda rewards, groups, valid, dtype=dtype: rewards.to(dtype))(batch, Metrics())
-        assert result.advantages is not None
-        assert result.advantages.is_floating_point()
-        torch.testing.assert_close(result.advantages.float(), wanted)
+        assert result.token_advantages is not None
+        assert result.token_advantages.is_floating_point()
+        torch.testing.assert_close(result.token_advantages.float(), wanted)
 
 
 def test_kl_in_the_reward_lowers_the_reward_of_the_sequence_that_strayed():
@@ -44,8 +62,8 @@ def test_kl_in_the_reward_lowers_the_reward_of_the_sequence_that_strayed():
     metrics = Metrics()
     result = AdvantageStep(dr_grpo, kl=KLInReward(k1, FixedKLController(0.1)))(batch, metrics)
     penalty = 0.1 * 2.0 * int(strayed.sum())
-    assert result.advantages is not None
-    torch.testing.assert_close(result.advantages[strayed], torch.full((int(strayed.sum()),), -penalty / 2))
+    assert result.token_advantages is not None
+    torch.testing.assert_close(result.token_advantages[strayed], torch.full((int(strayed.sum()),), -penalty / 2))
     assert metrics.flush()["policy/kl_in_reward"] == pytest.approx(2.0 / 4)
 
 
@@ -79,8 +97,8 @@ def test_batch_normalisation_comes_after_the_estimator_and_leaves_returns_alone(
     estimator = partial(gae, gamma=0.9, lambd=0.8)
     plain = AdvantageStep(estimator)(batch, Metrics())
     normalised = AdvantageStep(estimator, normalise_batch=True)(batch, Metrics())
-    assert plain.advantages is not None
-    torch.testing.assert_close(normalised.advantages, batch_normalised(plain.advantages, batch.loss_mask))
+    assert plain.token_advantages is not None
+    torch.testing.assert_close(normalised.token_advantages, batch_normalised(plain.token_advantages, batch.loss_mask))
     torch.testing.assert_close(normalised.returns, plain.returns)
 
 
@@ -88,8 +106,8 @@ def test_metrics_of_advantages_are_over_the_tokens_that_count():
     batch = hard_batch("failed rows")
     metrics = Metrics()
     result = AdvantageStep(partial(grpo, norm_by_std=True))(batch, metrics)
-    assert result.advantages is not None
-    chosen = result.advantages[batch.loss_mask]
+    assert result.token_advantages is not None
+    chosen = result.token_advantages[batch.loss_mask]
     report = metrics.flush()
     assert report["advantages/mean"] == pytest.approx(chosen.mean().item(), abs=1e-12)
     assert report["advantages/abs_mean"] == pytest.approx(chosen.abs().mean().item())

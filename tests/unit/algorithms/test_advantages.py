@@ -145,7 +145,7 @@ def test_advantages_and_returns_are_those_of_the_paper(name: str):
         expected = REFERENCES[name](rows_of(batch))
         for garbage in (0.0, torch.nan, 1e30):  # failed samples and whatever is not sampled have no influence
             result = step_of(name)(spoilt(batch, garbage), Metrics())
-            for found, wanted in zip((result.advantages, result.returns), expected, strict=True):
+            for found, wanted in zip((result.token_advantages, result.returns), expected, strict=True):
                 if wanted is None:
                     assert found is None
                     continue
@@ -158,7 +158,7 @@ def test_advantages_and_returns_are_those_of_the_paper(name: str):
 def test_grpo_without_the_standard_deviation_is_dr_grpo():
     for batch in batches():
         one, other = step_of("grpo", norm_by_std=False), step_of("dr_grpo")
-        assert torch.equal(one(batch, Metrics()).advantages, other(batch, Metrics()).advantages)  # type: ignore[arg-type]
+        assert torch.equal(one(batch, Metrics()).token_advantages, other(batch, Metrics()).token_advantages)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
@@ -167,7 +167,7 @@ def test_advantages_do_not_depend_on_the_order_of_rows(name: str):
     order = [3, 0, 6, 2, 5, 1, 4]
     straight = step_of(name)(batch, Metrics()).select(order)
     shuffled = step_of(name)(batch.select(order), Metrics())
-    torch.testing.assert_close(shuffled.advantages, straight.advantages, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(shuffled.token_advantages, straight.token_advantages, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.fault("F12")
@@ -177,7 +177,7 @@ def test_equal_rewards_give_exactly_zero(name: str, reward: float):
     for shape in SHAPES:
         batch = hard_batch(shape)
         equal = replace(batch, rewards=torch.full((len(batch),), reward))
-        assert not step_of(name)(equal, Metrics()).advantages.any()  # type: ignore[union-attr]
+        assert not step_of(name)(equal, Metrics()).token_advantages.any()  # type: ignore[union-attr]
 
 
 @pytest.mark.fault("F12")
@@ -185,7 +185,7 @@ def test_equal_rewards_give_exactly_zero(name: str, reward: float):
 def test_a_group_with_one_valid_row_or_none_gives_zero_and_no_nan(name: str):
     batch = hard_batch("one-sample groups")
     alone = batch.per_token(batch.group_ids < 6)
-    found = step_of(name)(batch, Metrics()).advantages
+    found = step_of(name)(batch, Metrics()).token_advantages
     assert found is not None
     assert not found[alone].any()
     assert found[~alone].any()
@@ -222,11 +222,11 @@ def test_batch_normalised_has_mean_zero_and_variance_one_over_the_mask():
 def test_batch_normalisation_is_the_same_however_much_padding_or_how_many_prompts_there_are():
     batch = hard_batch("regular")
     step = step_of("dr_grpo")
-    plain = step(batch, Metrics()).advantages
+    plain = step(batch, Metrics()).token_advantages
     assert plain is not None
     (expected,) = whitened([plain[batch.loss_mask].tolist()], correction=0)
     step.normalise_batch = True
-    found = step(batch, Metrics()).advantages
+    found = step(batch, Metrics()).token_advantages
     assert found is not None
     assert found[batch.loss_mask].tolist() == pytest.approx(expected)
 

@@ -120,7 +120,7 @@ def random_batch(seed: int, groups: int = 4) -> TrainBatch:
 
 def our_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     """[T]"""
-    advantages = build_advantage_step(algorithm)(batch, Metrics()).advantages
+    advantages = build_advantage_step(algorithm)(batch, Metrics()).token_advantages
     assert advantages is not None
     return advantages
 

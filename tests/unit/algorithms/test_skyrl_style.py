@@ -57,8 +57,8 @@ def test_an_estimator_compares_the_samples_that_did_not_fail(shape: str):
     batch = hard_batch(shape)
     built_in = AdvantageStep(dr_grpo)(batch, Metrics())
     found = step_of(centred)(spoilt(batch, torch.nan), Metrics())
-    torch.testing.assert_close(found.advantages, built_in.advantages, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(found.returns, found.advantages)
+    torch.testing.assert_close(found.token_advantages, built_in.token_advantages, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found.returns, found.token_advantages)
 
 
 def test_a_response_kept_out_of_the_loss_counts_in_its_group_s_statistics():
@@ -69,14 +69,14 @@ def test_a_response_kept_out_of_the_loss_counts_in_its_group_s_statistics():
     masked = batch.with_tokens(loss_mask=kept, token_rewards=token_rewards)
     built_in = AdvantageStep(dr_grpo)(masked, Metrics())
     found = step_of(centred)(masked, Metrics())
-    torch.testing.assert_close(found.advantages, built_in.advantages, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found.token_advantages, built_in.token_advantages, rtol=1e-12, atol=1e-13)
 
 
 def test_an_estimator_gets_the_rest_by_skyrl_s_names():
     batch = hard_batch("failed rows")
     found = step_of(reads_everything)(batch, Metrics())
-    assert found.advantages is not None and batch.values is not None and batch.token_rewards is not None
-    torch.testing.assert_close(found.advantages, batch.values * batch.loss_mask)
+    assert found.token_advantages is not None and batch.values is not None and batch.token_rewards is not None
+    torch.testing.assert_close(found.token_advantages, batch.values * batch.loss_mask)
     torch.testing.assert_close(found.returns, batch.token_rewards * batch.loss_mask)
 
 
@@ -109,4 +109,4 @@ def test_a_reward_in_the_middle_stays_on_its_token():
     rewards = [np.count_nonzero(row) for row in mask_only(batch, batch.token_rewards)]
     assert max(rewards) == 2
     found = step_of(reads_everything)(replace(batch, values=batch.token_rewards), Metrics())
-    torch.testing.assert_close(found.advantages, batch.token_rewards)
+    torch.testing.assert_close(found.token_advantages, batch.token_rewards)

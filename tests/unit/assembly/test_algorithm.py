@@ -68,7 +68,7 @@ def rewarded(*of_groups: float) -> TrainBatch:
 def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advantages(name: str):
     chosen = algorithm(f"advantage_estimator={name}")
     step, compared = build_advantage_step(chosen), compared_rewards(chosen)
-    first, second = (step(rewarded(*rewards), Metrics()).advantages for rewards in ((0.0, 1.0), (1.0, 0.5)))
+    first, second = (step(rewarded(*rewards), Metrics()).token_advantages for rewards in ((0.0, 1.0), (1.0, 0.5)))
     assert first is not None and second is not None
     assert (not first.any() and not second.any()) is (compared == "group")
     assert torch.equal(first, second) is (compared != "step")
@@ -88,6 +88,11 @@ def test_every_loss_finds_what_it_asks_for(name: str):
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_finds_what_it_asks_for(name: str):
     build_advantage_step(algorithm(f"advantage_estimator={name}"))
+
+
+def test_estimators_say_whether_they_read_the_rewards_of_tokens():
+    steps = {name: build_advantage_step(algorithm(f"advantage_estimator={name}")) for name in ADVANTAGE_ESTIMATORS}
+    assert {name for name, step in steps.items() if step.reads_token_rewards} == {"gae", "reinforce++"}
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
-from tests.support.wheel import build_wheel
+from tests.support.wheel import build, build_wheel, copied_source
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +28,8 @@ def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
         archive.extractall(target)
     presets = {f"skyrl_train/presets/{path.name}" for path in (ROOT / "config").glob("*.yaml")}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "skyrl_train").rglob("*.py")}
-    assert presets | modules <= names
+    page = {f"skyrl_train/report/page/page.{kind}" for kind in ("js", "css")}
+    assert presets | modules | page <= names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"skyrl_train"}
 
     elsewhere.mkdir()
@@ -42,3 +44,29 @@ def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
             assert done.returncode == 0, done.stderr
             assert done.stdout.strip() in (str(target / "skyrl_train" / "presets"), "config ok")
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_source_archive_has_the_page_and_makes_a_wheel_of_it(tmp_path: Path):
+    done = build("sdist", copied_source(tmp_path / "source"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("skyrl_train-*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert not (unpacked / "viewer").exists()
+    done = build("wheel", unpacked, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("skyrl_train-*.whl")
+    with zipfile.ZipFile(wheel) as archive_of_wheel:
+        assert "skyrl_train/report/page/page.js" in archive_of_wheel.namelist()
+
+
+def test_only_an_installation_of_files_that_stay_where_they_are_needs_no_page(tmp_path: Path):
+    source = copied_source(tmp_path / "source", with_page=False)
+    done = build("editable", source, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for kind in ("wheel", "sdist"):
+        done = build(kind, source, tmp_path)
+        assert done.returncode != 0
+        assert "the page of `skyrl-train report` is not built" in done.stderr
+        assert "run scripts/viewer" in done.stderr

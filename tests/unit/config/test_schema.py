@@ -91,6 +91,8 @@ NEW_KEYS = {
     "trainer.algorithm.sft.minor_beta",
     "trainer.console_samples",
     "trainer.console_samples_interval",
+    "trainer.keep_rollouts",
+    "trainer.keep_rollouts_gb",
     "trainer.critic.deepspeed_config.offload_optimizer",
     "trainer.critic.deepspeed_config.offload_parameters",
     "trainer.critic.deepspeed_config.zero_stage",

@@ -278,7 +278,7 @@ def test_a_resumed_run_goes_on_with_what_it_had_found(tmp_path: Path, caplog: py
 def test_a_run_that_begins_anew_forgets_what_an_earlier_one_had_found(tmp_path: Path):
     run(tmp_path, [HEALTHY | {"response/truncated_fraction": 0.8}] * 3)
     assert run(tmp_path, [HEALTHY]) == []
-    assert json.loads((tmp_path / DIAGNOSIS_FILE).read_text()) == {"findings": []}
+    assert json.loads((tmp_path / DIAGNOSIS_FILE).read_text()) == {"total_steps": 1000, "findings": []}
 
 
 def test_a_step_that_a_resumed_run_completes_counts_once(tmp_path: Path):

@@ -75,7 +75,7 @@ def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str
     loop.samples_of_rows = samples_of(batch)
     found = loop.batch_steps[0](batch, metrics)
     assert loop.batch_steps[1] == "correction"
-    torch.testing.assert_close(found.advantages, expected.advantages, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(found.token_advantages, expected.token_advantages, atol=1e-9, rtol=1e-9)
     assert ("advantages/mean" in metrics.flush()) == bool(batch.loss_mask.any())
 
 
@@ -126,7 +126,7 @@ def test_a_changed_reward_is_what_the_estimator_sees():
     done = loop.batch_steps[0](batch, metrics)
     counts = batch.per_sequence_sum(batch.loss_mask.float())
     expected = (torch.arange(len(batch)) * counts)[batch.sequence_ids] * batch.loss_mask
-    torch.testing.assert_close(done.advantages, expected.double())
+    torch.testing.assert_close(done.token_advantages, expected.double())
     assert metrics.flush()["mine"] == 5
 
 
@@ -149,7 +149,7 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
     step = build_advantage_step(load(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
     _, loop = made(Same, step)
     loop.samples_of_rows = samples_of(batch)
-    expected, found = step(batch, Metrics()).advantages, loop.batch_steps[0](batch, Metrics()).advantages
+    expected, found = step(batch, Metrics()).token_advantages, loop.batch_steps[0](batch, Metrics()).token_advantages
     torch.testing.assert_close(found, expected)
     assert found[9] < 0 < -found[9]
 

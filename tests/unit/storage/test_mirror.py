@@ -207,6 +207,27 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(serve
     assert Machine(tmp_path / "c").loaded() == (15, "weights of step 15")
 
 
+def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written_again(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mirrors, "RECORDS_EVERY_S", 0.05)
+    with Machine(tmp_path / "one", address) as one:
+        files = [one.folder / "rollouts" / f"step_{n:08d}.parquet" for n in (1, 2, 3)]
+        files[0].parent.mkdir()
+        for file in files:
+            file.write_text("rows")
+        until(lambda: len(one.mirror.store.find("rollouts")) == 3)
+        for file in files[:2]:
+            file.unlink()
+            one.mirror.drop(file)
+            if file == files[1]:
+                file.write_text("others")
+        until(lambda: one.mirror.store.read("rollouts/step_00000002.parquet") == b"others")
+        until(lambda: len(one.mirror.store.find("rollouts")) == 2)
+        one.mirror.finish(20.0)
+    assert sorted(one.mirror.store.find("rollouts")) == [f"rollouts/step_0000000{n}.parquet" for n in (2, 3)]
+
+
 def test_a_checkpoint_that_is_damaged_here_is_repaired_and_one_that_is_damaged_there_is_passed_over(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

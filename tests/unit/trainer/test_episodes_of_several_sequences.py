@@ -95,7 +95,7 @@ def test_advantages_are_of_the_episode(estimator: object, kl: bool):
     penalty = KLInReward(k1, FixedKLController(0.5)) if kl else None
     step, seen = AdvantageStep(estimator, kl=penalty), (Metrics(), Metrics())  # type: ignore[arg-type]
     whole, cut = step(WHOLE, seen[0]), step(CUT, seen[1])
-    assert torch.allclose(cut.advantages[CUT.loss_mask], whole.advantages[WHOLE.loss_mask], atol=1e-6)  # type: ignore[index]
+    assert torch.allclose(cut.token_advantages[CUT.loss_mask], whole.token_advantages[WHOLE.loss_mask], atol=1e-6)  # type: ignore[index]
     assert seen[0].flush() == pytest.approx(seen[1].flush(), abs=1e-6)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import Metrics
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
@@ -60,10 +62,24 @@ def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_t
     for file, uids in zip(files, (("0", "0", "1", "1"), ("2", "2", "3", "3"), ("4", "4")), strict=True):
         batch, found = read_batch(file)
         assert len(found) == len(batch) == len(uids)
-        assert batch.advantages is not None
+        assert batch.token_advantages is not None
         assert batch.rewards.mean() == 0.5
     first = {uid for file in files for uid in read_batch(file)[1]}
     assert first == {"0", "1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_rewards_of_tokens_are_held_only_where_a_step_reads_them(reads: bool):
+    class Step:
+        reads_token_rewards = reads
+
+        def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
+            assert (batch.token_rewards is not None) is reads
+            return replace(batch, sequence_advantages=batch.rewards)
+
+    trainer = trainer_of(Fakes())
+    trainer.batch_steps = [Step()]
+    asyncio.run(trainer.fit())
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")

@@ -1,0 +1,117 @@
+"""The pictures of the documentation: `skyrl-train watch` of finished runs, in Chromium.
+
+    python scripts/screenshots.py QUICKSTART_RUN TOOL_RUN ASYNC_RUN
+
+RUN is a run's folder. Writes docs/images/*.png, each of at most MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+from skyrl_train.environments.tools.browser import PROGRAMS
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+MOST_BYTES = 150_000
+SIZE = {"width": 1200, "height": 760}
+COLORS = 128
+RUNS = ("quickstart", "tools", "async")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A view of some runs: what stands behind # in its address, and the keys that are pressed there."""
+
+    name: str
+    runs: Sequence[str]
+    view: str
+    keys: str = ""
+    dark: bool = False
+
+
+PICTURES = (
+    Picture("curves", ["quickstart"], ""),
+    Picture("curves_dark", ["quickstart"], "", dark=True),
+    Picture("compare", ["quickstart", "async"], ""),
+    Picture("differing_keys", ["quickstart", "async"], "tab=runs"),
+    Picture("staleness", ["async"], "find=async"),
+    Picture("samples", ["quickstart"], "tab=rollouts", "j"),
+    Picture("group", ["quickstart"], "tab=rollouts&order=step", "jg"),
+    Picture("tokens", ["quickstart"], "tab=rollouts", "jt"),
+    Picture("advantages", ["quickstart"], "tab=rollouts&shade=advantage", "jt", dark=True),
+    Picture("tool_calls", ["tools"], "tab=rollouts&order=-tokens", "j"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    for name in RUNS:
+        parser.add_argument(name, type=Path, help="a run's folder")
+    given = vars(parser.parse_args())
+    IMAGES.mkdir(exist_ok=True)
+    with sync_playwright() as playwright:
+        program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+        browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=os.geteuid() != 0)
+        for picture in PICTURES:
+            with watching([given[name] for name in picture.runs]) as address:
+                taken = small(take(browser, address, picture))
+            if len(taken) > MOST_BYTES:
+                sys.exit(f"{picture.name}: {len(taken):,} bytes; at most {MOST_BYTES:,} may be committed.")
+            (IMAGES / f"{picture.name}.png").write_bytes(taken)
+            print(f"docs/images/{picture.name}.png: {len(taken) / 1000:.0f} kB")
+        browser.close()
+
+
+@contextmanager
+def watching(runs: Sequence[Path]) -> Iterator[str]:
+    """The address that `skyrl-train watch` prints."""
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.watch", *map(str, runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield next(line.strip() for line in process.stdout if re.match(r"http://\S+token=", line))
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def take(browser: Any, address: str, picture: Picture) -> bytes:
+    """PNG of the view, once it has been drawn."""
+    context = browser.new_context(viewport=SIZE, color_scheme="dark" if picture.dark else "light")
+    page = context.new_page()
+    page.goto(address)
+    page.evaluate("view => { location.hash = view }", picture.view)
+    page.locator(".list li, figure.chart, table").first.wait_for()
+    for key in picture.keys:
+        page.keyboard.press(key)
+        page.locator(".sample h2").wait_for()
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(300)
+    taken: bytes = page.screenshot()
+    context.close()
+    return taken
+
+
+def small(png: bytes) -> bytes:
+    """With a palette."""
+    target = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(COLORS).save(target, "PNG", optimize=True)
+    return target.getvalue()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""skyrl-train report RUN [RUN ...] [--out report.html]
+
+One HTML file of at most 5 MB that shows runs offline: curves, diagnosis, the keys in which they differ, and some of
+their rollouts, from all over each run. RUN is a run's folder (its trainer.ckpt_path), under way, ended or copied from
+elsewhere. `skyrl-train watch` shows the same page with all rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_train.durable import write_durably
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.messages import to_stderr, visible
+from skyrl_train.storage.places import working_folder
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="skyrl-train report", description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the file to write")
+    given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        print(_report([working_folder(run) for run in given.runs], given.out))
+    except SkyRLError as error:
+        to_stderr(f"skyrl-train report: {error}")
+        sys.exit(2)
+
+
+def _report(folders: Sequence[Path], out: Path) -> str:
+    """Write the file; returns a line about it. Raises ConfigError."""
+    from skyrl_train.report.one_file import make_report
+    from skyrl_train.report.page_files import page
+
+    made = make_report(folders, page)
+    try:
+        write_durably(out, made.html)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be written: {error.strerror or error}. Choose a file in a folder that you may "
+            "write to."
+        ) from error
+    size = out.stat().st_size / 1e6
+    return f"{visible(str(out))}: {size:.1f} MB, {made.rollouts:,} of {made.rollouts_of_all:,} rollouts kept."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""skyrl-train watch RUN [RUN ...] [--port PORT]
+
+Shows runs in a browser: curves, diagnosis, differing keys, and all rollouts that were kept, token by token. RUN is a
+run's folder (its trainer.ckpt_path), under way, ended or copied from elsewhere; what is new appears by itself. It only
+reads files. It listens at 127.0.0.1 alone, and answers whoever has the token of the address that it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_train.errors import SkyRLError
+from skyrl_train.messages import to_stderr, visible
+from skyrl_train.storage.places import working_folder
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="skyrl-train watch", description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument("--port", type=int, default=0, help="where to listen; any free port by default")
+    given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        asyncio.run(_watch([working_folder(run) for run in given.runs], given.port))
+    except SkyRLError as error:
+        to_stderr(f"skyrl-train watch: {error}")
+        sys.exit(2)
+
+
+async def _watch(folders: Sequence[Path], port: int) -> None:
+    from skyrl_train.report.page_files import page
+    from skyrl_train.report.watch_server import WatchServer
+
+    asked_to_end = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
+    async with WatchServer(folders, page(), port) as server:
+        print(f"Watching {', '.join(visible(str(folder)) for folder in folders)} at", flush=True)
+        print(f"{server.address}\nCtrl-C ends it.", flush=True)
+        await asked_to_end.wait()
+
+
+if __name__ == "__main__":
+    main()

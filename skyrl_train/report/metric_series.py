@@ -1,0 +1,86 @@
+"""A run's numbers as columns over steps, thinned for a page."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NO_METRICS = frozenset({"step", "time"})
+
+
+class MetricSeries:
+    """One column of 8 bytes a step for every metric; NaN where a step has none, or one that is not finite."""
+
+    def __init__(self) -> None:
+        self._steps, self._times = array("q"), array("d")
+        self._columns: dict[str, array[float]] = {}
+
+    @property
+    def last_step(self) -> int:
+        """0 before the first."""
+        return self._steps[-1] if self._steps else 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take in a line of metrics.jsonl. A step that is taken again replaces what there was from it on."""
+        while self._steps and self._steps[-1] >= line["step"]:
+            for column in (self._steps, self._times, *self._columns.values()):
+                column.pop()
+        size = len(self._steps)
+        self._steps.append(line["step"])
+        self._times.append(_number(line.get("time")))
+        for name in line.keys() - _NO_METRICS - self._columns.keys():
+            self._columns[name] = array("d", [np.nan]) * size
+        for name, column in self._columns.items():
+            column.append(_number(line.get(name)))
+
+    def thinned(
+        self, most: int, digits: int | None = None, more: Mapping[str, Mapping[int, float]] | None = None
+    ) -> dict[str, Any]:
+        """At most `most` points, each of `steps_per_point` steps in a row: their mean, for maxima the greatest.
+
+        A point stands at the last of its steps. `digits`: significant ones that are kept of numbers. `more`: columns
+        beside the run's own, by step.
+        """
+        columns = {name: np.array(column) for name, column in self._columns.items()}
+        for name, values in (more or {}).items():
+            columns.setdefault(name, np.array([values.get(step, np.nan) for step in self._steps], float))
+        size = len(self._steps)
+        width = max(1, -(-size // max(1, most)))
+        first = np.arange(0, size, width)
+        last = np.minimum(first + width, size) - 1
+        names = sorted(columns, key=_place)
+        return {
+            "steps": [self._steps[at] for at in last],
+            "times": [self._times[at] for at in last],
+            "steps_per_point": width,
+            "columns": {name: _values(_pooled(name, columns[name], first), digits) for name in names},
+        }
+
+
+def _pooled(name: str, values: NDArray[np.float64], first: NDArray[np.int64]) -> NDArray[np.float64]:
+    if len(first) == len(values):
+        return values
+    there = np.isfinite(values)
+    if "max" in name:
+        greatest: NDArray[np.float64] = np.maximum.reduceat(np.where(there, values, -np.inf), first)
+        return greatest
+    count = np.add.reduceat(there.astype(float), first)
+    total = np.add.reduceat(np.where(there, values, 0.0), first)
+    return np.divide(total, count, out=np.full(len(first), np.nan), where=count > 0)
+
+
+def _values(values: NDArray[np.float64], digits: int | None) -> list[float | None]:
+    found = [value if np.isfinite(value) else None for value in values.tolist()]
+    return found if digits is None else [value and float(f"{value:.{digits}g}") for value in found]
+
+
+def _place(name: str) -> tuple[str, ...]:
+    return tuple(name.split("/"))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

@@ -1,0 +1,113 @@
+"""The page of `report` and `watch` as one HTML file. viewer/ builds its script and style, which a wheel brings along."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+
+FOLDER = Path(__file__).with_name("page")
+SCRIPT, STYLE = FOLDER / "page.js", FOLDER / "page.css"
+CHECKOUT = Path(__file__).resolve().parents[2]
+_BUILD_S = 300
+_HTML = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="referrer" content="no-referrer">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>skyrl-train</title>
+<style>{style}</style>
+</head>
+<body>
+<div id="page"></div>
+{data}<script>{script}</script>
+</body>
+</html>
+"""
+_POLICY = (
+    "default-src 'none'; script-src '{script}'; style-src '{style}'; connect-src {server}; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Nothing but its own script and style runs, and nothing is asked but its own server, if it needs one."""
+
+
+def page(data: Any = None) -> str:
+    """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
+
+    In a checkout the script and the style are built with npm first, if what they are made of is newer. Raises
+    ConfigError if they are not there and cannot be built, and ValueError for a number that is not finite.
+    """
+    _ensure_built()
+    script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")
+    inside = "" if data is None else f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
+    server = "'self'" if data is None else "'none'"
+    policy = _POLICY.format(script=_hash(script), style=_hash(style), server=server)
+    return _HTML.format(policy=policy, style=style, script=script, data=inside)
+
+
+def _embedded(data: Any) -> str:
+    """JSON in which nothing can end the element that holds it, and any text is ASCII."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _ensure_built() -> None:
+    build = CHECKOUT / "scripts" / "viewer"
+    if not _old() or not build.is_file():
+        _check(f"this installation lacks {FOLDER}: install a wheel, which has it, or build it in a checkout")
+        return
+    if shutil.which("npm") is None:
+        _check("npm builds it, and is not on PATH: install Node.js 20 or later")
+        return
+    with _alone():
+        if not _old():  # another process has built it meanwhile
+            return
+        done = subprocess.run([build], capture_output=True, text=True, timeout=_BUILD_S)
+        if done.returncode != 0:
+            raise ConfigError(
+                f"the page of reports cannot be built; {build} said: {(done.stdout + done.stderr)[-2000:]}"
+            )
+
+
+def _check(reason: str) -> None:
+    if not (SCRIPT.is_file() and STYLE.is_file()):
+        raise ConfigError(f"the page of reports is not built; {reason}.")
+
+
+def _old() -> bool:
+    """Whether it is missing, or older than what it is made of."""
+    if not (SCRIPT.is_file() and STYLE.is_file()):
+        return True
+    built = min(SCRIPT.stat().st_mtime, STYLE.stat().st_mtime)
+    return any(file.stat().st_mtime > built for file in _sources())
+
+
+def _sources() -> Iterator[Path]:
+    viewer = CHECKOUT / "viewer"
+    yield from (path for path in viewer.glob("src/**/*") if path.is_file())
+    yield from (path for path in viewer.glob("*.*") if path.is_file())
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One build at a time."""
+    FOLDER.mkdir(exist_ok=True)
+    with (FOLDER / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

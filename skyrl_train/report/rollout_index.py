@@ -1,0 +1,253 @@
+"""All rollouts of a run, found by what a person looks for.
+
+What filters and orders need of every rollout is in memory, about 100 bytes each. Texts are read from the files when
+they are searched or shown, and kept up to TEXTS_KEPT_BYTES.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from skyrl_train.report.plain_json import from_json
+from skyrl_train.report.rollout_files import RolloutFiles, step_file
+from skyrl_train.report.rollout_query import Query
+
+TEXTS_KEPT_BYTES = 1 << 30
+QUANTILES = (10, 25, 75, 90)
+PREVIEW = 240
+"""Characters."""
+_READ = ("step", "uid", "group", "sample", "data_source", "reward", "status", "stop_reason", "response_tokens", "turns")
+_FRAME = re.compile(r'[\d\s{}\[\],:"]*')
+_NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "content": "", "tool_calls": []}], "text": []})
+"""What is in the JSON of conversations, whatever is said in them: names, and signs and numbers like those of _FRAME."""
+_FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
+_SEARCHES_KEPT = 16
+_log = logging.getLogger(__name__)
+_Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A page of the rollouts that a query leaves: columns of the index, and how many there are in all."""
+
+    total: int
+    page: pa.Table
+
+
+class RolloutIndex:
+    """Not for several threads at a time.
+
+    Example: `RolloutIndex(Path("runs/a")).find(Query(reward_min=1.0, text="wait")).total`
+    """
+
+    def __init__(self, run: Path):
+        self._run, self._files = Path(run), RolloutFiles(run)
+        self._stamps: dict[int, _Stamp] = {}
+        self._steps: dict[int, pa.Table] = {}
+        self._all = _indexed(self._files.table([], _READ))
+        self.quantiles: dict[str, dict[int, float]] = {}
+        """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh."""
+        self._texts: OrderedDict[int, pa.Table] = OrderedDict()
+        self._searches: OrderedDict[str, dict[int, pa.ChunkedArray]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "rollouts")
+
+    def refresh(self) -> None:
+        """Take in steps that are new or were taken again, and let go of those that are gone."""
+        now = {step: stamp for step in self._files.steps() if (stamp := _stamp(step_file(self._run, step)))}
+        if now == self._stamps:
+            return
+        changed = [step for step, stamp in now.items() if self._stamps.get(step) != stamp]
+        for step in self._stamps.keys() - now.keys() | {*changed}:
+            self._forget(step)
+        read = dict(zip(changed, self._pool.map(self._read, changed), strict=True))
+        self._steps |= {step: table for step, table in read.items() if table is not None}
+        self._stamps = now
+        self._all = pa.concat_tables(
+            [self._all.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
+        ).combine_chunks()
+        self.quantiles = _quantiles(self._steps)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def table(self) -> pa.Table:
+        """step, uid, group, sample, source, reward, status, stop_reason, tokens, turns of every rollout, as they were
+        trained on, and `row`, its place in its step. `reward` is null where the rollout failed."""
+        return self._all
+
+    def facets(self) -> dict[str, list[Any]]:
+        """What there is to choose from, over all rollouts."""
+        values = {name: sorted(self._all[column].unique().drop_null().to_pylist()) for name, column in _FACETS.items()}
+        return {"steps": sorted(self._steps), **values}
+
+    def find(self, query: Query) -> Found:
+        """The rollouts that a query asks for, in its order."""
+        found = self._all.filter(_condition(query)) if len(self._all) else self._all
+        if query.text and len(found):
+            found = self._with_text(found, query.text)
+        if query.order != "step" and len(found):
+            name, direction = query.order.lstrip("-"), "descending" if query.order[0] == "-" else "ascending"
+            keys = {name: direction} | {"step": "ascending"} if name != "step" else {name: direction}
+            found = found.take(pc.sort_indices(found, sort_keys=[*keys.items(), ("row", "ascending")]))
+        return Found(len(found), found.slice(query.offset, query.limit))
+
+    def previews(self, page: pa.Table) -> list[str]:
+        """How the responses of these rows begin."""
+        places = page.select(["step", "row"]).to_pylist()
+        texts = dict(self._texts_of({place["step"] for place in places}))
+        found = []
+        for place in places:
+            texts_of_step = texts.get(place["step"])
+            known = texts_of_step is not None and place["row"] < len(texts_of_step)
+            found.append((texts_of_step["text"][place["row"]].as_py() or "")[:PREVIEW] if known else "")
+        return found
+
+    def _read(self, step: int) -> pa.Table | None:
+        """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
+        try:
+            return _indexed(self._files.table([step], _READ))
+        except (OSError, pa.ArrowInvalid) as error:
+            _log.warning("%s cannot be read and is left out: %s", step_file(self._run, step), error)
+            return None
+
+    def _with_text(self, found: pa.Table, text: str) -> pa.Table:
+        """The rows whose conversation has it."""
+        known = self._searches.setdefault(text, {})
+        self._searches.move_to_end(text)
+        while len(self._searches) > _SEARCHES_KEPT:
+            self._searches.popitem(last=False)
+        steps = found["step"].unique().to_pylist()
+        unknown = [step for step in steps if step not in known]
+        for begin in range(0, len(unknown), 64):  # not all texts of a long run at once
+            texts = self._texts_of(unknown[begin : begin + 64])
+            known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], text)), texts))
+        parts = []
+        for step in steps:
+            rows = found.filter(pc.field("step") == step)
+            if len(known[step]):
+                parts.append(rows.filter(known[step].take(rows["row"])))
+        return pa.concat_tables(parts) if parts else found.slice(0, 0)
+
+    def _texts_of(self, steps: Iterable[int]) -> list[tuple[int, pa.Table]]:
+        """The texts of steps; those of the steps asked for last are kept."""
+        wanted = sorted(steps)
+        unread = [step for step in wanted if step not in self._texts]
+        read = dict(zip(unread, self._pool.map(self._files.conversations, unread), strict=True))
+        found = [(step, read[step] if step in read else self._texts[step]) for step in wanted]
+        for step, texts in found:
+            self._texts[step] = texts
+            self._texts.move_to_end(step)
+        kept = sum(texts.nbytes for texts in self._texts.values())
+        while kept > TEXTS_KEPT_BYTES:
+            kept -= self._texts.popitem(last=False)[1].nbytes
+        return found
+
+    def _forget(self, step: int) -> None:
+        self._steps.pop(step, None)
+        self._texts.pop(step, None)
+        for known in self._searches.values():
+            known.pop(step, None)
+
+
+def _indexed(read: pa.Table) -> pa.Table:
+    worked = pc.equal(read["status"], "ok")
+    columns = {
+        **{name: read[name] for name in ("step", "uid", "group", "sample")},
+        "source": read["data_source"],
+        "reward": pc.if_else(worked, read["reward"], pa.scalar(None, pa.float64())),
+        **{name: read[name] for name in ("status", "stop_reason")},
+        "tokens": read["response_tokens"],
+        "turns": pc.fill_null(pc.list_value_length(read["turns"]), 0),
+        "row": pa.chunked_array([pa.array(range(len(read)), pa.int32())]),
+    }
+    return pa.table(columns)
+
+
+def _quantiles(steps: Mapping[int, pa.Table]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {f"reward/p{percent}": {} for percent in QUANTILES}
+    for step, table in steps.items():
+        values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
+        for column, value in zip(found.values(), values, strict=True):
+            if value is not None:
+                column[step] = value
+    return {name: column for name, column in found.items() if column}
+
+
+def _condition(query: Query) -> pc.Expression:
+    condition = pc.scalar(True)
+    for column, value in (
+        ("step", query.step),
+        ("source", query.source),
+        ("status", query.status),
+        ("stop_reason", query.stop_reason),
+    ):
+        if value is not None:
+            condition &= pc.field(column) == value
+    for column, least, most in (
+        ("step", query.step_from, query.step_to),
+        ("reward", query.reward_min, query.reward_max),
+        ("tokens", query.tokens_min, query.tokens_max),
+    ):
+        if least is not None:
+            condition &= pc.field(column) >= least
+        if most is not None:
+            condition &= pc.field(column) <= most
+    return condition
+
+
+def _spellings(text: str) -> Sequence[str]:
+    """A text as it is in a JSON string: its signs may be escaped there, or only those that must be."""
+    return tuple(dict.fromkeys(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
+
+
+def _has(texts: pa.Table, text: str) -> pa.ChunkedArray:
+    """Whether each conversation has a text."""
+    found, elsewhere = _matches(texts["text"], text), pa.chunked_array([[False] * len(texts)], pa.bool_())
+    for spelling in _spellings(text):
+        elsewhere = pc.or_(elsewhere, _matches(texts["messages"], spelling))
+    if _FRAME.fullmatch(text) or text.lower() in _NAMES.lower():
+        said = np.zeros(len(texts), bool)
+        for place in pc.indices_nonzero(pc.and_not(elsewhere, found)).to_pylist():
+            words = _said(from_json(texts["messages"][place].as_py(), []))
+            said[place] = any(text.lower() in one.lower() for one in words)
+        elsewhere = pa.chunked_array([said])
+    return pc.or_(found, elsewhere)
+
+
+def _matches(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
+    return pc.fill_null(pc.match_substring(column, text, ignore_case=True), False)
+
+
+def _said(value: Any) -> Iterator[str]:
+    """The texts in the JSON of a conversation, without names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if name != "role":
+                yield from _said(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _said(one)
+
+
+def _stamp(file: Path) -> _Stamp | None:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

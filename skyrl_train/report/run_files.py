@@ -1,0 +1,234 @@
+"""What is known of a run from the files of its folder: of one under way, one that ended, and a copy from elsewhere.
+
+Nothing here writes, and nothing takes the lock of a run's folder, even for a moment: a run that starts then would not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.report.diagnosis import DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, async_rules, findings_of, gradient_rule
+from skyrl_train.report.jsonl import METRICS_FILE, GrowingLines, read_jsonl
+from skyrl_train.report.metric_series import MetricSeries
+from skyrl_train.report.metric_table import metric_of
+from skyrl_train.report.rollout_files import RolloutFiles
+
+RUNNING, FINISHED, FAILED, UNKNOWN = "running", "finished", "failed", "unknown"
+HOLDS, HELD = "warning", "past"
+"""The levels of findings."""
+_CONFIG_FILE, _IDENTITY_FILE, _LOCK_FILE = "config.yaml", "run.json", ".lock"
+_FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
+"""They differ between any two runs."""
+_FRESH_S = 180.0
+"""A run of another machine goes on as long as its metrics are no older: its process cannot be asked."""
+
+
+class RunFiles:
+    """Reads a run's folder, each line of its metrics once.
+
+    Not for several threads at a time. Raises ConfigError for a folder that is no run's.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder).absolute()
+        if not any((self.folder / name).is_file() for name in (METRICS_FILE, _CONFIG_FILE)):
+            raise ConfigError(
+                f"{str(folder)!r} is no run's folder: it has neither {METRICS_FILE} nor {_CONFIG_FILE}. Give a "
+                "trainer.ckpt_path, or a copy of it."
+            )
+        self.rollouts = RolloutFiles(self.folder)
+        self._lines = GrowingLines(self.folder / METRICS_FILE)
+        self._series = MetricSeries()
+        self._config: tuple[str, dict[str, Any]] = "", {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that the run saved; empty if it is not there."""
+        with suppress(OSError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+            text = (self.folder / _CONFIG_FILE).read_text(encoding="utf-8")
+            if text != self._config[0]:
+                self._config = text, {}
+                found = json.loads(json.dumps(yaml.safe_load(text), default=str))  # refuses what contains itself
+                if isinstance(found, dict):
+                    found.pop("defaults", None)
+                    self._config = text, found
+            return self._config[1]
+        return {}
+
+    def series(self) -> MetricSeries:
+        """The numbers of all steps so far. Raises OSError if they cannot be read."""
+        replaced, lines = self._lines.new()
+        if replaced:
+            self._series = MetricSeries()
+        for line in lines:
+            self._series.add(line)
+        return self._series
+
+    def metrics(
+        self, most: int, digits: int | None = None, more: Mapping[str, Mapping[int, float]] | None = None
+    ) -> dict[str, Any]:
+        """Steps, times, columns by name, and what each means; see MetricSeries.thinned."""
+        thinned = self.series().thinned(most, digits, more)
+        return {**thinned, "described": {name: described(name) for name in thinned["columns"]}}
+
+    def summary(self) -> dict[str, Any]:
+        """Name, project, folder, how far the run is, and how it is."""
+        identity, trainer = self._read_json(_IDENTITY_FILE), self.config.get("trainer") or {}
+        series, total = self.series(), self.total_steps()
+        return {
+            "name": str(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
+            "folder": str(self.folder),
+            "project": str(identity.get("project_name") or trainer.get("project_name") or ""),
+            "step": series.last_step,
+            "total_steps": total,
+            "state": self._state(series.last_step, total),
+            "has_rollouts": bool(self.rollouts.steps()),
+        }
+
+    def total_steps(self) -> int | None:
+        """That the run is to have; None if it does not say."""
+        for known in (self._read_json(DIAGNOSIS_FILE), self.config.get("trainer") or {}):
+            for name in ("total_steps", "max_steps"):
+                if isinstance(total := known.get(name), int) and total > 0:
+                    return total
+        return None
+
+    def diagnosis(self) -> list[dict[str, Any]]:
+        """What the run's diagnosis found, the latest first; that of a run which has written none is made now."""
+        kept = self._read_json(DIAGNOSIS_FILE).get("findings")
+        if not isinstance(kept, list):
+            kept = [vars(finding) for finding in self._findings()]
+        found = [_shown(one) for one in kept if isinstance(one, dict) and isinstance(one.get("since"), int)]
+        return sorted(found, key=lambda one: (one["level"] != HOLDS, -one["step"]))
+
+    def _findings(self) -> list[Any]:
+        trainer = self.config.get("trainer") or {}
+        rules = [*RULES, gradient_rule(True)]
+        if (trainer.get("algorithm") or {}).get("advantage_estimator") in ("grpo", "rloo"):
+            rules.append(NO_DIFFERENCE)
+        ahead = trainer.get("fully_async") or {}
+        if ahead.get("enabled"):
+            rules += async_rules(int(ahead.get("max_staleness_steps", 1)))
+        file = self.folder / METRICS_FILE
+        return findings_of(read_jsonl(file) if file.exists() else [], rules, self.total_steps() or 0)
+
+    def _state(self, step: int, total: int | None) -> str:
+        alive = self._process_lives()
+        if alive is None:
+            alive = step != total and self._age_s() < _FRESH_S
+        if alive:
+            return RUNNING
+        if total is None:
+            return UNKNOWN
+        return FINISHED if step >= total else FAILED
+
+    def _process_lives(self) -> bool | None:
+        """Whether the process that has locked the folder still does; None if it is another machine's."""
+        with suppress(OSError, ValueError):
+            _, pid, _, host = (self.folder / _LOCK_FILE).read_text().split()  # process 123 on host
+            return _has_open(int(pid), self.folder / _LOCK_FILE) if host == socket.gethostname() else None
+        return None
+
+    def _age_s(self) -> float:
+        """Of the newest metrics."""
+        with suppress(OSError):
+            return time.time() - (self.folder / METRICS_FILE).stat().st_mtime
+        return float("inf")
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        with suppress(OSError, ValueError, RecursionError):
+            found = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        return {}
+
+
+def open_runs(folders: Sequence[Path]) -> list[RunFiles]:
+    """Raises ConfigError for a folder that is no run's, for none, and for one that is given twice."""
+    if not folders:
+        raise ConfigError("RUN: name the folder of at least one run, its trainer.ckpt_path.")
+    runs = [RunFiles(folder) for folder in folders]
+    places = [run.folder.resolve() for run in runs]
+    if twice := [str(place) for place in places if places.count(place) > 1]:
+        raise ConfigError(f"RUN: {twice[0]!r} is given twice. Name each run once.")
+    return runs
+
+
+def overview(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """The runs, each with an id and a name that no other has, and the keys in which their configurations differ."""
+    summaries = [run.summary() for run in runs]
+    names = [one["name"] for one in summaries]
+    for one in summaries:
+        if names.count(one["name"]) > 1:
+            one["name"] = f"{one['name']} ({_told_apart(one['folder'], [other['folder'] for other in summaries])})"
+    return {
+        "runs": [{"id": str(number), **one} for number, one in enumerate(summaries)],
+        "differing": differing([run.config for run in runs]),
+    }
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The keys whose values are not the same in all configurations, and their values as text; "" where it has none."""
+    flat = [dict(_leaves(config)) for config in configs]
+    keys = sorted({key for one in flat for key in one} - {*_FOLDERS})
+    rows = [{"key": key, "values": [one.get(key, "") for one in flat]} for key in keys]
+    return [row for row in rows if len({*row["values"]}) > 1]
+
+
+def described(name: str) -> str:
+    """What a metric is, its unit, and what a healthy run shows; "" of one that a user's own code has added."""
+    metric = metric_of(name)
+    if metric is None:
+        percent = name.removeprefix("reward/p")
+        return f"{percent} % of the step's rollouts that are kept had no higher reward" if percent.isdecimal() else ""
+    return f"{metric.what} ({metric.unit})" + (f"; good: {metric.good}" if metric.good else "")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and (value or not key):
+        for name, one in value.items():
+            yield from _leaves(one, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _told_apart(folder: str, others: Sequence[str]) -> str:
+    """The last names of a path by which it differs from all others."""
+    parts = Path(folder).parts
+    for count in range(1, len(parts)):
+        tail = parts[-count:]
+        if sum(Path(other).parts[-count:] == tail for other in others) == 1:
+            return os.path.join(*tail)
+    return folder
+
+
+def _shown(finding: Mapping[str, Any]) -> dict[str, Any]:
+    until = finding.get("until")
+    text = f"{finding.get('evidence', '')}. {finding.get('advice', '')}".strip()
+    return {
+        "step": finding["since"],
+        "until": until,
+        "level": HOLDS if until is None else HELD,
+        "title": str(finding.get("rule", "")).replace("_", " "),
+        "text": text if until is None else f"{text} It held until step {until}.",
+    }
+
+
+def _has_open(pid: int, file: Path) -> bool:
+    try:
+        return any(Path(one.path).samefile(file) for one in psutil.Process(pid).open_files() if Path(one.path).exists())
+    except psutil.AccessDenied:
+        return True  # another user's; it is there
+    except (psutil.Error, OSError):
+        return False

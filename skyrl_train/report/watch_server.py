@@ -1,0 +1,246 @@
+"""Serves the page of runs, and what it shows, to whoever has the token: on loopback, from files, read-only.
+
+No part of a request becomes part of a path. What models wrote goes out as JSON, and the page's own policy, which lets
+nothing run but its script, is sent as a header, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.listening import has_token, url_of
+from skyrl_train.report.plain_json import to_json
+from skyrl_train.report.rollout_query import Query, whole_number
+from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.run_files import RunFiles, open_runs, overview
+
+MOST_POINTS = 4000
+"""Of a curve."""
+_HOST = "127.0.0.1"
+_POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
+"""In the page: by hashes of its script and its style."""
+_NO_FRAMES = "frame-ancestors 'none'"
+_NO_PAGE = f"default-src 'none'; {_NO_FRAMES}"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    hdrs.CACHE_CONTROL: "private, no-cache",
+}
+_log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answer = Callable[[Mapping[str, str]], Any]
+
+
+class _Watched:
+    """A run: its rollouts and its other files, each for one thread at a time."""
+
+    def __init__(self, files: RunFiles):
+        self.files, self.files_lock = files, threading.Lock()
+        self.rollouts, self.rollouts_lock = RolloutViews(files.folder), threading.Lock()
+
+
+class WatchServer:
+    """Serves while it is entered: `async with WatchServer([Path("runs/a")], page()) as server: print(server.address)`.
+
+    Port 0: any free one. Raises ConfigError for a folder that is no run's and, on entering, for a port that is taken.
+    """
+
+    def __init__(self, folders: Sequence[Path], page: str, port: int = 0):
+        self._runs = [_Watched(files) for files in open_runs(folders)]
+        self._page, self._port = page, port
+        policy = _POLICY.search(page)
+        assert policy is not None, "the page has no policy of its own"
+        self._policy = f"{policy[1]}; {_NO_FRAMES}"
+        self.token = secrets.token_urlsafe(32)
+        self._cookie = ""
+        self._runner: web.AppRunner | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def url(self) -> str:
+        assert self._socket is not None
+        return url_of(self._socket)
+
+    @property
+    def address(self) -> str:
+        """With the token, for a browser, which then keeps that as a cookie and shows the address without it."""
+        return f"{self.url}/?token={self.token}"
+
+    async def __aenter__(self) -> WatchServer:
+        if not 0 <= self._port < 2**16:
+            raise ConfigError(f"--port {self._port}: must be from 1 to {2**16 - 1}, or 0 for any that is free.")
+        try:
+            self._socket = socket.create_server((_HOST, self._port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {error.strerror or error}. "
+                "Choose another, or 0 for any that is free."
+            ) from error
+        self._cookie = f"skyrl_watch_{self._socket.getsockname()[1]}"  # browsers do not tell ports apart
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/", self._index)
+        for name, answer in self._answers().items():
+            app.router.add_get(f"/api/{name}", self._handler(answer))
+        self._runner = web.AppRunner(app, access_log=None, logger=_log, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket).start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+        for run in self._runs:
+            run.rollouts.close()
+
+    # -- who may ask -------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = self._refusal(request) or await handler(request)
+        except web.HTTPException as error:
+            response = _text(error.status, f"{error.reason}: there are / and /api/..., which are only read.")
+        except DataError as error:
+            response = _text(400, str(error))
+        except Exception:
+            _log.exception("%s failed", request.path)
+            response = _text(500, "The answer could not be made; the terminal of skyrl-train watch says why.")
+        response.headers.update({hdrs.CONTENT_SECURITY_POLICY: _NO_PAGE, **_HEADERS, **response.headers})
+        return response
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """For pages of other sites, whatever name of theirs leads here, and for whoever has no token."""
+        if not _is_loopback_name(request.headers.get(hdrs.HOST, "")):
+            return _text(403, "Ask at 127.0.0.1 or localhost: other names may be another site's.")
+        asked_by = request.headers.get("Sec-Fetch-Site", "none")
+        if asked_by not in ("none", "same-origin") and request.headers.get("Sec-Fetch-Mode") != "navigate":
+            return _text(403, "Pages of other sites get no answer.")
+        given = (request.cookies.get(self._cookie, ""), request.query.get("token", "") if request.path == "/" else "")
+        authorization = request.headers.get(hdrs.AUTHORIZATION, "")
+        if any(_same(one, self.token) for one in given) or has_token(authorization, self.token):
+            return None
+        return _text(401, "Open the address that skyrl-train watch has printed: it ends with the token.")
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def _index(self, request: web.Request) -> web.Response:
+        if "token" in request.query:  # out of the address: links are copied from there
+            response = web.Response(status=303, headers={hdrs.LOCATION: "/"})
+            response.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax")
+            return response
+        headers = {hdrs.CONTENT_SECURITY_POLICY: self._policy}
+        return web.Response(text=self._page, content_type="text/html", headers=headers)
+
+    def _answers(self) -> dict[str, Answer]:
+        return {
+            "runs": self._overview,
+            "metrics": self._metrics,
+            "diagnosis": self._diagnosis,
+            "rollouts": self._of_rollouts(lambda views, asked: views.rollouts(Query.parsed(asked))),
+            "rollout": self._of_rollouts(_rollout),
+            "group": self._of_rollouts(_group),
+        }
+
+    def _handler(self, answer: Answer) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            body = (await asyncio.to_thread(lambda: to_json(answer(dict(request.query))))).encode()
+            etag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
+            if request.headers.get(hdrs.IF_NONE_MATCH) == etag:
+                return web.Response(status=304, headers={hdrs.ETAG: etag})
+            return web.Response(body=body, content_type="application/json", headers={hdrs.ETAG: etag})
+
+        return handle
+
+    def _overview(self, asked: Mapping[str, str]) -> Any:
+        with ExitStack() as stack:
+            for run in self._runs:
+                stack.enter_context(run.files_lock)
+            return overview([run.files for run in self._runs])
+
+    def _metrics(self, asked: Mapping[str, str]) -> Any:
+        run = self._run(asked)
+        if run.rollouts_lock.acquire(blocking=False):  # a search holds up no curves, at most their newest quantiles
+            try:
+                run.rollouts.index.refresh()
+            finally:
+                run.rollouts_lock.release()
+        with run.files_lock:
+            return run.files.metrics(MOST_POINTS, more=run.rollouts.index.quantiles)
+
+    def _diagnosis(self, asked: Mapping[str, str]) -> Any:
+        run = self._run(asked)
+        with run.files_lock:
+            return run.files.diagnosis()
+
+    def _of_rollouts(self, answer: Callable[[RolloutViews, Mapping[str, str]], Any]) -> Answer:
+        def answered(asked: Mapping[str, str]) -> Any:
+            run = self._run(asked)
+            rest = {name: value for name, value in asked.items() if name != "run"}
+            with run.rollouts_lock:
+                return answer(run.rollouts, rest)
+
+        return answered
+
+    def _run(self, asked: Mapping[str, str]) -> _Watched:
+        given = asked.get("run", "0")
+        ids = [str(number) for number in range(len(self._runs))]
+        if given not in ids:
+            raise DataError(f"run={given[:40]!r} is none of the runs, whose ids are {', '.join(ids)}.")
+        return self._runs[ids.index(given)]
+
+
+def _rollout(views: RolloutViews, asked: Mapping[str, str]) -> Any:
+    return views.rollout(
+        _needed(asked, "step"), asked.get("uid", ""), _needed(asked, "sample"), _optional(asked, "group")
+    )
+
+
+def _group(views: RolloutViews, asked: Mapping[str, str]) -> Any:
+    return views.group(_needed(asked, "step"), asked.get("uid", ""), _optional(asked, "group"))
+
+
+def _needed(asked: Mapping[str, str], name: str) -> int:
+    return whole_number(name, asked.get(name, ""))
+
+
+def _optional(asked: Mapping[str, str], name: str) -> int | None:
+    return _needed(asked, name) if asked.get(name) else None
+
+
+def _text(status: int, text: str) -> web.Response:
+    headers = {hdrs.WWW_AUTHENTICATE: "Bearer"} if status == 401 else {}
+    return web.Response(status=status, text=f"{text}\n", content_type="text/plain", headers=headers)
+
+
+def _same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())
+
+
+def _is_loopback_name(host: str) -> bool:
+    """Whether a header Host names this machine itself, at any port: a tunnel may begin at another one."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,317 @@
+"""What a run keeps of its rollouts: all that a step trained on, token by token, or a sample of it, in files to read.
+
+consumes: a step's groups and its batch with advantages · produces: rollouts/step_N.parquet, written by a thread beside
+the update · waits for: nothing · the step waits for: the file, before it ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from skyrl_train import trace
+from skyrl_train.config.secrets import redact
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.trajectory import Message, Trajectory, TrajectoryGroup
+from skyrl_train.report.rollout_files import (
+    COLUMNS,
+    RolloutFiles,
+    step_file,
+    vocabulary_file,
+    write_rollouts,
+    write_vocabulary,
+)
+from skyrl_train.report.rollout_packing import dumped, pack_messages
+from skyrl_train.tasks import to_its_end
+
+SAMPLED_GROUPS = 8
+"""Of a step, its first ones: the order of prompts is drawn by the seed, so they are a fair sample."""
+_TOKENS_AT_ONCE = 1_000_000
+"""Of responses that become one table: what is held in memory meanwhile is some 40 bytes of each."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_TURN_FIELDS = tuple(field.name for field in COLUMNS.field("turns").type.value_type)
+_log = logging.getLogger(__name__)
+
+
+class KeptRollouts:
+    """Writes the rollouts of each step. A failed write must not end the run: that step is left out, with one warning.
+
+    Once the folder holds more than `most_bytes`, the files of the oldest steps are deleted.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        groups: int | None = None,
+        most_bytes: float | None = None,
+        vocabulary: Callable[[], Sequence[str]] | None = None,
+        deleted: Callable[[Path], None] | None = None,
+    ):
+        """`groups`: how many of a step are kept; None keeps all, 0 none. `vocabulary`: the text of each token id.
+        `deleted`: is told of files that were."""
+        self._run = run
+        self._groups = groups
+        self._most_bytes = most_bytes
+        self._vocabulary = vocabulary
+        self._deleted = deleted
+        self._failed = False
+
+    def begin(self, step: int) -> None:
+        """The run continues after `step`: files of later steps are of another attempt, and are deleted."""
+        for later in (one for one in RolloutFiles(self._run).steps() if one > step):
+            self._delete(step_file(self._run, later))
+
+    @asynccontextmanager
+    async def writing(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> AsyncIterator[None]:
+        """Inside, the rollouts that `step` trains on are being written; afterwards their file is there.
+
+        `batch`: of `groups`, in their order, with advantages.
+        """
+        if self._groups == 0:
+            yield
+            return
+        if self._groups is not None and self._groups < len(groups):
+            groups = groups[: self._groups]
+            batch = batch.select(range(sum(len(list(item.sequences())) for _, item in _numbered(groups))))
+        written = asyncio.create_task(asyncio.to_thread(self._write, step, groups, batch))
+        del groups, batch  # what the update does not read is the thread's alone
+        try:
+            yield
+        finally:
+            await to_its_end(_ended(written))
+
+    def _write(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> None:
+        try:
+            with trace.span("rollouts kept", row="checkpoints", overlaps=True):
+                if self._vocabulary is not None and not vocabulary_file(self._run).exists():
+                    write_vocabulary(self._run, self._vocabulary())
+                write_rollouts(self._run, step, rollout_tables(step, groups, batch))
+                self._make_room(step)
+        except Exception as error:  # of the disk, or what an environment put into its messages
+            if not self._failed:
+                what = redact(f"{type(error).__name__}: {error}")
+                _log.warning(
+                    "trainer.keep_rollouts: those of step %d are not kept (%s). Training goes on, and so does the "
+                    "attempt to keep those of later steps, without more such warnings.",
+                    step,
+                    what,
+                )
+            self._failed = True
+
+    def _make_room(self, step: int) -> None:
+        """Delete files of the oldest steps until the folder is within its bound."""
+        if self._most_bytes is None:
+            return
+        files = [step_file(self._run, one) for one in RolloutFiles(self._run).steps()]
+        newest, sizes = step_file(self._run, step), {file: file.stat().st_size for file in files}
+        room = self._most_bytes - sum(sizes.values())
+        if vocabulary_file(self._run).exists():
+            room -= vocabulary_file(self._run).stat().st_size
+        others = [file for file in files if file != newest]
+        if room + sum(sizes[file] for file in others) < 0:
+            self._delete(newest)
+            raise OSError(f"they take {sizes[newest]:,} bytes, for which trainer.keep_rollouts_gb has no room")
+        for oldest in others:
+            if room >= 0:
+                return
+            self._delete(oldest)
+            room += sizes[oldest]
+
+    def _delete(self, file: Path) -> None:
+        file.unlink()
+        if self._deleted is not None:
+            self._deleted(file)
+
+
+async def _ended(written: asyncio.Task[None]) -> None:
+    await written
+
+
+def rollout_tables(step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> Iterator[pa.Table]:
+    """Tables with the columns of report/rollout_files.py: the trajectories of `groups` in their order.
+
+    `batch` has their sequences, from its first one on. Messages are packed, and texts hold no secrets.
+    """
+    items = list(_numbered(groups))
+    rows = [0, *accumulate(1 + len(item.restarts) for _, item in items)]
+    tokens = [0, *accumulate(len(item.response_ids) for _, item in items)]
+    first = 0
+    for last in range(1, len(items) + 1):
+        ends_group = last == len(items) or items[last][0] != items[last - 1][0]
+        if last == len(items) or (ends_group and tokens[last] - tokens[first] >= _TOKENS_AT_ONCE):
+            yield _table(step, items[first:last], _Tokens(batch, rows[first], rows[last]))
+            first = last
+
+
+def _numbered(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[int, Trajectory]]:
+    return ((index, item) for index, group in enumerate(groups) for item in group.trajectories)
+
+
+class _Tokens:
+    """The response tokens of some sequences of a batch, one after the other."""
+
+    def __init__(self, batch: TrainBatch, first: int, last: int):
+        self._batch = batch.select(range(first, last), copy=False)
+        offsets = self._batch.offsets.tolist()
+        prompts = self._batch.prompt_lengths.tolist()
+        self._places = [
+            slice(start + prompt, stop)
+            for start, prompt, stop in zip(offsets, prompts, offsets[1:], strict=False)
+        ]  # fmt: skip
+
+    def of(self, name: str) -> NDArray[Any] | None:
+        """[tokens] a token-level tensor of the batch, if there is one."""
+        tensor = getattr(self._batch, name)
+        if tensor is None:
+            return None
+        values = tensor.numpy()
+        return np.concatenate([values[place] for place in self._places])
+
+
+def _table(step: int, numbered: Sequence[tuple[int, Trajectory]], tokens: _Tokens) -> pa.Table:
+    items = [item for _, item in numbered]
+    offsets = np.concatenate(([0], np.cumsum([len(item.response_ids) for item in items]))).astype(np.int32)
+    columns: dict[str, Any] = {
+        "step": np.full(len(items), step),
+        "group": [index for index, _ in numbered],
+        **_scalars(items),
+        **_texts(items),
+        "turns": _turns(items),
+        "prompt_ids": _lists([item.prompt_ids for item in items]),
+        "restarts": _restarts(items),
+        "loss_spans": _spans(tokens.of("loss_mask"), offsets),
+    }
+    for name, source in _OF_TOKENS.items():
+        values = tokens.of(source)
+        if values is not None:
+            columns[name] = pa.ListArray.from_arrays(
+                pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False))
+            )
+    arrays = {
+        name: values if isinstance(values, pa.Array) else pa.array(values, COLUMNS.field(name).type)
+        for name, values in columns.items()
+    }
+    return pa.table(arrays)
+
+
+_OF_TOKENS = {
+    "response_ids": "input_ids",
+    "rollout_logprobs": "rollout_logprobs",
+    "old_logprobs": "old_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "advantages": "token_advantages",
+    "token_rewards": "token_rewards",
+}
+"""Columns, and what they are called in a batch."""
+
+
+def _dtype(name: str) -> Any:
+    return COLUMNS.field(name).type.value_type.to_pandas_dtype()
+
+
+def _scalars(items: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    return {
+        "uid": [_clean(item.prompt.uid) for item in items],
+        "sample": [item.sample for item in items],
+        "data_source": [_clean(item.prompt.data_source) for item in items],
+        "env_class": [_clean(item.prompt.env_class) for item in items],
+        "reward": [float(item.reward) for item in items],
+        "raw_reward": [None if item.raw_reward is None else float(item.raw_reward) for item in items],
+        "status": [item.status for item in items],
+        "error": [None if item.error is None else _clean(item.error) for item in items],
+        "stop_reason": [_clean(item.stop_reason) for item in items],
+        "temperature": [float(item.temperature) for item in items],
+        "min_version": [item.min_version for item in items],
+        "max_version": [item.max_version for item in items],
+        "prompt_tokens": [len(item.prompt_ids) for item in items],
+        "response_tokens": [len(item.response_ids) for item in items],
+    }
+
+
+def _texts(items: Sequence[Trajectory]) -> dict[str, list[str]]:
+    """What people read, without the contents of credential variables, which a tool may have shown."""
+    shown = redact(
+        [(item.text, item.detail, item.messages or item.prompt.messages, item.env_metrics) for item in items]
+    )
+    texts = [_clean(text) for text, *_ in shown]
+    extras: dict[int, str] = {}  # of a prompt, which its samples share
+    for item in items:
+        if id(item.prompt) not in extras:
+            extras[id(item.prompt)] = dumped(redact(item.prompt.env_extras))
+    return {
+        "text": texts,
+        "detail": [_clean(detail) for _, detail, *_ in shown],
+        "messages": list(_conversations([messages for *_, messages, _ in shown], texts)),
+        "env_metrics": [dumped(metrics) for *_, metrics in shown],
+        "env_extras": [extras[id(item.prompt)] for item in items],
+    }
+
+
+def _conversations(conversations: Sequence[Sequence[Message]], texts: Sequence[str]) -> Iterator[str]:
+    """As they are stored; an opening that is as in the conversation before is made into JSON once."""
+    opening: Sequence[Message] = ()
+    known: list[str] = []
+    for messages, text in zip(conversations, texts, strict=True):
+        answered = (n for n, one in enumerate(messages) if one.get("role") == "assistant")
+        begins = messages[: next(answered, len(messages))]
+        if begins != opening:
+            opening, known = begins, [dumped(message) for message in begins]
+        yield pack_messages(messages, text, known)
+
+
+def _clean(text: str) -> str:
+    """Text that Parquet takes: half a surrogate pair is none."""
+    return _SURROGATE.sub("\ufffd", str(text))
+
+
+def _turns(items: Sequence[Trajectory]) -> pa.Array:
+    turns = [turn for item in items for turn in item.turns]
+    kind = COLUMNS.field("turns").type
+    fields = [
+        pa.array([getattr(turn, name) for turn in turns], kind.value_type.field(name).type) for name in _TURN_FIELDS
+    ]
+    return _structs([len(item.turns) for item in items], fields, kind)
+
+
+def _restarts(items: Sequence[Trajectory]) -> pa.Array:
+    restarts = [restart for item in items for restart in item.restarts]
+    fields = [pa.array([one.start for one in restarts], pa.int32()), _lists([one.prompt_ids for one in restarts])]
+    return _structs([len(item.restarts) for item in items], fields, COLUMNS.field("restarts").type)
+
+
+def _spans(mask: NDArray[np.bool_] | None, offsets: NDArray[np.int32]) -> pa.Array:
+    """The stretches of each rollout that are in the loss, which are the batch's: none of a failed one."""
+    assert mask is not None
+    edge = np.zeros(len(mask) + 1, bool)
+    edge[offsets] = True
+    before, after = np.append(False, mask[:-1]), np.append(mask[1:], False)
+    starts = np.flatnonzero(mask & (~before | edge[:-1]))
+    stops = np.flatnonzero(mask & (~after | edge[1:])) + 1
+    counts = np.diff(np.searchsorted(starts, offsets))
+    begin = np.repeat(offsets[:-1], counts)
+    fields = [pa.array((one - begin).astype(np.int32)) for one in (starts, stops)]
+    return _structs(counts.tolist(), fields, COLUMNS.field("loss_spans").type)
+
+
+def _structs(counts: Sequence[int], fields: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
+    """Lists of so many structs of these fields."""
+    structs = pa.StructArray.from_arrays(fields, fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(pa.array([0, *accumulate(counts)], pa.int32()), structs).cast(kind)
+
+
+def _lists(values: Sequence[NDArray[np.int32]]) -> pa.Array:
+    flat = np.concatenate(values) if values else np.zeros(0, np.int32)
+    return pa.ListArray.from_arrays(
+        pa.array([0, *accumulate(map(len, values))], pa.int32()), pa.array(flat, pa.int32())
+    )

@@ -1,0 +1,243 @@
+"""The viewer of rollouts in a browser: filters, links, keys, groups side by side, tokens with their numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+
+from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.testing.made_up_rollouts import made_up_vocabulary
+from tests.integration.viewer.conftest import Shown, sync_api
+
+STATUS = ".pager [role=status]"
+FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "step_from=2&step_to=2": lambda row: row["step"] == 2,
+    "reward_min=0.5&reward_max=0.75": lambda row: row["status"] == "ok" and 0.5 <= row["reward"] <= 0.75,
+    "tokens_min=60": lambda row: row["response_tokens"] >= 60,
+    "tokens_max=20&source=math": lambda row: row["response_tokens"] <= 20 and row["data_source"] == "math",
+    "status=failed": lambda row: row["status"] == "failed",
+    "stop_reason=length&source=tools": lambda row: row["stop_reason"] == "length" and row["data_source"] == "tools",
+    "text=3+TIMES": lambda row: row["step"] == 3,
+}
+POINTED_AT = """async () => {
+    const said = [];
+    for (const token of document.querySelectorAll('[data-token]')) {
+        token.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
+        await new Promise(requestAnimationFrame);
+        const facts = [...document.querySelector('dl.token-facts').children];
+        said.push(Object.fromEntries(facts.map(one => [...one.children].map(part => part.textContent))));
+    }
+    return said;
+}"""
+"""What is told of each token."""
+expect = sync_api.expect
+
+
+@pytest.fixture
+def there(window: Shown, runs: list[Path]) -> list[dict[str, Any]]:
+    """The rollouts that the page can show: a report has whole groups, as many as it has room for."""
+    rows: list[dict[str, Any]] = RolloutFiles(runs[0]).table().to_pylist()
+    if window.address.startswith("file:"):
+        inside = json.loads(window.page.locator("#data").inner_text())["rollouts"]["0"]
+        groups = {(row["step"], row["group"]) for row in inside}
+        rows = [row for row in rows if (row["step"], row["group"]) in groups]
+        assert len(rows) == len(inside)
+    return rows
+
+
+@pytest.mark.parametrize("query", FILTERS)
+def test_a_filter_leaves_the_rollouts_that_it_names(window: Shown, there: list[dict[str, Any]], query: str):
+    left = sum(map(FILTERS[query], there))
+    assert 0 < left < len(there)
+    page = window.open(f"tab=rollouts&{query}")
+    expect(page.locator(STATUS)).to_have_text(f"1–{min(50, left)} of {left}")
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    assert page.url.endswith("#tab=rollouts")
+
+
+def test_filters_are_set_by_hand_and_stand_in_the_address(window: Shown):
+    page = window.open("tab=rollouts")
+    page.get_by_label("reward from").fill("0.75")
+    page.get_by_label("source").select_option("gsm8k")
+    page.get_by_label("order").select_option("longest")
+    page.get_by_label("text").fill("2 times")
+    expect(page).to_have_url(re.compile("reward_min=.*text="))
+    assert set(page.url.partition("#")[2].split("&")) == {
+        "tab=rollouts", "reward_min=0.75", "source=gsm8k", "order=-tokens", "text=2+times",
+    }  # fmt: skip
+    expect(page.locator(".list li").filter(has_not_text="step 2")).to_have_count(0)
+    lengths = [int(text.split(" tokens")[0].split()[-1]) for text in page.locator(".list .facts").all_inner_texts()]
+    assert lengths == sorted(lengths, reverse=True) and len(lengths) > 3
+
+
+def test_pages_follow_each_other_and_end(window: Shown, there: list[dict[str, Any]]):
+    page = window.open("tab=rollouts&order=step")
+    seen: list[str] = []
+    for first in range(0, len(there), 50):
+        expect(page.locator(STATUS)).to_have_text(f"{first + 1}–{min(first + 50, len(there))} of {len(there)}")
+        seen += page.locator(".list .facts > span:nth-child(2)").all_inner_texts()
+        if first + 50 < len(there):
+            page.get_by_role("button", name="Next page").click()
+    assert seen == [f"step {row['step']} · row {row['uid']} · {row['sample']}" for row in there]
+    expect(page.get_by_role("button", name="Next page")).to_be_disabled()
+
+
+def test_keys_move_through_samples_over_the_ends_of_pages(window: Shown, there: list[dict[str, Any]]):
+    page = window.open("tab=rollouts&order=step")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    page.keyboard.press("j")
+    expect(page.get_by_role("heading", name="step 1 · row 1000 · sample 0")).to_be_visible()
+    page.keyboard.press("j")
+    expect(page.get_by_role("heading", name="step 1 · row 1000 · sample 1")).to_be_visible()
+    page.keyboard.press("k")
+    expect(page.get_by_role("heading", name="step 1 · row 1000 · sample 0")).to_be_visible()
+    page.locator(".list button").last.click()
+    page.keyboard.press("j")
+    expect(page.locator(STATUS)).to_have_text(f"51–100 of {len(there)}")
+    expect(page.locator(".list li").first.locator("[aria-current]")).to_have_count(1)
+    page.keyboard.press("k")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    expect(page.locator(".list li").last.locator("[aria-current]")).to_have_count(1)
+
+
+def test_keys_change_the_view_and_are_text_where_someone_types(window: Shown, there: list[dict[str, Any]]):
+    page = window.open("tab=rollouts")
+    expect(page.locator(STATUS)).to_have_text(f"1–50 of {len(there)}")
+    page.keyboard.press("j")
+    expect(page.locator(".sample h2")).to_be_visible()
+    for key, shows in (("t", ".tokens"), ("g", ".group article"), ("c", ".conversation .turn")):
+        page.keyboard.press(key)
+        expect(page.locator(shows).first).to_be_visible()
+    page.keyboard.press("/")
+    page.keyboard.type("jt?")
+    expect(page.get_by_label("text")).to_have_value("jt?")
+    expect(page.locator(".conversation .turn").first).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("t")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_hidden()
+    expect(page.locator(".conversation .turn").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("Choose a sample, or press j.")).to_be_visible()
+
+
+def test_a_link_reopens_the_same_view(window: Shown):
+    page = window.open("tab=rollouts")
+    page.get_by_label("source").select_option("math")
+    expect(page.locator(STATUS)).not_to_contain_text(" of 1")  # less than a hundred are of math
+    page.locator(".list button").nth(2).click()
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.get_by_label("advantage").check()
+    page.locator("[data-token='12']").click()
+    page.mouse.move(0, 0)
+    heading, facts = page.locator(".sample h2").inner_text(), page.locator("dl.token-facts").inner_text()
+    page = window.open(page.url.partition("#")[2])
+    expect(page.locator(".sample h2")).to_have_text(heading)
+    assert page.locator("dl.token-facts").inner_text() == facts
+    expect(page.get_by_label("advantage")).to_be_checked()
+    expect(page.get_by_label("source")).to_have_value("math")
+    expect(page.locator(".token.chosen")).to_have_attribute("data-token", "12")
+
+
+def test_the_way_back_leads_to_the_view_before(window: Shown):
+    page = window.open("tab=rollouts")
+    page.locator(".list button").first.click()
+    heading = page.locator(".sample h2")
+    before = heading.inner_text()
+    page.locator(".list button").nth(5).click()
+    expect(heading).not_to_have_text(before)
+    page.go_back()
+    expect(heading).to_have_text(before)
+
+
+def test_tokens_have_the_numbers_of_the_batch(window: Shown, runs: list[Path]):
+    """Of an episode with two turns and a tool's answer between them: what the reader gives, to the last bit."""
+    (row,) = RolloutFiles(runs[0]).table([1], filter=_named(group=1, sample=1)).to_pylist()
+    prompt, ids, vocabulary = len(row["prompt_ids"]), [*row["prompt_ids"], *row["response_ids"]], made_up_vocabulary()
+    page = window.open(f"tab=rollouts&how=tokens&step=1&uid={row['uid']}&group=1&sample=1&token=0")
+    expect(page.locator("[data-token]")).to_have_count(len(ids))
+    for index, (token, said) in enumerate(zip(ids, page.evaluate(POINTED_AT), strict=True)):
+        own = index - prompt
+        sampled = any(turn["start"] <= own < turn["stop"] for turn in row["turns"])
+        assert (said["token"], said["id"]) == (str(index), str(token))
+        assert said["text"] == vocabulary[token].replace(" ", "·")
+        assert said["in the loss"] == ("yes" if own >= 0 and row["trained"][own] else "no")
+        assert _same(said["log-prob in the engine"], row["rollout_logprobs"][own] if sampled else None)
+        for name, column in (("log-prob in the trainer", "old_logprobs"), ("advantage", "advantages")):
+            assert _same(said[name], row[column][own] if own >= 0 else None), (name, index)
+    trained = [prompt + own for own, is_trained in enumerate(row["trained"]) if is_trained]
+    assert len(row["turns"]) == 2 and 0 < len(trained) < len(row["trained"])
+    assert page.eval_on_selector_all(".token.trained", "all => all.map(one => +one.dataset.token)") == trained
+
+
+def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
+    page = report_window.open("tab=rollouts&how=tokens&step=1&uid=1001&group=1&sample=1&token=20")
+    facts = page.locator("dl.token-facts")
+    expect(facts).to_contain_text("token20")
+    page.locator("[data-token='3']").hover()
+    expect(facts).to_contain_text("token3id")
+    page.mouse.move(5, 5)
+    expect(facts).to_contain_text("token20")
+    page.locator(".tokens").focus()
+    for key, token in (("ArrowRight", 21), ("ArrowRight", 22), ("ArrowLeft", 21)):
+        page.keyboard.press(key)
+        expect(facts).to_contain_text(f"token{token}")
+    assert page.url.endswith("token=21")
+
+
+@pytest.mark.parametrize("shade", ["logprob", "gap", "advantage"])
+def test_tokens_are_as_dark_as_their_number_is_large(report_window: Shown, runs: list[Path], shade: str):
+    (row,) = RolloutFiles(runs[0]).table([1], filter=_named(group=1, sample=0)).to_pylist()
+    engine, trainer = (np.array(row[name], np.float64) for name in ("rollout_logprobs", "old_logprobs"))
+    values, least = {
+        "logprob": (-engine, 3.0),
+        "gap": (trainer - engine, 0.01),
+        "advantage": (np.array(row["advantages"]), 1e-6),
+    }[shade]
+    page = report_window.open(f"tab=rollouts&how=tokens&step=1&uid={row['uid']}&group=1&sample=0&shade={shade}")
+    page.locator("[data-token]").first.wait_for()
+    read = "all => all.map(one => (one.matches('.negative') ? -1 : 1) * one.style.getPropertyValue('--strength'))"
+    strengths = page.eval_on_selector_all("[data-token]", read)
+    np.testing.assert_allclose(strengths[16:], values / max(least, np.abs(values).max()), atol=6e-4)
+    assert strengths[:16] == [0] * 16
+
+
+def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path]):
+    page = window.open("tab=rollouts&how=group&step=2&uid=2003&group=3&sample=4")
+    articles = page.locator(".group article")
+    expect(articles).to_have_count(8)
+    for row in RolloutFiles(runs[0]).table([2], ["text", "sample"], pc.field("group") == 3).to_pylist():
+        answers = articles.nth(row["sample"]).locator(".assistant > .text-block").all_text_contents()
+        assert "".join(answers) == row["text"]
+    assert len({round(articles.nth(number).bounding_box()["y"]) for number in range(8)}) == 1
+    expect(page.locator(".sample .message.user")).to_have_count(1)
+    expect(page.locator("article[aria-current=true]")).to_have_attribute("aria-label", "sample 4")
+    articles.nth(1).get_by_role("button").click()
+    expect(page.locator(".sample h2")).to_contain_text("sample 1")
+
+
+def test_a_conversation_has_its_turns_and_calls(window: Shown):
+    page = window.open("tab=rollouts&step=1&uid=1001&group=1&sample=1")
+    expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
+    call = page.locator(".message").nth(1).locator(".tool-call")
+    expect(call).to_contain_text("calculator")
+    expect(call).to_contain_text('"expression": "17 * 3"')
+    expect(page.locator(".message.assistant .turn")).to_have_count(2)
+
+
+def _named(*, group: int, sample: int) -> Any:
+    return (pc.field("group") == group) & (pc.field("sample") == sample)
+
+
+def _same(shown: str, value: float | None) -> bool:
+    return shown == "–" if value is None else np.float32(shown) == np.float32(value)

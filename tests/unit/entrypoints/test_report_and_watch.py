@@ -1,0 +1,95 @@
+"""skyrl-train report and watch, as a person starts and ends them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.entrypoints.report import main as report
+from skyrl_train.entrypoints.watch import main as watch
+from skyrl_train.report.page_files import page
+from skyrl_train.report.rollout_files import write_rollouts
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts
+from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
+
+pytestmark = needs_page
+
+
+@contextmanager
+def watching(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address that it prints."""
+    page()  # what takes time where it is not built yet
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "watch", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(3)]
+            assert lines[2] == "Ctrl-C ends it.\n", (lines, process.stderr and process.stderr.read())
+            yield process, lines[1].strip()
+        finally:
+            process.kill()
+
+
+def test_a_run_under_way_is_watched_until_ctrl_c(tmp_path: Path):
+    folder = make_run(tmp_path / "run", 2, total=5)
+    with watching(str(folder)) as (process, address):
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", address)
+        server = address.partition("/?")[0]
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+
+        def ask(path: str) -> Any:
+            with browser.open(f"{server}/api/{path}", timeout=30) as answer:
+                return json.load(answer)
+
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask("runs")
+        with browser.open(address, timeout=30) as answer:
+            assert answer.url == f"{server}/" and answer.read().decode() == page()
+        assert ask("runs")["runs"][0]["step"] == 2
+        assert ask("rollouts?run=0")["total"] == 32
+        write_metrics(folder, [made_up_metrics(3)], 5, after=2)
+        write_rollouts(folder, 3, made_up_rollouts(8, 3))
+        assert ask("metrics?run=0")["steps"] == [1, 2, 3]
+        assert ask("rollouts?run=0&step=3")["total"] == 8
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_a_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = [make_run(tmp_path / "one", 2), make_run(tmp_path / "two", 3, rollouts=0)]
+    before = {file for run in runs for file in run.rglob("*")}
+    out = tmp_path / "out.html"
+    report([*map(str, runs), "--out", str(out)])
+    assert re.fullmatch(r".*/out\.html: 0\.\d MB, 32 of 32 rollouts kept\.\n", capsys.readouterr().out)
+    html = out.read_text(encoding="utf-8")
+    assert html.count("<script") == 2 and "connect-src 'none'" in html
+    assert {file for run in runs for file in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("main", [report, watch])
+def test_a_folder_that_is_no_run_s_is_refused(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit:
+        main([str(tmp_path / "\x1b[31mnowhere")])
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert "is no run's folder: it has neither metrics.jsonl nor config.yaml" in said and "\x1b" not in said
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "run", 1, rollouts=0)
+    with pytest.raises(SystemExit):
+        report([str(run), "--out", str(tmp_path / "no" / "report.html")])
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err

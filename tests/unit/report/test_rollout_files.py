@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_train.report.rollout_files import COLUMNS, RolloutFiles, step_file, write_rollouts, write_vocabulary
+from skyrl_train.report.rollout_packing import dumped, pack_messages
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
+from tests.support.full_disk import disk_full_after
+
+
+def same(one: pa.Table, other: pa.Table) -> None:
+    """To the bit, NaN included."""
+    assert one.schema.names == other.schema.names and len(one) == len(other)
+    for name in one.schema.names:
+        left, right = one[name].combine_chunks(), other[name].combine_chunks()
+        if pa.types.is_list(left.type) and left.type.value_type == pa.float32():
+            assert left.is_null().equals(right.is_null()), name
+            bits = [lists.flatten().to_numpy(zero_copy_only=False).view(np.int32) for lists in (left, right)]
+            assert np.array_equal(*bits), name
+            left, right = pc.list_value_length(left), pc.list_value_length(right)
+        assert left.equals(right), name
+
+
+def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
+    table = made_up_rollouts(40, 3, hostile=["<script>alert(1)</script>", "a NUL \0", "half a pair \ud83d"])
+    odd = np.array([float("nan"), -0.0, float("inf"), -float("inf"), 1e-45, 0.0, -1.0, -3.4e38], np.float32)
+    for place, name in enumerate(("rollout_logprobs", "old_logprobs", "ref_logprobs")):
+        lists = table["response_ids"].combine_chunks()
+        values = pa.array(np.resize(np.roll(odd, place), len(lists.flatten())))
+        column = pa.ListArray.from_arrays(lists.offsets, values)
+        index = table.column_names.index(name) if name in table.column_names else len(table.column_names)
+        table = table.remove_column(index) if name in table.column_names else table
+        table = table.add_column(index, name, column)
+    write_rollouts(tmp_path, 3, table)
+    found = RolloutFiles(tmp_path).table()
+    assert found.schema.equals(COLUMNS)
+    same(found.select(table.column_names), table)
+    assert "old_logprobs_from_rollout" in pq.read_schema(step_file(tmp_path, 3)).names
+
+
+def test_log_probs_that_have_no_pair_are_kept_as_they_are(tmp_path: Path):
+    table = made_up_rollouts(8).drop_columns(["rollout_logprobs", "advantages"])
+    write_rollouts(tmp_path, 1, table)
+    found = RolloutFiles(tmp_path).table()
+    same(found.select(table.column_names), table)
+    assert found["rollout_logprobs"].null_count == found["advantages"].null_count == 8
+
+
+def test_several_tables_are_one_step_and_a_part_of_one_is_written_as_it_is(tmp_path: Path):
+    table = made_up_rollouts(30)
+    write_rollouts(tmp_path, 1, [table.slice(0, 11), table.slice(11)])
+    same(RolloutFiles(tmp_path).table(columns=table.column_names), table)
+    assert pq.ParquetFile(step_file(tmp_path, 1)).num_row_groups == 2
+
+
+def test_what_is_trained_on_follows_from_the_spans(tmp_path: Path):
+    write_rollouts(tmp_path, 1, made_up_rollouts(60))
+    for row in RolloutFiles(tmp_path).table(columns=["loss_spans", "trained", "response_tokens"]).to_pylist():
+        mask = [
+            any(one["start"] <= n < one["stop"] for one in row["loss_spans"]) for n in range(row["response_tokens"])
+        ]
+        assert row["trained"] == mask
+
+
+def test_steps_columns_and_filters(tmp_path: Path):
+    made_up_run(tmp_path, 4, 20)
+    files = RolloutFiles(tmp_path)
+    assert files.steps() == [1, 2, 3, 4]
+    assert files.table([4, 2], ["step", "uid"])["step"].unique().to_pylist() == [4, 2]
+    some = files.table(
+        columns=["old_logprobs", "messages"], filter=(pc.field("reward") > 0.5) & (pc.field("step") != 3)
+    )
+    every = files.table().filter((pc.field("reward") > 0.5) & (pc.field("step") != 3))
+    assert 0 < len(some) < 60
+    same(some, every.select(["old_logprobs", "messages"]))
+    assert files.vocabulary()[0] == "<end>" and len(files.vocabulary()) == 4096
+    with pytest.raises(ValueError, match=r"columns=\['rewards'\]: the columns of rollouts are step, uid, "):
+        files.table(columns=["rewards"])
+
+
+def test_steps_that_are_deleted_meanwhile_and_folders_without_rollouts(tmp_path: Path):
+    made_up_run(tmp_path, 2, 4)
+    files = RolloutFiles(tmp_path)
+    step_file(tmp_path, 1).unlink()
+    assert files.table([1, 2])["step"].unique().to_pylist() == [2]
+    nothing = RolloutFiles(tmp_path / "elsewhere")
+    assert nothing.steps() == [] and nothing.vocabulary() == {}
+    assert nothing.table().schema.equals(COLUMNS)
+
+
+def test_files_of_a_version_with_fewer_columns_are_read(tmp_path: Path):
+    table = made_up_rollouts(4).select(["uid", "text"])
+    step_file(tmp_path, 9).parent.mkdir()
+    pq.write_table(table, step_file(tmp_path, 9))
+    found = RolloutFiles(tmp_path).table(columns=["uid", "ref_logprobs"])
+    assert found["uid"].equals(table["uid"]) and found["ref_logprobs"].null_count == 4
+
+
+def test_columns_that_nobody_reads_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="'rewards'"):
+        write_rollouts(tmp_path, 1, pa.table({"rewards": [1.0]}))
+    assert RolloutFiles(tmp_path).steps() == []
+
+
+def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path: Path):
+    write_rollouts(tmp_path, 1, made_up_rollouts(4))
+    before = step_file(tmp_path, 1).read_bytes()
+    with disk_full_after(None, 1000), pytest.raises(OSError, match="File too large"):
+        write_rollouts(tmp_path, 1, made_up_rollouts(40))
+    assert [path.read_bytes() for path in step_file(tmp_path, 1).parent.iterdir()] == [before]
+
+
+def test_messages_refer_to_the_text_and_come_back(tmp_path: Path):
+    text = "assistant: the first long answer\ntool: what it returned, at length\nassistant: yes"
+    messages = [
+        {"role": "user", "content": "the first long question"},
+        {"role": "assistant", "content": "the first long answer", "tool_calls": []},
+        {"role": "tool", "content": "what it returned, at length"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": [{"type": "text", "text": "a part"}]},
+    ]
+    stored = pack_messages(messages, text, [dumped(messages[0])])
+    assert "the first long answer" not in stored and "at length" not in stored
+    write_rollouts(tmp_path, 1, pa.table({"messages": [stored, dumped(messages), None], "text": [text, text, text]}))
+    found = RolloutFiles(tmp_path).table(columns=["messages"])["messages"].to_pylist()
+    assert found == [dumped(messages), dumped(messages), None]
+
+
+def test_json_of_what_is_none():
+    class Odd:
+        def __str__(self) -> str:
+            return "odd"
+
+    assert dumped({"a": [float("nan"), np.float32(0.5), Odd()], "b": "é\ud83d"}) == (
+        '{"a": [null, 0.5, "odd"], "b": "\\u00e9\\ud83d"}'
+    )
+    assert dumped("é") == '"é"'
+
+
+def test_the_vocabulary_has_any_text(tmp_path: Path):
+    write_vocabulary(tmp_path, ["a", "\0", "<0xE2>"])
+    assert RolloutFiles(tmp_path).vocabulary() == {0: "a", 1: "\0", 2: "<0xE2>"}

@@ -1,0 +1,317 @@
+"""Rollouts are found as a loop over all of them would find them, and shown as they were written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from skyrl_train.errors import DataError
+from skyrl_train.report.plain_json import plain, to_json
+from skyrl_train.report.rollout_files import FOLDER, RolloutFiles, step_file, write_rollouts, write_vocabulary
+from skyrl_train.report.rollout_packing import pack_messages
+from skyrl_train.report.rollout_query import ORDERS, Query
+from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run, made_up_vocabulary
+from tests.support.run_folders import HOSTILE
+
+STEPS, COUNT = 5, 80
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_vocabulary(folder, made_up_vocabulary())
+    for step in range(1, STEPS + 1):
+        table = made_up_rollouts(COUNT, step, mean_tokens=30)
+        pairs = zip(table["messages"].to_pylist(), table["text"].to_pylist(), strict=True)
+        stored = pa.array([pack_messages(json.loads(messages), text) for messages, text in pairs])  # as a run does
+        write_rollouts(folder, step, table.set_column(table.column_names.index("messages"), "messages", stored))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def views(run: Path) -> RolloutViews:
+    return RolloutViews(run)
+
+
+@pytest.fixture(scope="module")
+def rows(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = RolloutFiles(run).table().to_pylist()
+    return found
+
+
+def keys(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(row["step"], row["group"], row["sample"]) for row in rows]
+
+
+def reward(row: dict[str, Any]) -> float | None:
+    return row["reward"] if row["status"] == "ok" else None
+
+
+def within(value: float | None, least: float, most: float) -> bool:
+    return value is not None and least <= value <= most
+
+
+def conversation(row: dict[str, Any]) -> str:
+    return "\n".join([row["text"], *(one["content"] for one in json.loads(row["messages"]))]).lower()
+
+
+FILTERS: dict[str, tuple[dict[str, str], Callable[[dict[str, Any]], bool]]] = {
+    "none": ({}, lambda row: True),
+    "empty": ({"text": "", "source": "", "step": ""}, lambda row: True),
+    "step": ({"step": "3"}, lambda row: row["step"] == 3),
+    "steps": ({"step_from": "2", "step_to": "4"}, lambda row: 2 <= row["step"] <= 4),
+    "source": ({"source": "math"}, lambda row: row["data_source"] == "math"),
+    "no source": ({"source": "mat"}, lambda row: False),
+    "failed": ({"status": "failed"}, lambda row: row["status"] == "failed"),
+    "cut": ({"stop_reason": "length"}, lambda row: row["stop_reason"] == "length"),
+    "rewards": ({"reward_min": "0.25", "reward_max": "0.5"}, lambda row: within(reward(row), 0.25, 0.5)),
+    "no reward": ({"reward_max": "0"}, lambda row: within(reward(row), -9, 0)),
+    "tokens": ({"tokens_min": "10", "tokens_max": "20"}, lambda row: 10 <= row["response_tokens"] <= 20),
+    "text": ({"text": "bada"}, lambda row: "bada" in conversation(row)),
+    "capitals": ({"text": "BaDa"}, lambda row: "bada" in conversation(row)),
+    "prompt": ({"text": "4 times 2 is what?"}, lambda row: "4 times 2 is what?" in conversation(row)),
+    "names": ({"text": "content"}, lambda row: "content" in conversation(row)),
+    "numbers": ({"text": "3 t"}, lambda row: "3 t" in conversation(row)),
+    "number": ({"text": "42"}, lambda row: "42" in conversation(row)),
+    "references": ({"text": "0, "}, lambda row: "0, " in conversation(row)),
+    "pattern": ({"text": ".*"}, lambda row: False),
+    "all": (
+        {"text": "da", "step_from": "2", "source": "tools", "reward_min": "0.5", "tokens_max": "40", "status": "ok"},
+        lambda row: (
+            row["step"] >= 2
+            and row["data_source"] == "tools"
+            and within(reward(row), 0.5, 9)
+            and row["response_tokens"] <= 40
+            and "da" in conversation(row)
+        ),
+    ),
+}
+
+
+EXTREME = ("none", "empty", "no source", "pattern", "names", "references")
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[str, Any]], name: str):
+    asked, wanted = FILTERS[name]
+    found = views.rollouts(Query.parsed({**asked, "limit": "500"}))
+    expected = [row for row in rows if wanted(row)]
+    assert keys(found["rows"]) == keys(expected)
+    assert found["total"] == len(expected)
+    assert 0 < len(expected) < len(rows) or name in EXTREME
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rollouts_come_in_the_order_that_is_asked_for(views: RolloutViews, rows: list[dict[str, Any]], order: str):
+    found = views.rollouts(Query.parsed({"order": order, "text": "da", "limit": "500"}))["rows"]
+    sign, name = (-1 if order[0] == "-" else 1), order.lstrip("-")
+    value = {"step": lambda row: row["step"], "reward": reward, "tokens": lambda row: row["response_tokens"]}[name]
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        number = value(row)
+        return (number is None, 0 if number is None else sign * number, row["step"], row["group"], row["sample"])
+
+    assert keys(found) == keys(sorted((row for row in rows if "da" in conversation(row)), key=place))
+
+
+def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: RolloutViews, rows: list[dict[str, Any]]):
+    whole = views.rollouts(Query(order="-reward", limit=500))["rows"]
+    pages = [views.rollouts(Query(order="-reward", limit=70, offset=at))["rows"] for at in range(0, 500, 70)]
+    assert [row for page in pages for row in page] == whole and len(whole) == len(rows)
+    by_key = dict(zip(keys(rows), rows, strict=True))
+    for row, key in zip(whole, keys(whole), strict=True):
+        kept = by_key[key]
+        assert row == {
+            **{name: kept[name] for name in ("step", "uid", "group", "sample", "status", "stop_reason")},
+            "source": kept["data_source"],
+            "reward": reward(kept),
+            "tokens": kept["response_tokens"],
+            "turns": len(kept["turns"]),
+            "preview": kept["text"][:240],
+        }
+
+
+def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
+    assert views.rollouts(Query(step=1, text="nowhere"))["facets"] == {
+        "steps": [1, 2, 3, 4, 5],
+        "sources": ["gsm8k", "math", "tools"],
+        "statuses": ["failed", "ok"],
+        "stop_reasons": ["length", "stop"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"limit": "501"}, "limit=501 must be from 1 to 500"),
+        ({"limit": "0"}, "limit=0 must be from 1"),
+        ({"offset": "-1"}, "offset=-1 must be at least 0"),
+        ({"step": "two"}, "step='two' is not a whole number"),
+        ({"step": "9" * 30}, "step=9+ is out of range"),
+        ({"reward_min": "nan"}, "reward_min='nan' is not a number"),
+        ({"order": "uid"}, "order='uid' is not one of step, -step"),
+        ({"folder": "/etc"}, "'folder' is no parameter of rollouts"),
+        ({"text": "a" * 1001}, "text has 1001 characters"),
+    ],
+)
+def test_a_query_that_is_none_is_refused_by_name(asked: dict[str, str], says: str):
+    with pytest.raises(DataError, match=says):
+        Query.parsed(asked)
+
+
+# -- one rollout, one prompt -------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
+    texts = RolloutFiles(run).vocabulary()
+    for row in rows[::9]:
+        shown = json.loads(to_json(views.rollout(row["step"], row["uid"], row["sample"])))
+        for name in ("step", "uid", "group", "sample", "env_class", "error", "detail", "temperature", "max_version"):
+            assert shown[name] == row[name]
+        assert shown["reward"] == reward(row) and shown["source"] == row["data_source"]
+        assert shown["messages"] == json.loads(row["messages"]) and shown["turns"] == row["turns"]
+        assert shown["env_metrics"] == json.loads(row["env_metrics"])
+        tokens, prompt = shown["tokens"], len(row["prompt_ids"])
+        assert tokens["ids"] == row["prompt_ids"] + row["response_ids"] and tokens["prompt"] == prompt
+        assert tokens["texts"] == [texts[one] for one in tokens["ids"]]
+        assert tokens["trained"] == [False] * prompt + row["trained"]
+        for name, column in (("old_logprobs", "old_logprobs"), ("advantages", "advantages")):
+            assert tokens[name][:prompt] == [None] * prompt
+            assert np.array_equal(np.float32(tokens[name][prompt:]), np.float32(row[column]))  # to the bit
+        assert tokens["ref_logprobs"] == [None] * len(tokens["ids"])
+        sampled = [
+            any(turn["start"] <= at < turn["stop"] for turn in row["turns"]) for at in range(len(row["trained"]))
+        ]
+        expected = [value if was else None for value, was in zip(row["rollout_logprobs"], sampled, strict=True)]
+        assert [None if value is None else np.float32(value) for value in tokens["logprobs"][prompt:]] == expected
+    assert not all(sampled for row in rows for sampled in row["trained"])
+
+
+def test_the_samples_of_a_prompt_come_with_it(views: RolloutViews, rows: list[dict[str, Any]]):
+    found = views.group(2, rows[COUNT]["uid"])
+    assert [row["sample"] for row in found["rows"]] == list(range(8))
+    assert {row["uid"] for row in found["rows"]} == {rows[COUNT]["uid"]}
+    assert found["prompt"] == json.loads(rows[COUNT]["messages"])[:1]
+
+
+def test_a_prompt_that_a_step_has_twice_is_told_apart_by_its_group(tmp_path: Path):
+    table = made_up_rollouts(16)
+    table = table.set_column(table.column_names.index("uid"), "uid", pa.array(["7"] * 16))
+    write_rollouts(tmp_path, 1, table)
+    views = RolloutViews(tmp_path)
+    assert len(views.group(1, "7")["rows"]) == 16
+    assert {row["group"] for row in views.group(1, "7", 1)["rows"]} == {1}
+    assert views.rollout(1, "7", 3, 1)["messages"] == json.loads(table["messages"][11].as_py())
+
+
+@pytest.mark.parametrize("asked", [(9, "1000", 0), (1, "../..", 0), (1, "1000", 99)])
+def test_what_there_is_not_is_said(views: RolloutViews, asked: tuple[int, str, int]):
+    with pytest.raises(DataError, match=f"step {asked[0]} has no sample"):
+        views.rollout(*asked)
+    with pytest.raises(DataError, match="has no rollouts of the prompt"):
+        views.group(9, asked[1])
+
+
+def test_rollouts_are_shown_without_a_vocabulary(tmp_path: Path):
+    write_rollouts(tmp_path, 1, made_up_rollouts(1))
+    row = RolloutFiles(tmp_path).table().to_pylist()[0]
+    assert RolloutViews(tmp_path).rollout(1, row["uid"], 0)["tokens"]["texts"][0] == f"<{row['prompt_ids'][0]}>"
+
+
+# -- a run under way ---------------------------------------------------------------------------------------------------
+
+
+def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tmp_path: Path, run: Path):
+    views = RolloutViews(tmp_path)
+    assert views.rollouts(Query())["total"] == 0
+    shutil.copytree(run / FOLDER, tmp_path / FOLDER)
+    assert views.rollouts(Query(text="bada"))["total"] > 0
+    write_rollouts(tmp_path, 6, made_up_rollouts(8, 6))
+    found = views.rollouts(Query(step_from=5, limit=500))
+    assert found["total"] == COUNT + 8 and found["facets"]["steps"][-1] == 6
+    before = views.rollouts(Query(step=5, text="bada"))
+    write_rollouts(tmp_path, 5, made_up_rollouts(24, 5, hostile=["a bada more"]))
+    after = views.rollouts(Query(step=5, text="bada"))
+    assert views.rollouts(Query(step=5))["total"] == 24
+    assert keys(after["rows"]) != keys(before["rows"]) and (5, 0, 0) in keys(after["rows"])
+    step_file(tmp_path, 1).unlink()
+    assert views.rollouts(Query(step=1))["total"] == 0
+    assert views.rollouts(Query(text="bada", limit=500))["facets"]["steps"] == [2, 3, 4, 5, 6]
+
+
+def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, made_up_rollouts(8, step))
+    file = step_file(tmp_path, 2)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    views = RolloutViews(tmp_path)
+    found = views.rollouts(Query(text="is what?"))
+    assert (found["total"], found["facets"]["steps"]) == (16, [1, 3])
+    assert "step_00000002.parquet cannot be read and is left out" in caplog.text
+    file.write_bytes(whole)
+    assert views.rollouts(Query(text="is what?"))["total"] == 24
+
+
+# -- what models write -------------------------------------------------------------------------------------------------
+
+
+def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
+    write_rollouts(tmp_path, 1, made_up_rollouts(len(HOSTILE), samples=1, hostile=HOSTILE))
+    views, table = RolloutViews(tmp_path), RolloutFiles(tmp_path).table(columns=["text", "uid"]).to_pylist()
+    for index, text in enumerate(HOSTILE):
+        if not any("\ud800" <= sign <= "\udfff" for sign in text):
+            assert text in table[index]["text"]
+            assert [row["sample"] for row in views.rollouts(Query(text=text))["rows"]] == [0], text
+            assert views.rollouts(Query(text=text))["rows"][0]["uid"] == table[index]["uid"]
+        shown = json.loads(to_json(views.rollout(1, table[index]["uid"], 0)))
+        assert shown["text"] == table[index]["text"]
+
+
+def test_json_has_no_lone_surrogates_and_no_number_that_browsers_refuse():
+    value = {"a": ["\ud800x", "x\udfff", "\ud83d\ude00", "😀", "\udc00\ud800"], "n": [float("nan"), float("-inf"), 1.5]}
+    assert plain(value) == {"a": ["�x", "x�", "😀", "😀", "��"], "n": [None, None, 1.5]}
+    to_json(value).encode("utf-8")
+
+
+def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
+    views.index.refresh()
+    assert list(views.index.quantiles) == ["reward/p10", "reward/p25", "reward/p75", "reward/p90"]
+    for step in range(1, STEPS + 1):
+        rewards = [value for row in rows if row["step"] == step and (value := reward(row)) is not None]
+        for name, column in views.index.quantiles.items():
+            percent = int(name.removeprefix("reward/p"))
+            assert column[step] == pytest.approx(np.percentile(rewards, percent))
+    assert RolloutViews(tmp_path).index.quantiles == {}
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_hundred_thousand_rollouts_open_in_three_seconds_and_are_filtered_in_one(tmp_path: Path):
+    """With the machine to itself a tenth of it; scripts/benchmarks/watch.py has the figures."""
+    made_up_run(tmp_path, 100, 1000)
+    views = RolloutViews(tmp_path)
+    begun = time.perf_counter()
+    assert views.rollouts(Query())["total"] == 100_000
+    assert time.perf_counter() - begun <= 3
+    for query in (
+        Query(text="kiba"),
+        Query(text="nowhere", order="-reward"),
+        Query(source="math", reward_min=0.5, order="-tokens"),
+        Query(step_from=20, step_to=40, stop_reason="length"),
+        Query(text="bada", tokens_min=100),
+    ):
+        begun = time.perf_counter()
+        views.rollouts(query)
+        assert time.perf_counter() - begun <= 1, query

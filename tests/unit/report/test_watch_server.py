@@ -1,0 +1,237 @@
+"""Watch answers whoever has its token, and nobody else; what it says is what the files hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.report.page_files import page
+from skyrl_train.report.rollout_files import write_rollouts
+from skyrl_train.report.rollout_query import Query
+from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.run_files import RunFiles, open_runs, overview
+from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts
+from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
+
+pytestmark = needs_page
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("runs")
+    return [make_run(root / "a", 3, total=9, name="a", config={"x": 1}), make_run(root / "b", 5, rollouts=0)]
+
+
+def watch(folders: list[Path], test: Callable[[WatchServer, aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+    """Run `test(server, session)`; the session has no token."""
+
+    async def run() -> Any:
+        async with WatchServer(folders, page()) as server:
+            async with aiohttp.ClientSession(server.url, cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+                return await asyncio.wait_for(test(server, session), 60)
+
+    return asyncio.run(run())
+
+
+def answers(folders: list[Path], *paths: str) -> list[Any]:
+    """What is said at paths below /api/ to whoever has the token."""
+
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> list[Any]:
+        found = []
+        for path in paths:
+            async with session.get(f"/api/{path}", headers=bearer(server.token)) as answer:
+                assert answer.status == 200, await answer.text()
+                assert answer.content_type == "application/json"
+                found.append(json.loads(await answer.text()))
+        return found
+
+    found: list[Any] = watch(folders, ask)
+    return found
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_every_address_says_what_the_files_hold(folders: list[Path]):
+    views = RolloutViews(folders[0])
+    row = views.rollouts(Query(step=2))["rows"][9]
+    one = f"step=2&uid={row['uid']}&sample={row['sample']}"
+    runs, metrics, short, diagnosis, rollouts, none, rollout, group = answers(
+        folders,
+        "runs",
+        "metrics?run=0",
+        "metrics?run=1",
+        "diagnosis?run=1",
+        "rollouts?run=0&step_from=2&source=math&order=-tokens&limit=5&text=",
+        "rollouts?run=1",
+        f"rollout?run=0&{one}",
+        f"group?run=0&step=2&uid={row['uid']}",
+    )
+    assert runs == overview(open_runs(folders)) and len(runs["runs"]) == 2
+    assert runs["differing"] == [{"key": "x", "values": ["1", ""]}]
+    assert metrics == RunFiles(folders[0]).metrics(MOST_POINTS, more=views.index.quantiles)
+    assert short == RunFiles(folders[1]).metrics(MOST_POINTS) and "reward/p10" in metrics["columns"]
+    assert diagnosis == RunFiles(folders[1]).diagnosis()
+    assert rollouts == views.rollouts(Query(step_from=2, source="math", order="-tokens", limit=5))
+    assert len(rollouts["rows"]) == 5 < rollouts["total"]
+    assert none == {"total": 0, "rows": [], "facets": {"steps": [], "sources": [], "statuses": [], "stop_reasons": []}}
+    assert rollout == views.rollout(2, row["uid"], row["sample"])
+    assert group == views.group(2, row["uid"]) and row in group["rows"]
+
+
+async def status(session: aiohttp.ClientSession, path: str, headers: Mapping[str, str] | None = None) -> int:
+    async with session.get(URL(path, encoded=True), headers=headers, allow_redirects=False) as answer:
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+        return answer.status
+
+
+def test_without_the_token_there_is_no_answer(folders: list[Path]):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        for path in ("/", "/api/runs", "/api/metrics?run=0", "/nowhere", f"/api/runs?token={server.token}"):
+            assert await status(session, path) == 401
+        for wrong in ("", "x", server.token[:-1], f"{server.token}x", "\u00e9"):
+            assert await status(session, "/api/runs", bearer(wrong)) == 401
+            assert await status(session, f"/?token={wrong.encode().hex()}") == 401
+            assert await status(session, "/api/runs", {"Cookie": f"{server._cookie}={wrong.encode().hex()}"}) == 401
+        assert await status(session, "/api/runs", {"Authorization": f"Basic {server.token}"}) == 401
+        assert await status(session, "/api/runs", bearer(server.token)) == 200
+
+    watch(folders, ask)
+
+
+def test_the_address_that_is_printed_becomes_a_cookie_and_one_without_the_token(folders: list[Path]):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        async with session.get(server.address, allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (303, "/")
+            cookie = answer.headers["Set-Cookie"]
+            assert "HttpOnly" in cookie and "SameSite=Lax" in cookie
+        async with session.get("/") as answer:
+            assert answer.status == 200 and answer.content_type == "text/html"
+            html = await answer.text()
+            policy = answer.headers["Content-Security-Policy"]
+        assert html == page() and server.token not in html
+        assert "script-src 'sha256-" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy and "*" not in policy
+        assert await status(session, "/api/runs") == 200
+
+    watch(folders, ask)
+
+
+def test_other_sites_get_no_answer_whatever_name_of_theirs_leads_here(folders: list[Path]):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        known = bearer(server.token)
+        for host in (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example:80",
+            "10.0.0.1",
+            "[::2]",
+            "[",
+            "@",
+        ):
+            assert await status(session, "/api/runs", known | {"Host": host}) == 403, host
+        for host in ("localhost", "localhost:9000", "127.0.0.1", "[::1]:9000"):  # a tunnel may begin at another port
+            assert await status(session, "/api/runs", known | {"Host": host}) == 200, host
+        for site in ("cross-site", "same-site"):
+            assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": site}) == 403
+        assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": "same-origin"}) == 200
+        followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # a link to a view
+        assert await status(session, "/", known | followed) == 200
+
+    watch(folders, ask)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../config.yaml",
+        "/api/../../config.yaml",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/api/%2e%2e%2fconfig.yaml",
+        "/api/rollouts/../../run.json",
+        "/api",
+        "/api/",
+        "/api/runs/",
+        "/page.js",
+    ],
+)
+def test_there_are_no_other_files(folders: list[Path], path: str):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        assert await status(session, path, bearer(server.token)) == 404
+
+    watch(folders, ask)
+
+
+def test_nothing_can_be_changed(folders: list[Path]):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        for verb in ("POST", "PUT", "DELETE", "PATCH"):
+            async with session.request(verb, "/api/runs", headers=bearer(server.token)) as answer:
+                assert answer.status == 405
+
+    watch(folders, ask)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("metrics?run=2", "run='2' is none of the runs, whose ids are 0, 1"),
+        ("metrics?run=../b", "run='../b' is none of the runs"),
+        ("rollouts?run=0&step=x", "step='x' is not a whole number"),
+        ("rollouts?run=0&folder=/etc", "'folder' is no parameter of rollouts"),
+        ("rollout?run=0&uid=1", "step='' is not a whole number"),
+        ("rollout?run=0&step=1&uid=../../etc&sample=0", "step 1 has no sample 0 of the prompt '../../etc'"),
+        ("group?run=1&step=1&uid=1", "step 1 has no rollouts of the prompt '1'"),
+    ],
+)
+def test_a_question_that_is_none_is_refused_by_name(folders: list[Path], path: str, says: str):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        async with session.get(f"/api/{path}", headers=bearer(server.token)) as answer:
+            assert answer.status == 400 and says in await answer.text()
+            assert answer.content_type == "text/plain"
+
+    watch(folders, ask)
+
+
+def test_what_has_not_changed_is_not_sent_again_and_what_is_new_is_there(tmp_path: Path):
+    folder = make_run(tmp_path, 2, total=5)
+
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        async with session.get("/api/metrics?run=0", headers=bearer(server.token)) as answer:
+            tag = answer.headers["ETag"]
+        known = bearer(server.token) | {"If-None-Match": tag}
+        assert await status(session, "/api/metrics?run=0", known) == 304
+        write_metrics(folder, [made_up_metrics(3)], 5, after=2)
+        write_rollouts(folder, 3, made_up_rollouts(8, 3))
+        async with session.get("/api/metrics?run=0", headers=known) as answer:
+            assert answer.status == 200 and (await answer.json())["steps"] == [1, 2, 3]
+        async with session.get("/api/rollouts?run=0&step=3", headers=bearer(server.token)) as answer:
+            assert (await answer.json())["total"] == 8
+        async with session.get("/api/runs", headers=bearer(server.token)) as answer:
+            assert (await answer.json())["runs"][0]["step"] == 3
+
+    watch([folder], ask)
+
+
+def test_a_port_that_is_taken_is_said(folders: list[Path]):
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        port = URL(server.url).port
+        assert port is not None
+        with pytest.raises(ConfigError, match=rf"--port {port}: cannot listen at 127\.0\.0\.1:{port}: Address already"):
+            async with WatchServer(folders, page(), port):
+                pass
+        with pytest.raises(ConfigError, match="--port 70000"):
+            async with WatchServer(folders, page(), 70000):
+                pass
+
+    watch(folders, ask)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.data.batch import TrainBatch, collate
+from skyrl_train.data.trajectory import TrajectoryGroup
+from skyrl_train.report.rollout_files import RolloutFiles, step_file, write_rollouts
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts
+from skyrl_train.trainer import kept_rollouts
+from skyrl_train.trainer.kept_rollouts import KeptRollouts
+from tests.support.full_disk import disk_full_after
+from tests.support.kept_rollouts import OPENING, assert_shows, groups_of_all_kinds, learnt
+
+
+def keep(kept: KeptRollouts, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
+    async def step_of_a_run() -> None:
+        async with kept.writing(step, groups, batch):
+            await asyncio.sleep(0)
+
+    asyncio.run(step_of_a_run())
+
+
+def rows_of(run: Path, *steps: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = RolloutFiles(run).table(steps or None).to_pylist()
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1, 1_000_000])
+def test_values_of_tokens_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int):
+    monkeypatch.setattr(kept_rollouts, "_TOKENS_AT_ONCE", at_once)
+    groups = groups_of_all_kinds(more=3)
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path), 4, groups, batch)
+    uids = [row["uid"] for row in rows_of(tmp_path) for _ in range(1 + len(row["restarts"]))]
+    assert_shows(RolloutFiles(tmp_path).table(), batch, uids)
+
+
+def test_what_is_said_of_a_rollout(tmp_path: Path):
+    groups = groups_of_all_kinds()
+    keep(KeptRollouts(tmp_path), 5, groups, learnt(groups, with_reference=False))
+    one, two, several, failed, empty = rows_of(tmp_path)
+    item = groups[0].trajectories[0]
+    assert (one["step"], one["uid"], one["group"], one["sample"]) == (5, "7", 0, 0)
+    assert (one["data_source"], one["env_class"], one["temperature"]) == ("made/up", "toy", 0.7)
+    assert (one["reward"], one["raw_reward"], one["min_version"], one["max_version"]) == (1.0, 1.5, 3, 4)
+    (turn,) = item.turns
+    assert one["turns"] == [{name: getattr(turn, name) for name in one["turns"][0]}] and len(one["turns"][0]) == 8
+    assert (one["prompt_tokens"], one["response_tokens"]) == (2, 3)
+    assert one["ref_logprobs"] is None
+    assert json.loads(one["env_metrics"]) == {"exact": 1.0}
+    assert json.loads(one["env_extras"]) == {"answer": "five", "weight": None}
+    for row, source in zip((one, two), groups[0].trajectories, strict=True):
+        assert json.loads(row["messages"]) == source.messages and row["text"] == source.text
+    assert (two["group"], two["sample"], several["group"], several["sample"]) == (0, 1, 1, 0)
+    assert (failed["status"], failed["error"], failed["reward"]) == ("failed", "timeout", 0.0)
+    assert failed["detail"] == "It took more than a second." and failed["loss_spans"] == []
+    assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [OPENING]
+
+
+def test_any_text_is_text(tmp_path: Path):
+    groups = groups_of_all_kinds()
+    keep(KeptRollouts(tmp_path), 1, groups, learnt(groups))
+    row = rows_of(tmp_path)[2]
+    assert row["uid"] == "a \ufffd\0\x1b[31m"
+    assert row["text"] == "half of a pair \ufffd, a NUL \0 and an escape \x1b[31m"
+    assert json.loads(row["messages"]) == groups[1].trajectories[0].messages, "JSON can say it exactly"
+
+
+def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret = "hunter2-hunter2"
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    groups = groups_of_all_kinds()
+    item = groups[0].trajectories[0]
+    item.text = f"the key is {secret}, he said"
+    item.messages[1]["content"] = item.text
+    item.messages[1]["tool_calls"] = [{"arguments": {"key": secret}}]
+    item.env_metrics[f"used_{secret}"] = 1.0
+    item.prompt.env_extras["login"] = secret
+    groups[1].trajectories[1].detail = f"could not log in as {secret}"
+    keep(KeptRollouts(tmp_path), 1, groups, learnt(groups))
+    read = json.dumps(rows_of(tmp_path))
+    assert secret not in read and read.count("<SOME_API_KEY>") == 7, "extras come with both samples"
+    assert item.text.count(secret) == 1, "what the run goes on with is as it was"
+
+
+def test_a_sample_has_the_first_groups(tmp_path: Path):
+    groups = groups_of_all_kinds(more=2)
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path / "sample", groups=3), 1, groups, batch)
+    keep(KeptRollouts(tmp_path / "all"), 1, groups, batch)
+    keep(KeptRollouts(tmp_path / "none", groups=0), 1, groups, batch)
+    every, sample = rows_of(tmp_path / "all"), rows_of(tmp_path / "sample")
+    assert [row["uid"] for row in sample] == ["7"] * 2 + ["a \ufffd\0\x1b[31m"] * 3 + ["plain 0"] * 2
+    assert repr(sample) == repr(every[: len(sample)]) and len(every) == 9
+    assert not (tmp_path / "none").exists()
+
+
+def test_engines_that_tell_no_log_probs(tmp_path: Path):
+    groups = groups_of_all_kinds()[:1]
+    for item in groups[0].trajectories:
+        item.logprobs = item.logprobs[:0]
+    keep(KeptRollouts(tmp_path), 1, groups, collate(groups))
+    assert [row["rollout_logprobs"] for row in rows_of(tmp_path)] == [None, None]
+    assert [row["response_ids"] for row in rows_of(tmp_path)] == [[7, 8, 2], [9, 9, 1, 1, 4]]
+
+
+def test_the_oldest_steps_make_room(tmp_path: Path):
+    groups = groups_of_all_kinds(more=30)
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path / "one"), 1, groups, batch)
+    size = step_file(tmp_path / "one", 1).stat().st_size
+    kept = KeptRollouts(tmp_path / "run", most_bytes=3.5 * size, vocabulary=lambda: ["a"])
+    for step in range(1, 8):
+        keep(kept, step, groups, batch)
+        files = [*(tmp_path / "run" / "rollouts").iterdir()]
+        assert sum(file.stat().st_size for file in files) <= 3.5 * size
+    assert RolloutFiles(tmp_path / "run").steps() == [5, 6, 7]
+
+
+def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    write_rollouts(tmp_path, 1, made_up_rollouts(4))
+    kept = KeptRollouts(tmp_path, most_bytes=step_file(tmp_path, 1).stat().st_size + 10)
+    groups = groups_of_all_kinds(more=300)
+    for step in (2, 3):
+        keep(kept, step, groups, learnt(groups))
+    assert RolloutFiles(tmp_path).steps() == [1]
+    assert caplog.text.count("trainer.keep_rollouts_gb has no room") == 1
+
+
+def test_a_full_disk_costs_one_warning_and_those_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    groups = groups_of_all_kinds(more=30)
+    batch, kept = learnt(groups), KeptRollouts(tmp_path, vocabulary=lambda: ["a"])
+    with disk_full_after(None, 100):
+        for step in (1, 2):
+            keep(kept, step, groups, batch)
+    assert caplog.text.count("trainer.keep_rollouts: those of step 1 are not kept") == 1
+    assert "step 2" not in caplog.text and not [*(tmp_path / "rollouts").iterdir()]
+    keep(kept, 3, groups, batch)
+    assert RolloutFiles(tmp_path).steps() == [3] and RolloutFiles(tmp_path).vocabulary() == {0: "a"}
+
+
+def test_messages_that_nobody_can_write_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    groups = groups_of_all_kinds()
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    groups[0].trajectories[0].messages[1]["content"] = deep
+    keep(KeptRollouts(tmp_path), 1, groups, learnt(groups))
+    assert "those of step 1 are not kept (RecursionError" in caplog.text
+    while deep:  # Python frees it by recursion
+        deep = deep[0]
+
+
+def test_a_run_that_goes_on_forgets_later_steps(tmp_path: Path):
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, made_up_rollouts(4, step))
+    deleted: list[Path] = []
+    KeptRollouts(tmp_path, groups=0, deleted=deleted.append).begin(1)
+    assert RolloutFiles(tmp_path).steps() == [1]
+    assert deleted == [step_file(tmp_path, step) for step in (2, 3)]
+    KeptRollouts(tmp_path / "new").begin(0)
+
+
+def test_the_step_waits_for_its_file_also_when_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    groups = groups_of_all_kinds()
+    batch, kept = learnt(groups), KeptRollouts(tmp_path)
+
+    async def cancelled() -> None:
+        async with kept.writing(1, groups, batch):
+            await asyncio.sleep(60)
+
+    async def run() -> None:
+        task = asyncio.create_task(cancelled())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert step_file(tmp_path, 1).exists()
+
+    write = kept_rollouts.write_rollouts
+
+    def slowly(*arguments: Any) -> Path:
+        import time
+
+        time.sleep(0.2)
+        return write(*arguments)
+
+    monkeypatch.setattr(kept_rollouts, "write_rollouts", slowly)
+    asyncio.run(run())

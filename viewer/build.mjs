@@ -1,0 +1,34 @@
+// Bundles the page into skyrl_train/report/page/{page.js,page.css}, where skyrl_train/report/page_files.py inlines it.
+import { mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
+import { basename, dirname, join } from "node:path";
+import { fileURLToPath } from "node:url";
+import { build } from "esbuild";
+
+const here = dirname(fileURLToPath(import.meta.url));
+const target = join(here, "../skyrl_train/report/page");
+const packed = Object.keys(JSON.parse(readFileSync(join(here, "package.json"), "utf8")).dependencies);
+const licence = (name) => `${name}:\n${readFileSync(join(here, "node_modules", name, "LICENSE"), "utf8").trim()}`;
+
+const { outputFiles } = await build({
+  absWorkingDir: here,
+  entryPoints: { page: "src/main.tsx" },
+  outdir: target,
+  write: false,
+  bundle: true,
+  minify: true,
+  format: "iife",
+  target: "es2022",
+  charset: "ascii",
+  jsx: "automatic",
+  jsxImportSource: "preact",
+  legalComments: "none",
+  banner: { js: `/*! ${packed.map(licence).join("\n\n")} */` }, // they ask to be named wherever they are copied
+  logLevel: "warning",
+});
+
+mkdirSync(target, { recursive: true });
+for (const file of outputFiles) {
+  const temporary = join(target, `.${basename(file.path)}.${process.pid}`);
+  writeFileSync(temporary, file.contents);
+  renameSync(temporary, file.path); // whoever reads it sees a whole one
+}

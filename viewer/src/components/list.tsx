@@ -1,0 +1,81 @@
+import { useEffect, useRef } from "preact/hooks";
+import { isSame, PAGE_ROWS, type Row } from "../data";
+import { count, short } from "../format";
+import { rows } from "../state";
+import { asView, go, openKey, view } from "../view";
+import { Text } from "./text";
+
+/** A page of samples, two lines each. */
+export function List() {
+  const list = rows.value;
+  const open = openKey(view.value);
+  if (!list) return <p class="muted">reading…</p>;
+  return (
+    <>
+      <Pager total={list.total} shown={list.rows.length} />
+      <ol class="list">
+        {list.rows.map((row) => (
+          <Entry
+            key={`${row.step} ${row.group} ${row.sample} ${row.uid}`}
+            row={row}
+            open={open !== null && isSame(row, open)}
+          />
+        ))}
+      </ol>
+    </>
+  );
+}
+
+function Entry({ row, open }: { row: Row; open: boolean }) {
+  const button = useRef<HTMLButtonElement>(null);
+  useEffect(() => {
+    if (open) button.current?.scrollIntoView({ block: "nearest" });
+  }, [open]);
+  return (
+    <li>
+      <button ref={button} type="button" aria-current={open ? "true" : undefined} onClick={() => go(asView(row))}>
+        <span class="facts">
+          <Reward row={row} />
+          <span>
+            step {row.step} · row <Text value={row.uid} /> · {row.sample}
+          </span>
+          <span class="muted">
+            {count(row.tokens)} tokens{row.turns > 1 && `, ${row.turns} turns`} · <Text value={row.stop_reason} />
+          </span>
+        </span>
+        <span class="preview">
+          <Text value={row.preview} />
+        </span>
+      </button>
+    </li>
+  );
+}
+
+/** The reward, or that there is none. */
+export function Reward({ row }: { row: Pick<Row, "reward" | "status"> }) {
+  if (row.status !== "ok") return <span class="reward failed">{row.status}</span>;
+  return <span class={`reward ${(row.reward ?? 0) > 0 ? "good" : "none"}`}>{short(row.reward)}</span>;
+}
+
+function Pager({ total, shown }: { total: number; shown: number }) {
+  const offset = Number(view.value.offset) || 0;
+  const turn = (to: number) => go({ offset: to > 0 ? String(to) : "" });
+  return (
+    <nav class="pager" aria-label="Pages">
+      <button type="button" aria-label="Previous page" disabled={offset <= 0} onClick={() => turn(offset - PAGE_ROWS)}>
+        ‹
+      </button>
+      <span role="status">
+        {total ? `${count(offset + 1)}–${count(offset + shown)} of ${count(total)}` : "no sample"}
+      </span>
+      <button
+        type="button"
+        aria-label="Next page"
+        disabled={offset + shown >= total}
+        onClick={() => turn(offset + PAGE_ROWS)}
+      >
+        ›
+      </button>
+    </nav>
+  );
+}

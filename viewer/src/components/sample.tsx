@@ -1,0 +1,84 @@
+import type { ComponentChildren } from "preact";
+import type { Sample } from "../data";
+import { count, short } from "../format";
+import { go, view } from "../view";
+import { Conversation } from "./conversation";
+import { GroupView } from "./group";
+import { Reward } from "./list";
+import { Text, TextBlock } from "./text";
+import { TokenView } from "./tokens";
+
+const NO_TOKENS = <p>The report has no room for the tokens of this sample: skyrl-train watch shows those of all.</p>;
+const WAYS: Record<string, { name: string; show: (sample: Sample) => ComponentChildren }> = {
+  conversation: { name: "Conversation", show: (sample) => <Conversation sample={sample} /> },
+  tokens: {
+    name: "Tokens",
+    show: (sample) => (sample.tokens ? <TokenView tokens={sample.tokens} turns={sample.turns} /> : NO_TOKENS),
+  },
+  group: { name: "Group", show: () => <GroupView /> },
+};
+
+export function SampleView({ sample }: { sample: Sample }) {
+  const how = WAYS[view.value.how] ? view.value.how : "conversation";
+  return (
+    <>
+      <h2>
+        <Reward row={sample} /> step {sample.step} · row <Text value={sample.uid} /> · sample {sample.sample}
+      </h2>
+      <Facts sample={sample} />
+      <nav class="ways" aria-label="Ways to see it">
+        {Object.entries(WAYS).map(([name, way]) => (
+          <button
+            key={name}
+            type="button"
+            aria-current={name === how ? "true" : undefined}
+            onClick={() => go({ how: name })}
+          >
+            {way.name}
+          </button>
+        ))}
+      </nav>
+      {WAYS[how]?.show(sample)}
+    </>
+  );
+}
+
+function Facts({ sample }: { sample: Sample }) {
+  const { turns } = sample;
+  const versions = turns.flatMap((turn) => [turn.min_version, turn.max_version]);
+  const [oldest, newest] = [Math.min(...versions), Math.max(...versions)];
+  const facts: [string, ComponentChildren][] = [
+    ["source", <Text value={sample.source} />],
+    ["stop", <Text value={sample.stop_reason} />],
+    ["tokens", `${count(sample.response_tokens)} after ${count(sample.prompt_tokens)} of the prompt`],
+    ["turns", String(turns.length)],
+  ];
+  if (versions.length) facts.push(["weights of step", oldest === newest ? String(oldest) : `${oldest} to ${newest}`]);
+  if (sample.temperature != null) facts.push(["temperature", short(sample.temperature)]);
+  if (sample.raw_reward != null && sample.raw_reward !== sample.reward)
+    facts.push(["before penalties", short(sample.raw_reward)]);
+  for (const [name, value] of Object.entries({ ...sample.env_metrics, ...sample.env_extras }))
+    facts.push([name, typeof value === "number" ? short(value) : <Text value={JSON.stringify(value)} />]);
+  return (
+    <>
+      <dl class="facts-of-sample">
+        {facts.map(([name, value]) => (
+          <div key={name}>
+            <dt>
+              <Text value={name} />
+            </dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+      {sample.error && (
+        <div class="failure">
+          <b>
+            <Text value={sample.error} />
+          </b>
+          <TextBlock value={sample.detail ?? ""} />
+        </div>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,19 @@
+/** Numbers as people read them. */
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
+
+/** Of curves: four digits. */
+export function short(value: number | null | undefined): string {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 10_000) return COMPACT.format(value);
+  return size < 0.001 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}
+
+/** Of tokens: nine digits, which tell every float32 from its neighbours. */
+export const exact = (value: number | null | undefined): string =>
+  value === null || value === undefined ? "–" : String(Number(value.toPrecision(9)));
+
+export const count = (value: number): string => value.toLocaleString("en");
+
+export const time = (milliseconds: number): string => new Date(milliseconds).toLocaleTimeString("en-GB");
