@@ -1,4 +1,4 @@
-"""The page of `report` and `watch` as one HTML file. viewer/ builds its script and style, which a wheel brings along."""
+"""The page of `report` and `watch` as one HTML file. viewer/ builds its script and style, which wheels bring along."""
 
 from __future__ import annotations
 

@@ -180,6 +180,8 @@ SNIPPETS = {
     "docs/foreign_environments.md": "tests/unit/environments/foreign/test_page.py",
     "docs/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
     "docs/getting_started.md": "tests/unit/test_getting_started.py",
+    "docs/replay.md": "tests/unit/replay/test_replay.py",
+    "docs/rollouts.md": "tests/unit/test_api.py",
     "docs/serving.md": "tests/unit/engines/test_serving_page.py",
     "docs/tensordict.md": "tests/unit/tensordict/wrappers/test_page.py",
     "docs/tensordict_collectors.md": "tests/unit/tensordict/collectors/test_page.py",

@@ -1,10 +1,9 @@
-"""What a model, a tool or a user's own code wrote is text, wherever it stands: nothing of it runs or becomes an element."""
+"""What a model, a tool or a user's own code wrote is text: nothing of it runs or becomes an element."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,15 @@ HOSTILE = [
     f"</SCRIPT ><svg/onload={RUN}>",
     f"<!--<script>--></script><script>{RUN}</script>",
     f"<img src=x onerror={RUN}>",
-    f"<img src='http://198.51.100.7/pixel.png'>",
+    "<img src='http://198.51.100.7/pixel.png'>",
     f"<svg onload={RUN}><animate onbegin={RUN} attributeName=x></svg>",
-    f"<iframe srcdoc='<script>parent.hacked=1</script>'></iframe>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe>",
     f"<iframe src='javascript:{RUN}'></iframe>",
     f"<a href='javascript:{RUN}'>click</a>",
     f"<details open ontoggle={RUN}>x</details>",
-    f"<style>body{{display:none}}</style>",
+    "<style>body{display:none}</style>",
     "<link rel=stylesheet href=http://198.51.100.7/style.css>",
-    f"<meta http-equiv=refresh content='0;url=http://198.51.100.7/'>",
+    "<meta http-equiv=refresh content='0;url=http://198.51.100.7/'>",
     "<base href=http://198.51.100.7/>",
     f"<form action=http://198.51.100.7/><input name=q autofocus onfocus={RUN}></form>",
     f"<math><mtext><table><mglyph><style><img src=x onerror={RUN}>",
@@ -62,17 +61,20 @@ HOSTILE = [
     "x" * 60_000 + f"<script>{RUN}</script>",
 ]  # fmt: skip
 ROWS = 48
-SAID = """all => all.map(block => {
+LOOKED_AT = """selector => {
     const read = node => node.nodeType === Node.TEXT_NODE ? node.data
         : node.matches('.hidden-sign') ? String.fromCodePoint(parseInt(node.title.slice(2), 16))
         : node.matches('button.more') ? '' : [...node.childNodes].map(read).join('');
-    return read(block);
-})"""
-"""The texts of elements, with signs read as what they stand for."""
-ELEMENTS = """() => [...document.querySelectorAll('*:not(.hidden-sign)')].map(one => one.localName)"""
-BAD = """() => [...document.querySelectorAll('*')].flatMap(one => [...one.attributes]
-    .filter(({ name, value }) => name.startsWith('on') || (/^(href|src|action|srcdoc)$/.test(name) && value !== 'data:,'))
-    .map(({ name }) => `${one.localName} ${name}`)).concat(window.hacked ? ['hacked'] : [], [...Object.keys({})])"""
+    const all = [...document.querySelectorAll('*:not(.hidden-sign)')];
+    const bad = all.flatMap(one => [...one.attributes]
+        .filter(({ name, value }) => /^(on|href$|src|action$)/.test(name) && value !== 'data:,')
+        .map(({ name }) => `${one.localName} ${name}`));
+    if (window.hacked) bad.push('hacked');
+    const counted = {};
+    for (const { localName } of all) counted[localName] = (counted[localName] || 0) + 1;
+    return [[...document.querySelectorAll(selector)].map(read), counted, bad];
+}"""
+"""The texts of some elements, with signs read as what they stand for; all elements by name; and what is wrong."""
 expect = sync_api.expect
 
 
@@ -141,22 +143,21 @@ def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: 
         page.evaluate("hash => { location.hash = hash }", urlencode(view))
         expect(page.locator(f".list li:nth-child({row + 1}) [aria-current]")).to_have_count(1)
         expect(page.locator(".sample .message")).to_have_count(5)
-        while page.locator(".more").count():
+        while len(text) > 50_000 and page.locator(".more").count():
             page.locator(".more").first.click()
-        said = page.locator(".message > .text-block").evaluate_all(SAID)
+        said, counted, bad = page.evaluate(LOOKED_AT, ".message > .text-block")
         picture = json.dumps({"type": "image_url", "image_url": clean(text)}, ensure_ascii=False, indent=2)
         assert said == [f"{clean(text)}\n{picture}", *[clean(text)] * 3, f"before {clean(text)} after"], row
-        assert page.evaluate(BAD) == []
-        found = Counter(page.evaluate(ELEMENTS))
-        elements = elements or found  # those around the harmless text
-        assert found == elements, row
+        assert bad == []
+        elements = elements or counted  # those around the harmless text
+        assert counted == elements, row
 
         page.mouse.move(0, 0)
         page.evaluate("hash => { location.hash = hash }", urlencode({**view, "how": "tokens", "token": 16}))
         expect(page.locator("dl.token-facts")).to_contain_text("token16id")
-        (token,) = page.locator("[data-token='16']").evaluate_all(SAID)
+        (token,), _, bad = page.evaluate(LOOKED_AT, "[data-token='16']")
         assert token.replace("↵\n", "\n") == clean(text)
-        assert page.evaluate(BAD) == []
+        assert bad == []
     assert window.bad == []
 
 
@@ -167,20 +168,25 @@ def test_names_of_runs_and_metrics_and_sources_are_text_too(hostile_windows: dic
     page.locator("summary", has_text="own").click()
     captions = page.locator("figcaption")
     expect(captions).to_have_count(40)
-    assert sorted(captions.evaluate_all(SAID)) == sorted(f"own/{name}" for name in NAMES)
-    assert page.locator("h1").evaluate_all(SAID) == [NAMES[0] + NAMES[32]]
-    assert page.evaluate(BAD) == []
+    said, _, bad = page.evaluate(LOOKED_AT, "figcaption")
+    assert sorted(said) == sorted(f"own/{name}" for name in NAMES)
+    assert bad == []
+    assert page.evaluate(LOOKED_AT, "h1")[0] == [NAMES[0] + NAMES[32]]
     page = window.open("tab=rollouts")
     expect(page.locator("label", has_text=re.compile("^source")).locator("option")).to_have_count(1 + ROWS)
-    assert page.evaluate(BAD) == []
+    assert page.evaluate(LOOKED_AT, "option")[2] == []
     assert window.bad == []
 
 
 def test_an_escape_is_shown_and_a_bidi_control_turns_nothing_round(hostile_windows: dict[str, Shown]):
-    page = hostile_windows["report"].open(urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[29], "group": 29, "sample": 0}))
+    page = hostile_windows["report"].open(
+        urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[29], "group": 29, "sample": 0})
+    )
     shown_text = page.locator(".message.user > .text-block").inner_text()
     assert shown_text.startswith("␛[31mred␛[0m ␛]0;title␇ ␛[2J␛[1;1H")
-    page = hostile_windows["report"].open(urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[32], "group": 32, "sample": 0}))
+    page = hostile_windows["report"].open(
+        urlencode({"tab": "rollouts", "step": 1, "uid": NAMES[32], "group": 32, "sample": 0})
+    )
     assert "userU+202Egnp.exeU+202C" in page.locator(".message.user > .text-block").inner_text()
 
 

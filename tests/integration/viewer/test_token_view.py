@@ -40,17 +40,26 @@ def test_tokens_are_told_with_the_numbers_of_the_dumped_batch(browser: Any, tmp_
     write_vocabulary(run, [f" {token}" for token in range(100)])
     (file,) = tmp_path.glob("*.safetensors")
     expected = _responses(read_batch(file)[0], [len(list(one.sequences())) for one in trajectories])
+    places = [(at, one) for at, group in enumerate(groups) for one in group.trajectories]
     compared = 0
     with shown(browser, reported([run], tmp_path)) as window:
-        for number, (group, one) in enumerate((at, one) for at, group in enumerate(groups) for one in group.trajectories):
+        for number, (at, one) in enumerate(places):
             if not len(one.response_ids):
                 continue
             uid = one.prompt.uid.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            view = {"tab": "rollouts", "how": "tokens", "token": 0, "step": STEP, "uid": uid, "group": group, "sample": one.sample}
+            view = {
+                "tab": "rollouts",
+                "how": "tokens",
+                "token": 0,
+                "step": STEP,
+                "uid": uid,
+                "group": at,
+                "sample": one.sample,
+            }
             page = window.open(urlencode(view))
             sync_api.expect(page.locator("[data-token]")).to_have_count(len(one.prompt_ids) + len(one.response_ids))
             said = page.evaluate(POINTED_AT)[len(one.prompt_ids) :]
-            sampled = [any(turn.start <= at < turn.stop for turn in one.turns) for at in range(len(one.response_ids))]
+            sampled = [any(turn.start <= own < turn.stop for turn in one.turns) for own in range(len(one.response_ids))]
             for name, column in TOLD.items():
                 values = [row[name] for row in said]
                 wanted = expected[number][column].tolist()

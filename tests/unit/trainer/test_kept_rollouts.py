@@ -122,6 +122,24 @@ def test_the_oldest_steps_make_room(tmp_path: Path):
     assert RolloutFiles(tmp_path / "run").steps() == [5, 6, 7]
 
 
+def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended(tmp_path: Path):
+    groups = groups_of_all_kinds(more=30)
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path / "one"), 1, groups, batch)
+    bound = 4.5 * step_file(tmp_path / "one", 1).stat().st_size
+    for name, attempts in (("straight", [(0, 9)]), ("killed", [(0, 6), (4, 9)])):
+        for begin, end in attempts:
+            kept = KeptRollouts(tmp_path / name, most_bytes=bound)
+            kept.begin(begin)
+            for step in range(begin + 1, end + 1):
+                keep(kept, step, groups, batch)
+    files = [
+        {file.name: file.read_bytes() for file in (tmp_path / name / "rollouts").iterdir()}
+        for name in ("straight", "killed")
+    ]
+    assert files[0] == files[1] and len(files[0]) == 4
+
+
 def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_rollouts(tmp_path, 1, made_up_rollouts(4))
     kept = KeptRollouts(tmp_path, most_bytes=step_file(tmp_path, 1).stat().st_size + 10)
