@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         check as check,
         engine as engine,
         load_config as load_config,
-        rollouts as rollouts,
+        read_rollouts as read_rollouts,
         session as session,
         train as train,
     )
@@ -63,7 +63,15 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "skyrl_train.api": ("TrainingResult", "check", "engine", "load_config", "rollouts", "session", "train"),
+            "skyrl_train.api": (
+                "TrainingResult",
+                "check",
+                "engine",
+                "load_config",
+                "read_rollouts",
+                "session",
+                "train",
+            ),
             "skyrl_train.config.schema": ("Config",),
             "skyrl_train.data.dataset": ("PromptDataset",),
             "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),

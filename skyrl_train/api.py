@@ -1,4 +1,4 @@
-"""What a program of your own does with this package: load_config, check, train, session, rollouts, engine."""
+"""What a program of your own does with this package: load_config, check, train, session, read_rollouts, engine."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ class TrainingResult:
         return read_jsonl(self.directory / METRICS_FILE)
 
     def rollouts(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
-        """The rollouts that the run has kept as a `datasets.Dataset`, see `skyrl_train.rollouts`."""
-        return rollouts(self.directory, steps, columns)
+        """The rollouts that the run has kept as a `datasets.Dataset`, see `skyrl_train.read_rollouts`."""
+        return read_rollouts(self.directory, steps, columns)
 
 
-def rollouts(run: str | PathLike[str], steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
+def read_rollouts(
+    run: str | PathLike[str], steps: Iterable[int] | None = None, columns: Sequence[str] | None = None
+) -> Any:
     """What a run kept of its rollouts (`trainer.keep_rollouts`) as a `datasets.Dataset`, one row each.
 
     Args:

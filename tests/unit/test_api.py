@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.api import TrainingResult, _wait_for, check, load_config, rollouts, train
+from skyrl_train.api import TrainingResult, _wait_for, check, load_config, read_rollouts, train
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.errors import ClusterLost, ConfigError, DataError, WorkerDied
 from skyrl_train.experiments.base import Experiment
@@ -171,7 +171,7 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
 
 def test_rollouts_of_a_run_are_a_dataset(tmp_path: Path):
     made_up_run(tmp_path, 3, 16)
-    whole = rollouts(tmp_path)
+    whole = read_rollouts(tmp_path)
     assert whole.num_rows == 48 and whole.unique("step") == [1, 2, 3]
     some = TrainingResult(tmp_path, 3).rollouts(steps=[2], columns=["uid", "old_logprobs"])
     assert some.column_names == ["uid", "old_logprobs"]
@@ -181,13 +181,13 @@ def test_rollouts_of_a_run_are_a_dataset(tmp_path: Path):
 
 def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
     with pytest.raises(DataError, match="no rollouts are kept here"):
-        rollouts(tmp_path)
+        read_rollouts(tmp_path)
     made_up_run(tmp_path, 1, 4)
     with pytest.raises(ConfigError, match="the columns of rollouts are step, uid"):
-        rollouts(tmp_path, columns=["reward", "tokens"])
+        read_rollouts(tmp_path, columns=["reward", "tokens"])
     step_file(tmp_path, 1).write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match="its rollouts cannot be read"):
-        rollouts(tmp_path)
+        read_rollouts(tmp_path)
 
 
 def test_the_snippets_of_the_page_of_rollouts_run(
