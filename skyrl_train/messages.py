@@ -16,9 +16,14 @@ def to_stderr(text: str) -> None:
     """
     _log.info("%s", text)
     with suppress(OSError):
-        print("\n".join(map(visible, text.split("\n"))), file=sys.stderr, flush=True)
+        print(visible_lines(text), file=sys.stderr, flush=True)
 
 
 def visible(text: str) -> str:
     """Make one printable line: terminal escapes, NUL, line ends and direction marks are escaped (`\\x1b`, `\\n`)."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """The same for a text of several lines, which stay lines."""
+    return "\n".join(map(visible, text.split("\n")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,21 +57,12 @@ class PolicyObjective:
         `mini_batch_tokens` is the number of tokens that count in the whole mini-batch, from which this micro-batch's
         weight in the metrics follows.
         """
-        mask, weights, advantages = batch.loss_mask, batch.token_weights, batch.token_advantages
-        assert advantages is not None and weights is not None, "advantages and weights come before the update"
-        frozen = logprobs.detach()
-        old_logprobs = frozen if batch.old_logprobs is None else batch.old_logprobs
-        tensors = {
-            "frozen_logprobs": frozen,
-            "old_logprobs": old_logprobs,
-            "rollout_logprobs": batch.rollout_logprobs,
-            "sequence_ids": batch.sequence_ids,
-            "selected": batch.selected,
-        }
-        wanted = asked_for(self.policy_loss, tensors)
-        values, clipped = self.policy_loss(logprobs, advantages, mask, **wanted)
-        if batch.importance_weights is not None:
-            values = values * torch.where(mask, batch.importance_weights, 0.0)
+        mask, weights = batch.loss_mask, batch.token_weights
+        assert weights is not None, "weights come before the update"
+        tensors = _tensors(batch, logprobs)
+        old_logprobs = tensors["old_logprobs"]
+        assert old_logprobs is not None
+        values, clipped = self.per_token(batch, logprobs, tensors)
         policy_loss = (values * weights).sum()
         terms = [policy_loss]
         token_sums = {"policy/clip_ratio": clipped}
@@ -98,6 +90,30 @@ class PolicyObjective:
                 token_sums["mismatch/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask)
             _record(batch, old_logprobs, losses, token_sums, maxima, mini_batch_tokens, metrics)
         return loss
+
+    def per_token(
+        self, batch: TrainBatch, logprobs: Tensor, tensors: Mapping[str, Tensor | None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[T] the policy loss of each token times its importance weight, and whether it was clipped."""
+        advantages = batch.token_advantages
+        assert advantages is not None, "advantages come before the loss"
+        wanted = asked_for(self.policy_loss, _tensors(batch, logprobs) if tensors is None else tensors)
+        values, clipped = self.policy_loss(logprobs, advantages, batch.loss_mask, **wanted)
+        if batch.importance_weights is not None:
+            values = values * torch.where(batch.loss_mask, batch.importance_weights, 0.0)
+        return values, clipped
+
+
+def _tensors(batch: TrainBatch, logprobs: Tensor) -> dict[str, Tensor | None]:
+    """Those of TENSORS, by name."""
+    frozen = logprobs.detach()
+    return {
+        "frozen_logprobs": frozen,
+        "old_logprobs": frozen if batch.old_logprobs is None else batch.old_logprobs,
+        "rollout_logprobs": batch.rollout_logprobs,
+        "sequence_ids": batch.sequence_ids,
+        "selected": batch.selected,
+    }
 
 
 def _record(

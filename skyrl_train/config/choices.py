@@ -106,7 +106,9 @@ CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen3_with_thinking",
 
 TRACKERS = {
     "console": "skyrl_train.report.console:ConsoleTracker",
+    "mlflow": "skyrl_train.report.mlflow:MlflowTracker",
     "tensorboard": "skyrl_train.report.tensorboard:TensorboardTracker",
+    "trackio": "skyrl_train.report.trackio:TrackioTracker",
     "wandb": "skyrl_train.report.wandb:WandbTracker",
 }
 """Where a run reports to besides its JSONL files. These and the console are always on."""

@@ -12,28 +12,30 @@ import io
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
-from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
 from skyrl_train.config.convert import Unfit, build, read
+from skyrl_train.config.flags import parse_flags
 from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
-from skyrl_train.config.preset_files import PresetSource
+from skyrl_train.config.preset_files import searched
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
@@ -112,21 +114,13 @@ def parse_override(text: str) -> Override:
     return Override(text, name, value if sweeps else parsed.value(), parsed.is_delete(), sweeps)
 
 
-def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Hydra's own flags by name, and the overrides. Exits with 2 on an unknown flag, as argparse does."""
-    flags = vars(get_args_parser().parse_intermixed_args(list(argv)))
-    return flags, flags.pop("overrides")
-
-
 def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
     """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
-    folders = create_config_search_path(str(presets_dir()))
-    if directory is not None:
-        folders.prepend("command-line", f"{PresetSource.scheme()}://{Path(directory).resolve()}", anchor="schema")
     try:
-        return ConfigLoaderImpl(folders).load_configuration(name or BASE, list(overrides), run_mode=RunMode.RUN)
+        with searched(directory), _own_hydra():
+            return hydra.compose(name or BASE, list(overrides), return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
             f"The configuration {name or BASE} cannot be composed: presets include each other."
@@ -134,6 +128,24 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra over our presets in the block. A program that runs in Hydra itself has its own again after."""
+    with _composing:
+        outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().hydra = outer
+            VersionBase.instance().version_base = base
+
+
+_composing = threading.Lock()
+"""Hydra keeps what it composes with in one place of the process."""
 
 
 def written_keys(overrides: Sequence[str], name: str | None, directory: str | None) -> frozenset[str]:

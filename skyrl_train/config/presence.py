@@ -32,6 +32,8 @@ INSTALL = {
     "sglang": "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs",
 }
 """Engines that are packages of their own -> how to get them."""
+TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
+"""Trackers that are packages of the same name, and extras of it."""
 S3 = "s3fs"
 """The package that reads and writes s3:// addresses."""
 LEAST_CPU_SHARE = 0.1
@@ -55,6 +57,10 @@ def missing(config: Config, uses: Uses) -> Iterator[Problem]:
     yield from _data(config, uses)
     yield from _models(config, uses)
     yield from _other_files(config, uses)
+    for name in [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger:
+        if name in TRACKERS and not _is_installed(name):
+            advice = f"Install it: `uv run --extra {name} ...`, or leave it out."
+            yield Problem("trainer.logger", name, "a tracker that is installed", advice)
     if importlib.util.find_spec(S3) is None:
         for key, address in addresses(config):
             if address.startswith("s3://"):
@@ -66,6 +72,12 @@ def missing(config: Config, uses: Uses) -> Iterator[Problem]:
         yield Problem("generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL[backend]}.")
     if not _is_connected() and os.environ.get("RAY_ADDRESS") in (None, "", "local"):  # else nobody knows the nodes yet
         yield from _slots(config, uses)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it can be imported; a mere folder of that name, as W&B and MLflow leave where they run, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _is_connected() -> bool:

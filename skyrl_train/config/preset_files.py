@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.plugins.config_source import ConfigResult
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 
 from skyrl_train.errors import ConfigError
 
+HEADER = 512
+"""Characters in which Hydra looks for a file's `# @package`."""
 MAX_BYTES = 2**20
 MAX_NODES = 100_000
 """Values in a file once its aliases are expanded."""
@@ -20,7 +28,7 @@ MAX_DEPTH = 50
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class PresetSource(FileConfigSource):
+class PresetSource(ConfigSource):
     """Hydra's way to files of a folder, `preset://FOLDER`, with `check_preset` in front of every file that it loads."""
 
     @staticmethod
@@ -28,16 +36,56 @@ class PresetSource(FileConfigSource):
         return "preset"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path, self._normalize_file_name(config_path))
-        if file.is_file():
-            check_preset(file)
+        file = self._file(config_path)
+        if not self.is_config(config_path):
+            raise ConfigLoadError(f"Config not found: {file}")
+        check_preset(file)
         try:
-            return super().load_config(config_path)
+            header = self._get_header_dict(file.read_text(encoding="utf-8")[:HEADER])
+            return ConfigResult(self.provider, self.full_path(), OmegaConf.load(file), header)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # a tag, a huge number
             raise ConfigError(f"{file}: has a value that cannot be read: {error}") from error
 
+    def available(self) -> bool:
+        return self.is_group("")
 
-SourcesRegistry.instance().register(PresetSource)
+    def is_group(self, config_path: str) -> bool:
+        return os.path.isdir(os.path.join(self.path, config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        return os.path.isfile(self._file(config_path))
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        found: list[str] = []
+        for name in os.listdir(os.path.join(self.path, config_path)):
+            self._list_add_result(found, os.path.join(config_path, name), name, results_filter)
+        return sorted(set(found))
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))
+
+
+class SearchedFolder(SearchPathPlugin):
+    """Adds the folder of `searched` to where Hydra looks, after its own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if (folder := _folder.get()) is not None:
+            search_path.append("command-line", f"{PresetSource.scheme()}://{Path(folder).resolve()}")
+
+
+_folder: ContextVar[str | None] = ContextVar("folder", default=None)
+
+
+@contextmanager
+def searched(folder: str | None) -> Iterator[None]:
+    """In the block Hydra also finds the presets of `folder`, if there is one."""
+    for plugin in (PresetSource, SearchedFolder):
+        Plugins.instance().register(plugin)
+    before = _folder.set(folder)
+    try:
+        yield
+    finally:
+        _folder.reset(before)
 
 
 def check_preset(file: Path) -> None:

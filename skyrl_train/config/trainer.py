@@ -265,8 +265,8 @@ class TrainerConfig(Section):
     run_name: str = "test_run"
     """Name of the run."""
     logger: str | list[str] = key("wandb", choices=TRACKERS, plugins=True, spellings={None: [], "": [], "none": []})
-    """Trackers in addition to the console and the JSONL files, which are always on: `wandb`, `tensorboard`, one or a
-    list. null, `console` or an empty list adds none."""
+    """Trackers in addition to the console and the JSONL files, which are always on: `wandb`, `tensorboard`, `mlflow`,
+    `trackio`, one or a list. null, `console` or an empty list adds none."""
     console_samples: int = key(1, range=NOT_NEGATIVE)
     """How many completions are shown on the console, of the first step and of every `console_samples_interval`th."""
     console_samples_interval: int = key(10, range=AT_LEAST_ONE)

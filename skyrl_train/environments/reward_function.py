@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.data.trajectory import Message
@@ -22,28 +22,39 @@ class RewardFunction:
     """
 
     def __init__(self, function: Callable[..., float]):
-        what = f"the reward function {getattr(function, '__name__', function)!r}"
         if inspect.isclass(function) or inspect.iscoroutinefunction(function):
-            raise ConfigError(f"{what}: must be an ordinary function that returns a number.")
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except ValueError as error:
-            raise ConfigError(f"{what}: {error}; wrap it in a function with a parameter for the response.") from error
-        if not parameters or parameters[0].kind in (_KEYWORD_ONLY, _VAR_KEYWORD):
-            raise ConfigError(f"{what}: its first parameter must take the response.")
-        named = [p for p in parameters[1:] if p.kind not in (inspect.Parameter.VAR_POSITIONAL, _VAR_KEYWORD)]
-        unknown = [p.name for p in named if p.default is p.empty and (p.name not in KEYWORDS or p.kind is _POSITIONAL)]
-        if unknown:
-            raise ConfigError(
-                f"{what} asks for {', '.join(unknown)}; after the response it may name {', '.join(KEYWORDS)}."
-            )
+            raise ConfigError(f"{named(function)}: must be an ordinary function that returns a number.")
         self.function = function
-        self.asked_for = [p.name for p in named if p.name in KEYWORDS and p.kind is not _POSITIONAL]
+        self.asked_for = keywords_of(function, KEYWORDS)
         self.__module__ = function.__module__
         self.__name__ = getattr(function, "__name__", type(self).__name__)
 
     def __call__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> TextEnv:
         return _OneTurn(self, env_config, extras)
+
+
+def keywords_of(function: Callable[..., Any], known: Sequence[str]) -> list[str]:
+    """Those of the `known` keywords that a reward function names after its parameter for the response.
+
+    Raises ConfigError for a function that cannot be called with a response and these.
+    """
+    what = named(function)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}; wrap it in a function with a parameter for the response.") from error
+    if not parameters or parameters[0].kind in (_KEYWORD_ONLY, _VAR_KEYWORD):
+        raise ConfigError(f"{what}: its first parameter must take the response.")
+    after = [p for p in parameters[1:] if p.kind not in (inspect.Parameter.VAR_POSITIONAL, _VAR_KEYWORD)]
+    unknown = [p.name for p in after if p.default is p.empty and (p.name not in known or p.kind is _POSITIONAL)]
+    if unknown:
+        raise ConfigError(f"{what} asks for {', '.join(unknown)}; after the response it may name {', '.join(known)}.")
+    return [p.name for p in after if p.name in known and p.kind is not _POSITIONAL]
+
+
+def named(function: Callable[..., Any]) -> str:
+    """What messages call it."""
+    return f"the reward function {getattr(function, '__name__', function)!r}"
 
 
 class _OneTurn(TextEnv):

@@ -407,24 +407,28 @@ class Learner:
         return batch if group is self.policy or batch.routing is None else batch.with_tokens(routing=None)
 
     def _mini_batch_rows(self, batch: TrainBatch, num_groups: int | None = None) -> list[list[int]]:
-        """The rows of every optimizer step: all samples of `num_groups` prompts at a time, repeated for every epoch.
-
-        `num_groups` defaults to the policy's. Mini-batches without a token in the loss mask are left out: their update
-        would be weight decay alone.
-        """
-        groups = batch.group_ids.unique_consecutive()
-        assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"
-        learns = batch.loss_tokens > 0
-        chosen = []
-        for ids in groups.split(num_groups or self.sizes.mini_batch_groups):
-            rows = torch.isin(batch.group_ids, ids)
-            if bool((rows & learns).any()):
-                chosen.append(rows.nonzero().flatten().tolist())
-        return chosen * self.sizes.update_epochs
+        """The rows of every optimizer step, repeated for every epoch; `num_groups` defaults to the policy's."""
+        return mini_batch_rows(batch, num_groups or self.sizes.mini_batch_groups) * self.sizes.update_epochs
 
     def _limits(self, sequences: int | None) -> PassLimits:
         sizes = self.sizes
         return PassLimits(sequences, sizes.max_tokens, sizes.attention_tokens, sizes.share_prompt)
+
+
+def mini_batch_rows(batch: TrainBatch, num_groups: int) -> list[list[int]]:
+    """The rows of every optimizer step of an epoch: all samples of `num_groups` prompts at a time.
+
+    Mini-batches without a token in the loss mask are left out: their update would be weight decay alone.
+    """
+    groups = batch.group_ids.unique_consecutive()
+    assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"
+    learns = batch.loss_tokens > 0
+    chosen = []
+    for ids in groups.split(num_groups):
+        rows = torch.isin(batch.group_ids, ids)
+        if bool((rows & learns).any()):
+            chosen.append(rows.nonzero().flatten().tolist())
+    return chosen
 
 
 def _mini_batch(batch: TrainBatch, rows: Sequence[int], reduction: Callable[..., Tensor]) -> TrainBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,17 @@ class MetricSeries:
         """0 before the first."""
         return self._steps[-1] if self._steps else 0
 
+    @property
+    def longest_s(self) -> float:
+        """The longest that one of the last steps took, by the times of the rows; 0 if there is no such step."""
+        latest = [time for time in self._times[-6:] if np.isfinite(time)]
+        return max([after - before for before, after in pairwise(latest)], default=0.0)
+
     def add(self, line: Mapping[str, Any]) -> None:
         """Take in a line of metrics.jsonl. A step that is taken again replaces what there was from it on."""
         while self._steps and self._steps[-1] >= line["step"]:
-            for column in (self._steps, self._times, *self._columns.values()):
+            self._steps.pop()
+            for column in (self._times, *self._columns.values()):
                 column.pop()
         size = len(self._steps)
         self._steps.append(line["step"])

@@ -151,7 +151,8 @@ class RolloutFiles:
         """
         wanted = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
         try:
-            return pq.read_table(step_file(self._run, step), columns=wanted.names).cast(wanted)
+            with pq.ParquetFile(step_file(self._run, step)) as opened:
+                return opened.read(wanted.names).select(wanted.names).cast(wanted)
         except FileNotFoundError:
             return wanted.empty_table()
 
@@ -166,7 +167,10 @@ class RolloutFiles:
     def _of_step(self, step: int, wanted: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
         file = step_file(self._run, step)
         try:
-            stored = stored_columns(wanted.names, pq.read_schema(file))
+            with pq.ParquetFile(file) as opened:
+                stored = stored_columns(wanted.names, opened.schema_arrow)
+                if filter is None:  # a run may have thousands of files
+                    return unpacked(opened.read(stored), wanted)
             return unpacked(pq.read_table(file, columns=stored, filters=filter), wanted)
         except FileNotFoundError:
             return None

@@ -1,7 +1,7 @@
 """All rollouts of a run, found by what a person looks for.
 
 What filters and orders need of every rollout is in memory, about 100 bytes each. Texts are read from the files when
-they are searched or shown, and kept up to TEXTS_KEPT_BYTES.
+they are searched or shown, or ahead of that, and kept up to TEXTS_KEPT_BYTES.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from skyrl_train.report.plain_json import from_json
 from skyrl_train.report.rollout_files import RolloutFiles, step_file
@@ -34,7 +36,12 @@ _FRAME = re.compile(r'[\d\s{}\[\],:"]*')
 _NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "content": "", "tool_calls": []}], "text": []})
 """What is in the JSON of conversations, whatever is said in them: names, and signs and numbers like those of _FRAME."""
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
+READ_AHEAD_BYTES = 256 << 20
 _SEARCHES_KEPT = 16
+_UNREADABLE = (OSError, pa.ArrowException)
+_BLOCK_BYTES = 8 << 20
+_BYTES_A_TOKEN = 5
+"""About what a token's text takes."""
 _log = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
@@ -57,11 +64,13 @@ class RolloutIndex:
         self._run, self._files = Path(run), RolloutFiles(run)
         self._stamps: dict[int, _Stamp] = {}
         self._steps: dict[int, pa.Table] = {}
-        self._all = _indexed(self._files.table([], _READ))
+        self._quantiles_of: dict[int, list[float]] = {}
+        self._all = _indexed(self._files.table([], _READ), [0])
         self.quantiles: dict[str, dict[int, float]] = {}
         """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh."""
         self._texts: OrderedDict[int, pa.Table] = OrderedDict()
-        self._searches: OrderedDict[str, dict[int, pa.ChunkedArray]] = OrderedDict()
+        self._texts_bytes = 0
+        self._searches: OrderedDict[str, dict[int, NDArray[np.bool_]]] = OrderedDict()
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "rollouts")
 
     def refresh(self) -> None:
@@ -72,13 +81,12 @@ class RolloutIndex:
         changed = [step for step, stamp in now.items() if self._stamps.get(step) != stamp]
         for step in self._stamps.keys() - now.keys() | {*changed}:
             self._forget(step)
-        read = dict(zip(changed, self._pool.map(self._read, changed), strict=True))
-        self._steps |= {step: table for step, table in read.items() if table is not None}
+        self._take_in(changed)
         self._stamps = now
         self._all = pa.concat_tables(
             [self._all.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
         ).combine_chunks()
-        self.quantiles = _quantiles(self._steps)
+        self.quantiles = self._quantiles()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -107,22 +115,47 @@ class RolloutIndex:
 
     def previews(self, page: pa.Table) -> list[str]:
         """How the responses of these rows begin."""
-        places = page.select(["step", "row"]).to_pylist()
-        texts = dict(self._texts_of({place["step"] for place in places}))
+        texts = dict(self._texts_of({*page["step"].to_pylist()}))
         found = []
-        for place in places:
-            texts_of_step = texts.get(place["step"])
-            known = texts_of_step is not None and place["row"] < len(texts_of_step)
-            found.append((texts_of_step["text"][place["row"]].as_py() or "")[:PREVIEW] if known else "")
+        for step, row in zip(page["step"].to_pylist(), page["row"].to_pylist(), strict=True):
+            there = row < len(texts[step])  # else its file is gone meanwhile
+            found.append((texts[step]["text"][row].as_py() or "")[:PREVIEW] if there else "")
         return found
+
+    def _take_in(self, steps: Sequence[int]) -> None:
+        """Read these steps."""
+        read = zip(steps, self._pool.map(self._read, steps), strict=True)
+        tables = {step: table for step, table in read if table is not None}
+        if not tables:
+            return
+        lengths = [len(table) for table in tables.values()]
+        whole = _indexed(pa.concat_tables(tables.values()), lengths)
+        begins = [0, *accumulate(lengths)]
+        for step, begin, length in zip(tables, begins, lengths, strict=False):
+            self._steps[step] = table = whole.slice(begin, length)
+            values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
+            self._quantiles_of[step] = [value for value in values if value is not None]
 
     def _read(self, step: int) -> pa.Table | None:
         """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
         try:
-            return _indexed(self._files.table([step], _READ))
-        except (OSError, pa.ArrowInvalid) as error:
+            return self._files.table([step], _READ)
+        except _UNREADABLE as error:
             _log.warning("%s cannot be read and is left out: %s", step_file(self._run, step), error)
             return None
+
+    def _conversations(self, step: int) -> pa.Table:
+        """Without rows where the file cannot be read."""
+        try:
+            return self._files.conversations(step)
+        except _UNREADABLE as error:
+            _log.warning("%s cannot be searched: %s", step_file(self._run, step), error)
+            return pa.table({name: pa.array([], pa.string()) for name in ("text", "messages")})
+
+    def _quantiles(self) -> dict[str, dict[int, float]]:
+        known = {step: values for step, values in self._quantiles_of.items() if values}
+        columns = {f"reward/p{percent}": place for place, percent in enumerate(QUANTILES)} if known else {}
+        return {name: {step: values[place] for step, values in known.items()} for name, place in columns.items()}
 
     def _with_text(self, found: pa.Table, text: str) -> pa.Table:
         """The rows whose conversation has it."""
@@ -132,39 +165,68 @@ class RolloutIndex:
             self._searches.popitem(last=False)
         steps = found["step"].unique().to_pylist()
         unknown = [step for step in steps if step not in known]
-        for begin in range(0, len(unknown), 64):  # not all texts of a long run at once
-            texts = self._texts_of(unknown[begin : begin + 64])
-            known |= dict(self._pool.map(lambda one: (one[0], _has(one[1], text)), texts))
-        parts = []
+        for together in self._blocks(unknown):
+            texts = self._texts_of(together)
+            has = _has(pa.concat_tables([table for _, table in texts]), text).to_numpy()
+            ends = accumulate(len(table) for _, table in texts)
+            known |= {step: has[end - len(table) : end] for (step, table), end in zip(texts, ends, strict=True)}
+        mask = np.zeros(len(found), bool)
+        rows, begin = found["row"].to_numpy(), 0
+        for step, count in zip(*np.unique(found["step"].to_numpy(), return_counts=True), strict=True):
+            places = slice(begin, begin := begin + int(count))
+            if len(known[step]) == len(self._steps[step]):  # else its file has changed meanwhile
+                mask[places] = known[step][rows[places]]
+        return found.filter(pa.array(mask))
+
+    def read_ahead(self) -> bool:
+        """Read the texts of some more steps, the latest first, up to READ_AHEAD_BYTES; False if there are none left."""
+        unread = [step for step in sorted(self._steps, reverse=True) if step not in self._texts]
+        if not unread or self._texts_bytes >= READ_AHEAD_BYTES:
+            return False
+        self._texts_of(next(self._blocks(unread)))
+        return True
+
+    def _blocks(self, steps: Sequence[int]) -> Iterator[list[int]]:
+        """Steps of which texts are read at a time: about _BLOCK_BYTES, or of one step what it has."""
+        block: list[int] = []
+        size = 0
         for step in steps:
-            rows = found.filter(pc.field("step") == step)
-            if len(known[step]):
-                parts.append(rows.filter(known[step].take(rows["row"])))
-        return pa.concat_tables(parts) if parts else found.slice(0, 0)
+            more = (pc.sum(self._steps[step]["tokens"]).as_py() or 0) * _BYTES_A_TOKEN
+            if block and size + more > _BLOCK_BYTES:
+                yield block
+                block, size = [], 0
+            block.append(step)
+            size += more
+        if block:
+            yield block
 
     def _texts_of(self, steps: Iterable[int]) -> list[tuple[int, pa.Table]]:
         """The texts of steps; those of the steps asked for last are kept."""
         wanted = sorted(steps)
         unread = [step for step in wanted if step not in self._texts]
-        read = dict(zip(unread, self._pool.map(self._files.conversations, unread), strict=True))
-        found = [(step, read[step] if step in read else self._texts[step]) for step in wanted]
-        for step, texts in found:
-            self._texts[step] = texts
+        read = dict(zip(unread, self._pool.map(self._conversations, unread), strict=True))
+        self._texts |= read
+        self._texts_bytes += sum(texts.nbytes for texts in read.values())
+        found = [(step, self._texts[step]) for step in wanted]
+        for step in wanted:
             self._texts.move_to_end(step)
-        kept = sum(texts.nbytes for texts in self._texts.values())
-        while kept > TEXTS_KEPT_BYTES:
-            kept -= self._texts.popitem(last=False)[1].nbytes
+        while self._texts_bytes > TEXTS_KEPT_BYTES:
+            self._texts_bytes -= self._texts.popitem(last=False)[1].nbytes
         return found
 
     def _forget(self, step: int) -> None:
         self._steps.pop(step, None)
-        self._texts.pop(step, None)
+        self._quantiles_of.pop(step, None)
+        if (texts := self._texts.pop(step, None)) is not None:
+            self._texts_bytes -= texts.nbytes
         for known in self._searches.values():
             known.pop(step, None)
 
 
-def _indexed(read: pa.Table) -> pa.Table:
+def _indexed(read: pa.Table, lengths: Sequence[int]) -> pa.Table:
+    """`lengths`: of its steps, which follow each other."""
     worked = pc.equal(read["status"], "ok")
+    rows = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     columns = {
         **{name: read[name] for name in ("step", "uid", "group", "sample")},
         "source": read["data_source"],
@@ -172,19 +234,9 @@ def _indexed(read: pa.Table) -> pa.Table:
         **{name: read[name] for name in ("status", "stop_reason")},
         "tokens": read["response_tokens"],
         "turns": pc.fill_null(pc.list_value_length(read["turns"]), 0),
-        "row": pa.chunked_array([pa.array(range(len(read)), pa.int32())]),
+        "row": pa.chunked_array([rows]),
     }
     return pa.table(columns)
-
-
-def _quantiles(steps: Mapping[int, pa.Table]) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {f"reward/p{percent}": {} for percent in QUANTILES}
-    for step, table in steps.items():
-        values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
-        for column, value in zip(found.values(), values, strict=True):
-            if value is not None:
-                column[step] = value
-    return {name: column for name, column in found.items() if column}
 
 
 def _condition(query: Query) -> pc.Expression:

@@ -9,8 +9,9 @@ Most columns are stored as they are read. Three are not:
 - messages refer to the text where they repeat it: {"messages": [...], "text": [[1, 0, 900]]} says that the content of
   message 1 is text[0:900].
 
-Log-probs look random to any compressor but for sign and exponent, so the bytes of a column are stored by place, all
-first bytes before all second ones (BYTE_STREAM_SPLIT). Prompts that a group shares repeat within zstd's reach.
+Log-probs look random to any compressor but for sign and exponent, so their bytes are stored by place, all first ones
+before all second ones (BYTE_STREAM_SPLIT). Ids repeat as words do, advantages are the same all along a response, and
+prompts that a group shares are within zstd's reach: these are stored as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CLOSE = ("old_logprobs", "ref_logprobs")
 _SUFFIX = "_from_rollout"
 _SHORTEST_REFERENCE = 16
 """Characters of a message that are worth a reference to the text."""
-_LEVELS = {"text": 9, "messages": 3, "env_extras": 3, "response_ids": 3}
+_LEVELS = {"text": 9, "messages": 3, "env_extras": 3, "response_ids": 6}
 """Of zstd, where a higher one than 1 saves more than it costs."""
 _REPEATED = ("uid", "data_source", "env_class", "status", "error", "stop_reason", "env_metrics", "env_extras", "detail")
 _PAGE_BYTES = 8 << 20
@@ -78,9 +79,7 @@ def unpacked(table: pa.Table, wanted: pa.Schema) -> pa.Table:
 def write_options(schema: pa.Schema) -> dict[str, Any]:
     """How Parquet stores packed rollouts: arguments of its writer."""
     leaves = {field.name: f"{field.name}.list.element" for field in schema if pa.types.is_list(field.type)}
-    numbers = (pa.float32(), pa.int32())
-    split = [leaf for name, leaf in leaves.items() if schema.field(name).type.value_type in numbers]
-    split = [leaf for leaf in split if not leaf.startswith(("advantages", "token_rewards"))]  # equal ones, mostly
+    split = [leaf for name, leaf in leaves.items() if name.removesuffix(_SUFFIX) in (NEXT_TO, *CLOSE)]
     return {
         "compression": "zstd",
         "compression_level": {leaves.get(name, name): at for name, at in _LEVELS.items() if name in schema.names},
@@ -104,11 +103,12 @@ def pack_messages(messages: Sequence[Any], text: str, known: Sequence[str] = ())
     for place in range(len(found), len(messages)):
         message = messages[place]
         content = message.get("content") if isinstance(message, Mapping) else None
-        start = text.find(content, after) if isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE else -1
+        long = isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE
+        start = text.find(str(content), after) if long else -1
         if start < 0:
             found.append(dumped(message))
             continue
-        after = start + len(content)
+        after = start + len(str(content))
         references.append((place, start, after))
         found.append(dumped({**message, "content": ""}))
     inside = f"[{', '.join(found)}]"

@@ -31,7 +31,7 @@ _CONFIG_FILE, _IDENTITY_FILE, _LOCK_FILE = "config.yaml", "run.json", ".lock"
 _FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
 """They differ between any two runs."""
 _FRESH_S = 180.0
-"""A run of another machine goes on as long as its metrics are no older: its process cannot be asked."""
+"""A run whose process cannot be asked goes on as long as its metrics are no older, or than three of its steps take."""
 
 
 class RunFiles:
@@ -126,7 +126,7 @@ class RunFiles:
     def _state(self, step: int, total: int | None) -> str:
         alive = self._process_lives()
         if alive is None:
-            alive = step != total and self._age_s() < _FRESH_S
+            alive = step != total and self._age_s() < max(_FRESH_S, 3 * self._series.longest_s)
         if alive:
             return RUNNING
         if total is None:
@@ -134,7 +134,7 @@ class RunFiles:
         return FINISHED if step >= total else FAILED
 
     def _process_lives(self) -> bool | None:
-        """Whether the process that has locked the folder still does; None if it is another machine's."""
+        """Whether the process that has locked the folder still does; None if it cannot be asked."""
         with suppress(OSError, ValueError):
             _, pid, _, host = (self.folder / _LOCK_FILE).read_text().split()  # process 123 on host
             return _has_open(int(pid), self.folder / _LOCK_FILE) if host == socket.gethostname() else None
@@ -225,10 +225,11 @@ def _shown(finding: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _has_open(pid: int, file: Path) -> bool:
+def _has_open(pid: int, file: Path) -> bool | None:
+    """None if it is another user's process."""
     try:
         return any(Path(one.path).samefile(file) for one in psutil.Process(pid).open_files() if Path(one.path).exists())
     except psutil.AccessDenied:
-        return True  # another user's; it is there
+        return None
     except (psutil.Error, OSError):
         return False

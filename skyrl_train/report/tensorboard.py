@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import string
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import visible_lines
+from skyrl_train.report.hyperparameters import flattened
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+    from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 except ImportError as error:
     raise ConfigError(
@@ -18,16 +26,21 @@ except ImportError as error:
         "or leave it out."
     ) from error
 
+_ENTITIES = {ord(sign): f"&#{ord(sign)};" for sign in string.punctuation}
+
 
 class TensorboardTracker:
-    """Writes scalars only; view them with `tensorboard --logdir <run folder>`."""
+    """Scalars, completions as tables of text, and the configuration; `tensorboard --logdir <run folder>` shows them."""
 
     def __init__(self, setup: TrackerSetup):
         self._writer = EventFileWriter(str(setup.run_dir / "tensorboard"))
+        self._config = setup.config
 
     def begin(self, step: int, total_steps: int) -> None:
         """Write a session start at `step + 1`, which makes TensorBoard drop an earlier attempt's later records."""
         self._add(Event(session_log=SessionLog(status=SessionLog.START), step=step + 1 if step else 0))
+        if self._config:
+            self._add(Event(summary=hparams_pb(flattened(self._config)), step=0))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
@@ -35,7 +48,10 @@ class TensorboardTracker:
         self._writer.flush()
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        """Does nothing: completions are in samples.jsonl."""
+        if rows:
+            cells = [[row.prompt, row.response, f"{row.reward:g}", row.stop_reason] for row in rows]
+            table = [["prompt", "response", "reward", "stop_reason"], *([*map(_literal, line)] for line in cells)]
+            self._add(Event(summary=text_pb("samples", np.array(table, dtype=object)), step=step))
 
     def close(self) -> None:
         self._writer.close()
@@ -43,3 +59,9 @@ class TensorboardTracker:
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
         self._writer.add_event(event)
+
+
+def _literal(text: str) -> str:
+    """HTML that shows this text and nothing else, also where it is read as Markdown, as TensorBoard does by default."""
+    shown = visible_lines(text).translate(_ENTITIES)
+    return re.sub(r"^ | (?= )", "&nbsp;", shown, flags=re.MULTILINE).replace("\n", "<br>")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.run_ids import keep_id, kept_id
 
 try:
     import wandb
@@ -27,30 +28,53 @@ class WandbTracker:
     """One W&B run per run folder; a resumed run continues it. WANDB_MODE decides; without it, online if logged in."""
 
     def __init__(self, setup: TrackerSetup):
-        folder = str(setup.run_dir.resolve())
-        self._options = {
-            "project": setup.project_name,
-            "name": setup.run_name,
-            "dir": folder,
-            "id": hashlib.sha256(f"{setup.run_name}:{folder}".encode()).hexdigest()[:12],
-            "config": dict(setup.config),
-        }
+        self._setup = setup
+        self._folder = setup.run_dir.resolve()
+        self._run: wandb.Run | None = None
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Continue the run of an earlier start; one that begins anew is another: W&B takes a step only once."""
+        if self._run is None:
+            run_id = (kept_id(self._setup.run_dir, "wandb") if step else None) or secrets.token_hex(6)
+            self._run = self._start(run_id)
+            keep_id(self._setup.run_dir, "wandb", run_id)
+        self._run.config.update({"total_steps": total_steps}, allow_val_change=True)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._begun.log(dict(metrics), step=step)
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        table = wandb.Table(columns=["prompt", "response", "reward", "stop_reason"])
+        for row in rows:
+            table.add_data(row.prompt, row.response, row.reward, row.stop_reason)
+        self._begun.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    @property
+    def _begun(self) -> wandb.Run:
+        assert self._run is not None, "begin comes first"
+        return self._run
+
+    def _start(self, run_id: str) -> wandb.Run:
+        """Online, or offline where that fails; says where the run can be seen."""
         try:
             mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-            self._run = self._open(mode)
+            run = self._open(mode, run_id)
         except wandb.errors.Error as error:
-            why = redact(str(error))
-            _log.warning(
-                "wandb cannot be reached (%s): this run is kept in %s/wandb; `wandb sync` sends it.", why, folder
-            )
-            self._run = self._open("offline")
+            why, kept = redact(str(error)), f"{self._folder}/wandb"
+            _log.warning("wandb cannot be reached (%s): this run is kept in %s; `wandb sync` sends it.", why, kept)
+            run = self._open("offline", run_id)
         # W&B's own output says so too, but among a dozen other lines.
-        if self._run.offline:
-            print(f"wandb: offline, `wandb sync {Path(self._run.dir).parent}` sends this run", flush=True)
-        elif self._run.url:  # none if W&B is disabled
-            print(f"wandb: {self._run.url}", flush=True)
+        if run.offline:
+            print(f"wandb: offline, `wandb sync {Path(run.dir).parent}` sends this run", flush=True)
+        elif run.url:  # none if W&B is disabled
+            print(f"wandb: {run.url}", flush=True)
+        return run
 
-    def _open(self, mode: str) -> wandb.Run:
+    def _open(self, mode: str, run_id: str) -> wandb.Run:
         settings = wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             console="off",
@@ -62,20 +86,13 @@ class WandbTracker:
             disable_code=True,
             disable_git=True,
         )
-        online = {"resume": "allow"} if mode == "online" else {}
-        return wandb.init(mode=mode, settings=settings, **self._options, **online)  # type: ignore[arg-type]
-
-    def begin(self, step: int, total_steps: int) -> None:
-        self._run.config.update({"total_steps": total_steps}, allow_val_change=True)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        table = wandb.Table(columns=["prompt", "response", "reward", "stop_reason"])
-        for row in rows:
-            table.add_data(row.prompt, row.response, row.reward, row.stop_reason)
-        self._run.log({"samples": table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        return wandb.init(
+            mode=mode,  # type: ignore[arg-type]
+            settings=settings,
+            project=self._setup.project_name,
+            name=self._setup.run_name,
+            dir=str(self._folder),
+            id=run_id,
+            config=dict(self._setup.config),
+            resume="allow",
+        )

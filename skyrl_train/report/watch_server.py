@@ -31,7 +31,7 @@ from skyrl_train.report.rollout_query import Query, whole_number
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 
-MOST_POINTS = 4000
+MOST_POINTS = 2000
 """Of a curve."""
 _HOST = "127.0.0.1"
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
@@ -56,6 +56,26 @@ class _Watched:
     def __init__(self, files: RunFiles):
         self.files, self.files_lock = files, threading.Lock()
         self.rollouts, self.rollouts_lock = RolloutViews(files.folder), threading.Lock()
+        self.reader: asyncio.Task[None] | None = None
+
+    def read_ahead(self) -> None:
+        """Have the texts of rollouts in memory when somebody searches them, if they are few enough."""
+        if self.reader is None or self.reader.done():
+            self.reader = asyncio.create_task(self._read_ahead())
+
+    async def _read_ahead(self) -> None:
+        while await asyncio.to_thread(self._read_some):
+            await asyncio.sleep(0.01)  # others come first
+
+    def _read_some(self) -> bool:
+        with self.rollouts_lock:
+            return self.rollouts.index.read_ahead()
+
+    async def close(self) -> None:
+        if self.reader is not None:
+            self.reader.cancel()
+            await asyncio.wait([self.reader])
+        self.rollouts.close()
 
 
 class WatchServer:
@@ -111,7 +131,7 @@ class WatchServer:
         assert self._runner is not None
         await self._runner.cleanup()
         for run in self._runs:
-            run.rollouts.close()
+            await run.close()
 
     # -- who may ask -------------------------------------------------------------------------------------------------
 
@@ -157,7 +177,7 @@ class WatchServer:
             "runs": self._overview,
             "metrics": self._metrics,
             "diagnosis": self._diagnosis,
-            "rollouts": self._of_rollouts(lambda views, asked: views.rollouts(Query.parsed(asked))),
+            "rollouts": self._rollouts,
             "rollout": self._of_rollouts(_rollout),
             "group": self._of_rollouts(_group),
         }
@@ -165,6 +185,8 @@ class WatchServer:
     def _handler(self, answer: Answer) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             body = (await asyncio.to_thread(lambda: to_json(answer(dict(request.query))))).encode()
+            if answer == self._rollouts:
+                self._run(request.query).read_ahead()
             etag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
             if request.headers.get(hdrs.IF_NONE_MATCH) == etag:
                 return web.Response(status=304, headers={hdrs.ETAG: etag})
@@ -192,6 +214,9 @@ class WatchServer:
         run = self._run(asked)
         with run.files_lock:
             return run.files.diagnosis()
+
+    def _rollouts(self, asked: Mapping[str, str]) -> Any:
+        return self._of_rollouts(lambda views, rest: views.rollouts(Query.parsed(rest)))(asked)
 
     def _of_rollouts(self, answer: Callable[[RolloutViews, Mapping[str, str]], Any]) -> Answer:
         def answered(asked: Mapping[str, str]) -> Any:

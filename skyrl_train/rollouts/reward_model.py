@@ -48,7 +48,12 @@ class JudgedRollout:
             log.warning("A rollout of prompt %s cannot be scored: %s", item.prompt.uid, score)
             item.fail(score.kind, score.detail)
             return
-        item.reward += self._coef * score
-        if item.turns:  # the score of the whole conversation is known at its end
-            item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + self._coef * score)
-        item.env_metrics[METRIC] = score
+        add_score(item, self._coef, score)
+
+
+def add_score(item: Trajectory, coef: float, score: float) -> None:
+    """Add `coef` times the judge's score to the trajectory's reward."""
+    item.reward += coef * score
+    if item.turns:  # the score of the whole conversation is known at its end
+        item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + coef * score)
+    item.env_metrics[METRIC] = score

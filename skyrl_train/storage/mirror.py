@@ -41,8 +41,9 @@ SAID_ANEW_AFTER = 5
 """Attempts of one upload after which its failure is said again."""
 LATEST_FILE = "latest_ckpt_global_step.txt"
 _STEP = re.compile(r"global_step_(\d+)")
-_NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|\..*")
-"""Folders with manifests, with what is not finished, or with what only processes of the run read."""
+_NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|mlflow|\..*")
+"""Folders with manifests, with what is not finished, with what only processes of the run read, or with a database whose
+paths are this machine's."""
 _log = logging.getLogger(__name__)
 
 
@@ -127,7 +128,7 @@ class Mirror:
             (folder / name).unlink(missing_ok=True)
 
     def drop(self, file: Path) -> None:
-        """A file of `local`, not of a folder with a manifest, was deleted, and shall be at the address. Returns at once."""
+        """A file of `local`, of no folder with a manifest, is deleted, and shall be at the address. Returns at once."""
         with self._turn:
             self._dropped.add(file.relative_to(self.local).as_posix())
 

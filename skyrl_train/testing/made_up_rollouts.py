@@ -53,9 +53,9 @@ def made_up_rollouts(
             for index, length in enumerate(lengths)]  # fmt: skip
     table = pa.Table.from_pylist(rows, pa.schema([field for field in COLUMNS if field.name in rows[0]]))
     sampled = np.ones(len(ids), bool)
-    for row, start in zip(rows, offsets.tolist(), strict=False):
-        sampled[start : start + row["response_tokens"]] = False
-        for span in row["loss_spans"]:
+    for one, start in zip(rows, offsets.tolist(), strict=False):
+        sampled[start : start + one["response_tokens"]] = False
+        for span in one["loss_spans"]:
             sampled[start + span["start"] : start + span["stop"]] = True
     advantages = np.repeat((rewards - rewards.mean()).astype(np.float32), lengths) * sampled
     last = np.zeros(len(ids), np.float32)

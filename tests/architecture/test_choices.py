@@ -12,7 +12,7 @@ from skyrl_train.registry import load_object
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 TABLES = {name: value for name, value in vars(choices).items() if name.isupper() and isinstance(value, dict)}
-OPTIONAL = {"vllm", "sglang"}
+OPTIONAL = {"vllm", "sglang", "mlflow", "trackio"}
 ENTRIES = [(table, name, target) for table, names in TABLES.items() for name, target in names.items()]
 
 
@@ -36,7 +36,7 @@ def decorated() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("table", "name", "target"), ENTRIES, ids=[f"{t}-{n}" for t, n, _ in ENTRIES])
 def test_every_name_loads_something_that_can_be_called(table: str, name: str, target: str):
-    if name in OPTIONAL:  # importing the library takes half a minute, where it is installed: look instead
+    if name in OPTIONAL:  # importing the library takes long, where it is installed: look instead
         module, _, wanted = target.partition(":")
         tree = ast.parse((PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text())
         assert wanted in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

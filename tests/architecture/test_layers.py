@@ -25,7 +25,7 @@ LAYERS = (
     "rollouts learner",
     "trainer",
     "assembly",
-    "simulation",
+    "simulation replay",
     "experiments",
     "skyrl",
     "entrypoints tensordict generators inference_engines utils dataset training_batch fully_async_trainer",
@@ -41,6 +41,8 @@ ONE_IMPORTER = (
     "playwright",
     "wandb",
     "tensorboard",
+    "mlflow",
+    "trackio",
     "matplotlib",
     "peft",
     "prometheus_client",
@@ -56,6 +58,9 @@ ONE_IMPORTER = (
     "pyseccomp",
     "torchrl",
     "fsspec",
+    "jsonschema",
+    "referencing",
+    "regex",
 )
 OUR_MODULE = re.compile(r"skyrl_train(\.\w+)+(:\w+)?")
 
@@ -187,6 +192,10 @@ def test_only_cluster_imports_ray():
     assert wrong == []
 
 
+def test_nothing_imports_what_hydra_keeps_for_itself():
+    assert [f"{n}:{line}" for n, _, line, m in all_imports() if m.startswith("hydra._internal")] == []
+
+
 @pytest.mark.parametrize("library", ONE_IMPORTER)
 def test_an_optional_library_is_imported_in_one_place(library: str):
     """One file, or files whose names begin with that of the engine."""
@@ -206,10 +215,12 @@ def test_packages_export_nothing_by_themselves():
 
 
 LOADED = """
-import importlib, pkgutil, sys
+import importlib.util, pkgutil, sys
 import skyrl_train.{package} as package
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    importlib.import_module(module.name)
+    library = module.name.rpartition(".")[2]
+    if library not in ("mlflow", "trackio") or importlib.util.find_spec(library):  # extras
+        importlib.import_module(module.name)
 loaded = {{name.split(".")[0] for name in sys.modules}}
 heavy = loaded & {{"torch", "ray", "transformers", "datasets", "vllm", "sglang"}}
 assert not heavy, heavy

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Restart, TrajectoryGroup, Turn
 from tests.support.trajectories import trajectory_from
@@ -24,6 +25,7 @@ OF_TOKENS = {
 }
 """Columns, and the tensors of a batch that they show."""
 OPENING = {"role": "user", "content": "How many are two and three? Answer in one word."}
+ODD = {"role": "user", "content": "Write what is no text."}
 
 
 def groups_of_all_kinds(more: int = 0) -> list[TrajectoryGroup]:
@@ -65,13 +67,13 @@ def _first() -> TrajectoryGroup:
 
 
 def _second() -> TrajectoryGroup:
-    prompt = Prompt("a \ud83d\0\x1b[31m", [OPENING], "toy", {}, "made/up")
+    prompt = Prompt("a \ud83d\0\x1b[31m", [ODD], "toy", {}, "made/up")
     several = trajectory_from(
         prompt, 0, [5], [7, 8, 9, 3, 2], [1, 1, 0, 1, 1], [-0.5, -0.25, 0.0, -0.75, -1.5],
         [Turn(0, 2, 0.0, "stop", 1, 1), Turn(3, 5, 2.0, "stop", 2, 2)], 2.0, "stop", 0.7,
         text="half of a pair \ud83d, a NUL \0 and an escape \x1b[31m",
-        messages=[OPENING, {"role": "assistant", "content": "half of a pair \ud83d, a NUL \0 and an escape \x1b[31m"}],
-        restarts=[Restart(3, [5, 5, 5]), Restart(4, [6, 6])],
+        messages=[ODD, {"role": "assistant", "content": "half of a pair \ud83d, a NUL \0 and an escape \x1b[31m"}],
+        restarts=[Restart(3, token_array([5, 5, 5])), Restart(4, token_array([6, 6]))],
     )  # fmt: skip
     failed = trajectory_from(
         prompt, 1, [5], [7, 8], [1, 1], [-0.5, -0.25], [Turn(0, 2, 3.0, "stop", 1, 1)], 3.0, "stop", 0.7

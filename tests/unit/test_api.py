@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -12,10 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.api import _wait_for, check, load_config, train
+from skyrl_train.api import TrainingResult, _wait_for, check, load_config, rollouts, train
 from skyrl_train.entrypoints.main_generate import EvaluationExp
-from skyrl_train.errors import ClusterLost, ConfigError, WorkerDied
+from skyrl_train.errors import ClusterLost, ConfigError, DataError, WorkerDied
 from skyrl_train.experiments.base import Experiment
+from skyrl_train.report.rollout_files import step_file
+from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
+
+PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
 
 class Size(IntEnum):
@@ -162,3 +167,37 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
     with pytest.raises(ClusterLost, match="gcs_server"):
         train(load_config(["device=cpu"]), OwnRun)
     assert vars(made[0])["cluster"].left == 1
+
+
+def test_rollouts_of_a_run_are_a_dataset(tmp_path: Path):
+    made_up_run(tmp_path, 3, 16)
+    whole = rollouts(tmp_path)
+    assert whole.num_rows == 48 and whole.unique("step") == [1, 2, 3]
+    some = TrainingResult(tmp_path, 3).rollouts(steps=[2], columns=["uid", "old_logprobs"])
+    assert some.column_names == ["uid", "old_logprobs"]
+    assert some[5]["old_logprobs"] == made_up_rollouts(16, 2)["old_logprobs"][5].as_py()
+    assert len(some.to_pandas()) == 16
+
+
+def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
+    with pytest.raises(DataError, match="no rollouts are kept here"):
+        rollouts(tmp_path)
+    made_up_run(tmp_path, 1, 4)
+    with pytest.raises(ConfigError, match="the columns of rollouts are step, uid"):
+        rollouts(tmp_path, columns=["reward", "tokens"])
+    step_file(tmp_path, 1).write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="its rollouts cannot be read"):
+        rollouts(tmp_path)
+
+
+def test_the_snippets_of_the_page_of_rollouts_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made_up_run(tmp_path / "runs" / "a", 2, 16)
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(snippet, {})
+    said = capsys.readouterr().out
+    assert "mean" in said and "'<end>' True -" in said

@@ -100,7 +100,7 @@ def decode(kind: Any, value: Any, param: str = "") -> Any:
         if type(value) is not dict:
             _wrong(dict, value, param)
         return {_text(name, param): decode(get_args(kind)[1], item, below(param, name)) for name, item in value.items()}
-    raise Malformed(param, f"does not travel over HTTP; it must be left out, got {_seen(value)}.")
+    raise Malformed(param, f"does not travel over HTTP; it must be left out, got {seen(value)}.")
 
 
 def _object(kind: Any, value: Any, param: str) -> Any:
@@ -147,7 +147,7 @@ def _option(kinds: Sequence[Any], value: Any, param: str) -> Any:
     if inner:
         raise max(inner, key=lambda error: len(error.param))
     allowed = " or ".join(dict.fromkeys(_name(kind) for kind in kinds if kind is not NoneType))
-    raise Malformed(param, f"must be {allowed}, got {_seen(value)}.")
+    raise Malformed(param, f"must be {allowed}, got {seen(value)}.")
 
 
 @cache
@@ -187,7 +187,7 @@ def _text(value: Any, param: str) -> str:
 
 
 def _wrong(kind: Any, value: Any, param: str) -> NoReturn:
-    raise Malformed(param, f"must be {_name(kind)}, got {_seen(value)}.")
+    raise Malformed(param, f"must be {_name(kind)}, got {seen(value)}.")
 
 
 _NAMES = {
@@ -212,7 +212,7 @@ def _name(kind: Any) -> str:
     return _NAMES.get(plain, "null")
 
 
-def _seen(value: Any) -> str:
+def seen(value: Any) -> str:
     """A value for an error message: short, and without traversing values that may be nested a thousand times."""
     if isinstance(value, dict):
         return "an object"

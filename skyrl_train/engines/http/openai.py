@@ -1,7 +1,4 @@
-"""Translates OpenAI's chat and text completions to SampleRequests, and Completions to answers.
-
-A parameter is either supported, refused by name, or listed in IGNORED because it cannot change the answer.
-"""
+"""Translates OpenAI's chat and text completions to SampleRequests, and Completions to answers."""
 
 from __future__ import annotations
 
@@ -9,110 +6,18 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
 from skyrl_train.data.chat import decode_answer, render_prompt
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.http.codec import Malformed, decode
+from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
+from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.wire import Limits, check_ids, checked_sampling, within
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.errors import EngineError
-
-IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}) | {
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
-"""Accepted without effect: they concern accounts, billing and storage, or features that are refused."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "top_logprobs": (0,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-}
-"""Refused, except for null and these values, which have no effect."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamOptions:
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextPart:
-    type: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatMessage:
-    """A message of the conversation; the null members of an earlier answer are accepted in its message."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Body:
-    """The parameters of both kinds of completions."""
-
-    model: str
-    n: int = 1
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    # Beyond OpenAI's, under vLLM's names.
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False
-    return_token_ids: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatBody(_Body):
-    """POST /v1/chat/completions"""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextBody(_Body):
-    """POST /v1/completions"""
-
-    prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = None
-
 
 SAMPLED = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
 
@@ -163,10 +68,10 @@ class Translator:
 
     def chat(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Read a chat completion. Raises Malformed naming the parameter, DataError if the chat template refuses."""
-        body: ChatBody = decode(ChatBody, _stripped(raw, messages=True))
+        body = read_body(ChatBody, raw)
         if not body.messages:
             raise Malformed("messages", "must hold at least one message.")
-        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
+        messages = [_message(message) for message in body.messages]
         characters = sum(len(text) for message in messages for text in message.values())
         self._check_size(body, 1, characters, "messages")
         prompt = render_prompt(self._tokenizer, messages, self._chat_template_kwargs)
@@ -177,7 +82,7 @@ class Translator:
 
     def text(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Read a text completion; text is tokenised as it is, control tokens included. Raises Malformed."""
-        body: TextBody = decode(TextBody, _stripped(raw))
+        body = read_body(TextBody, raw)
         if body.logprobs:
             raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
         prompt: Any = body.prompt
@@ -304,34 +209,10 @@ class Translator:
         return [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids.tolist()]
 
 
-def _stripped(raw: Any, messages: bool = False) -> Any:
-    """The body without ignored and neutral parameters. Raises Malformed for a refused parameter."""
-    if not isinstance(raw, dict):
-        return raw
-    for name, allowed in NEUTRAL.items():
-        value = raw.get(name)
-        if value is not None and value not in allowed:
-            only = "".join(f" or {item!r}" for item in allowed)
-            raise Malformed(name, f"is not supported here; leave it out (null{only} changes nothing).")
-    kept = {name: value for name, value in raw.items() if name not in IGNORED and name not in NEUTRAL}
-    if messages and isinstance(kept.get("messages"), list):
-        kept["messages"] = [
-            {k: v for k, v in one.items() if v is not None and v != []} if isinstance(one, dict) else one
-            for one in kept["messages"]
-        ]
-    return kept
-
-
-def _message(message: ChatMessage, where: str) -> Message:
-    if message.role not in ROLES:
-        raise Malformed(f"{where}.role", f"must be one of {', '.join(ROLES)}.")
+def _message(message: ChatMessage) -> Message:
     content = message.content
-    if isinstance(content, list):
-        for index, part in enumerate(content):
-            if part.type != "text":
-                raise Malformed(f"{where}.content[{index}].type", "must be 'text': only text is supported.")
-        content = "".join(part.text for part in content)
-    rendered: Message = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    rendered: Message = {"role": "system" if message.role == "developer" else message.role, "content": text}
     extras = {"name": message.name, "tool_call_id": message.tool_call_id}
     return rendered | {name: value for name, value in extras.items() if value is not None}
 

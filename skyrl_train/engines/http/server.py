@@ -30,6 +30,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.admission import Admission, room
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
+from skyrl_train.engines.http.openapi import document
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -142,6 +143,7 @@ class HttpEndpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body_bytes)
         app.router.add_get("/health", self._health, expect_handler=self._expect)
         app.router.add_get("/metrics", self._scrape, expect_handler=self._expect)
+        app.router.add_get("/openapi.json", self._document, expect_handler=self._expect)
         app.router.add_get("/v1/models", self._models, expect_handler=self._expect)
         app.router.add_post("/v1/chat/completions", self._openai("chat"), expect_handler=self._expect)
         app.router.add_post("/v1/completions", self._openai("text"), expect_handler=self._expect)
@@ -407,6 +409,9 @@ class HttpEndpoint:
         names = [self.model_name, *sorted(self._adapters)]
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "skyrl-train"} for name in names]
         return web.Response(body=write_json({"object": "list", "data": models}), content_type="application/json")
+
+    async def _document(self, request: web.Request) -> web.Response:
+        return web.json_response(document(self._limits, text=self._translator is not None, control=self._control))
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answers 200 as long as an engine is alive."""

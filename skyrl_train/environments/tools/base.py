@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.environments.tools.arguments import Arguments, Unusable
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 CLOSE_S = 5.0
@@ -22,26 +22,22 @@ MAX_REASON = 500
 """Number of characters of an exception's message that the model sees."""
 HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters other than tab and line feed, which terminals obey; lone surrogates, which tokenizers reject."""
-TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
 
 
 class ToolError(Exception):
     """A call that cannot be answered; the model sees the message."""
 
 
+class BadArguments(ToolError):
+    """A call whose arguments are found wrong in `Tool.call` itself."""
+
+
 class Tool(ABC):
     """A tool that a model may call in an episode. One object serves one episode, one call at a time.
 
     `parameters` is the JSON schema of an object. `call` runs on the episode's own event loop; blocking code must go
-    through `asyncio.to_thread`. Arguments are untrusted, but have the names and types that `parameters` requires.
+    through `asyncio.to_thread`. Arguments are untrusted, but fit `parameters`, which is checked whole; names that it
+    does not know are refused unless it says otherwise (`additionalProperties`).
     """
 
     name: str
@@ -117,7 +113,7 @@ class ToolBox:
         if tool is None:
             known = ", ".join(self._tools) or "none"
             return ToolResult(harmless(f"There is no tool {name!r:.100}; known tools: {known}."), "unknown_tool")
-        if wrong := bad_arguments(tool.parameters, arguments):
+        if wrong := arguments_of(tool).wrong(arguments):
             return ToolResult(harmless(f"{tool.name}: {wrong}"), "bad_arguments")
         if tool.name in self._stuck:
             return ToolResult(f"{tool.name} timed out before and is not available any more.", "timeout")
@@ -169,6 +165,14 @@ class ToolBox:
         self._loop = self._thread = None
 
 
+def arguments_of(tool: Tool) -> Arguments:
+    """The arguments that a tool takes. Raises ConfigError if its `parameters` are no JSON schema."""
+    try:
+        return Arguments(tool.parameters)
+    except Unusable as error:
+        raise ConfigError(f"the tool {tool.name!r} has parameters that cannot be checked: {error}.") from error
+
+
 async def _outcome(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     """A call's result. SystemExit is caught too: it would end the loop that the other tools share."""
     try:
@@ -177,7 +181,8 @@ async def _outcome(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
             raise TypeError(f"{tool.name} returned {type(text).__name__}, not text")
         return ToolResult(cut(harmless(text), tool.max_output))
     except ToolError as error:
-        return ToolResult(cut(harmless(str(error)), tool.max_output), "tool_error")
+        kind = "bad_arguments" if isinstance(error, BadArguments) else "tool_error"
+        return ToolResult(cut(harmless(str(error)), tool.max_output), kind)
     except (asyncio.CancelledError, EnvironmentFailure, ConfigError):
         raise
     except BaseException as error:
@@ -215,37 +220,3 @@ def cut(text: str, limit: int) -> str:
         return text
     head = limit - limit // 2
     return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - limit // 2 :]}"
-
-
-def bad_arguments(parameters: Mapping[str, Any], arguments: Any) -> str | None:
-    """Say what is wrong with a call's arguments, or return None.
-
-    Checks names and types of values against the first level of a JSON schema.
-    """
-    if not isinstance(arguments, dict):
-        return f"arguments must be an object, not {type(arguments).__name__}."
-    known: Mapping[str, Any] = parameters.get("properties", {})
-    if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
-        return f"the argument {missing[0]!r} is missing."
-    for name, value in arguments.items():
-        if name not in known:
-            if parameters.get("additionalProperties") is True:
-                continue
-            return f"there is no argument {name!r:.100}; there are: {', '.join(known) or 'none'}."
-        if not _is_of(known[name], value):
-            return f"the argument {name!r} must be of type {known[name]['type']}, not {type(value).__name__}."
-        if (choices := known[name].get("enum")) and value not in choices:
-            return f"the argument {name!r} must be one of {choices}."
-    return None
-
-
-def _is_of(schema: Mapping[str, Any], value: Any) -> bool:
-    names = schema.get("type", [])
-    types = [kind for name in ([names] if isinstance(names, str) else names) for kind in TYPES.get(name, (object,))]
-    if isinstance(value, bool):  # an int to Python, not to JSON
-        return not types or bool in types or object in types
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    if isinstance(value, float) and float not in types and int in types:  # 3.0 is an integer to JSON schema
-        return value.is_integer()
-    return not types or isinstance(value, tuple(types))

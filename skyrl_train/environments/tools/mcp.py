@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 
-from skyrl_train.environments.tools.base import Tool, ToolError
+from skyrl_train.environments.tools.arguments import Arguments, Unusable
+from skyrl_train.environments.tools.base import BadArguments, Tool, ToolError
 from skyrl_train.errors import ConfigError
 
 CONNECT_S = 30.0
@@ -106,6 +107,7 @@ class McpTool(Tool):
         self.servers = {name: Server.read(name, entry) for name, entry in servers.items()}
         self._connections: dict[str, _Connection] = {}
         self.pinned = {name: pinned(server) for name, server in self.servers.items()}
+        self._arguments = {name: arguments_of(server) for name, server in self.servers.items()}
         allowed = [f"{name}.{tool}" for name, server in self.servers.items() for tool in server.tools]
         self.description = "Call one of these tools:\n" + "\n".join(map(self._line, allowed))
         self.parameters: dict[str, Any] = {
@@ -128,6 +130,8 @@ class McpTool(Tool):
         server = self.servers.get(name)
         if server is None or tool not in server.tools:
             raise ToolError(f"{arguments['tool']!r:.100} is not an allowed tool.")
+        if wrong := self._arguments[name][tool].wrong(arguments["arguments"]):
+            raise BadArguments(f"{arguments['tool']}: {wrong}")
         connection = self._connections.setdefault(name, _Connection(server))
         try:
             client = await connection.client()
@@ -326,6 +330,23 @@ def pinned(server: Server) -> Listing:
                 raise ConfigError(f"servers.{server.name}.tools: {missing} are not among {sorted(listing)}.")
             _pins[server] = listing
         return listing
+
+
+def arguments_of(server: Server) -> dict[str, Arguments]:
+    """The arguments of a server's allowed tools, by its own schemas. Raises ConfigError for one that is none.
+
+    Names that a schema does not know are the server's to refuse.
+    """
+    found = {}
+    for tool in server.tools:
+        try:
+            found[tool] = Arguments(pinned(server)[tool]["parameters"], closed=False)
+        except Unusable as error:
+            raise ConfigError(
+                f"servers.{server.name}.tools: the arguments of {tool!r} have a schema that cannot be used: {error}; "
+                "leave the tool out, or correct its server."
+            ) from error
+    return found
 
 
 def _first_listing(server: Server) -> Listing:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import TOOLS
-from skyrl_train.environments.tools.base import Tool
+from skyrl_train.environments.tools.base import Tool, arguments_of
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
@@ -33,9 +33,10 @@ def make_tool(name: str, settings: Mapping[str, Any] | None = None) -> Tool:
 
 
 def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
-    """Check a tool before a run starts: its name, its settings, and what it needs of this machine.
+    """Check a tool before a run starts: its name, its settings, its parameters, and what it needs of this machine.
 
     Raises ConfigError.
     """
     made = make_tool(name, settings)
+    arguments_of(made)
     type(made).check(**(settings or {}))

@@ -7,10 +7,13 @@ import re
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from skyrl_train.entrypoints import cli
+from skyrl_train.environments import registry
 from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.pages import Command, commands, snippets
 
 PLUGINS = Path(__file__).parent / "plugins"
 ROW = {
@@ -167,3 +170,37 @@ def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], 
         cli.main()
     assert ended.value.code == 2
     assert "generator.max_turns" in capsys.readouterr().err
+
+
+@pytest.fixture
+def folder_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What docs/foreign_environments.md and examples/reasoning_gym say that there is."""
+    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_envs", raising=False)
+    (tmp_path / "my_envs.py").write_text(snippets("docs/foreign_environments.md")[0])
+    rows = datasets.Dataset.from_list([ROW] * 4)
+    rows.to_json("rows.jsonl")
+    rows.to_parquet("train.parquet")
+    Path("answers.jsonl").write_text('"a"\n["a", "b"]\n')
+    save_tiny_model(Path("Qwen/Qwen2.5-0.5B-Instruct"))
+    return tmp_path
+
+
+TRIED = [one for one in commands() if one.page == "docs/foreign_environments.md"]
+
+
+@pytest.mark.parametrize("command", TRIED, ids=str)
+def test_the_commands_of_the_pages(
+    command: Command,
+    folder_of_the_pages: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert command.words[:3] == ("skyrl-train", "env", "try")
+    code, out, err = run(capsys, monkeypatch, *command.words[3:])
+    assert code == 0, out + err
+    assert ("reward of the episode" in out) == any("--completion" in word for word in command.words)

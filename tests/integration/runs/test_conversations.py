@@ -6,13 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.run_files import RunFiles
 from skyrl_train.trainer.batch_dump import read_batch
 from tests.support.kept_rollouts import assert_shows
 
 from .conftest import Run, metrics_of
+from .replays import assert_replays
 
 PLUGIN = """
 from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
@@ -79,6 +83,7 @@ def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, t
     rewarded = batch.per_sequence_sum((batch.token_rewards != 0).long())
     assert int(rewarded.max()) == 2, "each turn has its own"
     assert_kept(tmp_path)
+    assert_replays(tmp_path)
 
 
 def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step(
@@ -100,11 +105,12 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
     assert len(batch) == len(uids) == 32 and batch.episode_ids is not None
     assert batch.episode_ids.unique(return_counts=True)[1].tolist() == [2] * 16
     assert_kept(tmp_path)
+    assert_replays(tmp_path)
 
 
 def assert_kept(folder: Path) -> None:
     """The rollouts that the run in this folder kept are the batches that it trained on."""
-    files = RolloutFiles(folder / "ckpts")
+    files, views = RolloutFiles(folder / "ckpts"), RolloutViews(folder / "ckpts")
     assert files.steps() == [1, 2]
     vocabulary = files.vocabulary()
     for step in files.steps():
@@ -116,3 +122,11 @@ def assert_kept(folder: Path) -> None:
             assert answer["content"] in row["text"] and len(row["turns"]) == 2
             asked = "".join(vocabulary[token] for token in row["prompt_ids"])
             assert f"<|im_start|>user\n{opening['content']}<|im_end|>" in asked
+            shown = views.rollout(step, row["uid"], row["sample"])["tokens"]
+            for name in ("advantages", "old_logprobs", "ref_logprobs"):
+                expected = row[name] or [None] * len(row["response_ids"])
+                numbers = np.array(shown[name][shown["prompt"] :], np.float32)
+                assert np.array_equal(numbers, np.array(expected, np.float32), equal_nan=True)
+            assert shown["trained"][shown["prompt"] :] == row["trained"]
+    summary = RunFiles(folder / "ckpts").summary()
+    assert (summary["state"], summary["step"], summary["total_steps"]) == ("finished", 2, 2)

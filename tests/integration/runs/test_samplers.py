@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from .conftest import Run, metrics_of
+from .replays import assert_replays
 
 PLUGIN = """
 from skyrl_train.environments.base import BaseTextEnv, BaseTextEnvStepOutput
@@ -60,7 +61,8 @@ def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
         *SIX_STEPS,
     ]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    run("main_base", *parity(straight), *samplers)
+    keeps = ["trainer.keep_rollouts=all", "trainer.dump_data_batch=true"]
+    run("main_base", *parity(straight), *samplers, *keeps)
     from_step_2 = f"trainer.resume_path={straight / 'ckpts' / 'global_step_2'}"
     run("main_base", *parity(resumed), *samplers, "trainer.resume_mode=from_path", from_step_2)
 
@@ -76,6 +78,7 @@ def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
     weights = "exports/global_step_6/policy/model.safetensors"
     ours, theirs = load_file(resumed / weights), load_file(straight / weights)
     assert all(bool((ours[name] == tensor).all()) for name, tensor in theirs.items())
+    assert_replays(straight)
 
 
 @pytest.mark.on_demand

@@ -14,6 +14,7 @@ import pytest
 
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from skyrl_train.trainer.batch_dump import read_batch
+from tests.support.pages import snippets
 
 from .conftest import ONE_PROCESS, metrics_of
 
@@ -54,6 +55,15 @@ def test_own_generator_with_rewards_by_token(script: Script):
         assert rows[step]["reward/mean"] > 1  # a sum over tokens
         assert rows[step]["policy/grad_norm"] > 0
         assert rows[step]["mismatch/kl"] < 1e-3  # log-probs that the engines told are those of the trainer
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_the_script_of_the_page(script: Script, tmp_path: Path):
+    """As it stands in docs/from_skyrl.md; the scripts beside this file have its parts."""
+    (tmp_path / "page.py").write_text(snippets("docs/from_skyrl.md")[0])
+    rows, _ = script(str(tmp_path / "page.py"))
+    assert set(rows) == {0, 1, 2} and rows[2]["rollouts/failed"] == 0
 
 
 @pytest.mark.slow

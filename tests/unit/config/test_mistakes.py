@@ -21,7 +21,7 @@ MISTAKES = {
     "trainer.epochs": "trainer.epochs: is no key=value. Write trainer.epochs=VALUE.",
     "generator.backend=vlm": "generator.backend=vlm: must be one of sglang, transformers, vllm. Did you mean 'vllm'?",
     "trainer.strategy=fsdp3": "must be one of deepspeed, fsdp, fsdp2, megatron, single. Did you mean 'fsdp",
-    "trainer.logger=wandbb": "must be one of console, tensorboard, wandb. Did you mean 'wandb'?",
+    "trainer.logger=wandbb": "must be one of console, mlflow, tensorboard, trackio, wandb. Did you mean 'wandb'?",
     "environment.env_class=gsm9k": "Did you mean 'gsm8k'?",
     "trainer.algorithm.advantage_estimator=gpro": "Did you mean 'grpo'?",
     "trainer.algorithm.kl_estimator_type=k9": "must be one of abs, k1, k1+, k2, k3",

@@ -133,6 +133,20 @@ def test_an_engine_must_be_installed_unless_servers_have_it(there: list[str], mo
     assert found(*there, *servers) == []
 
 
+def test_a_tracker_must_be_installed_and_a_folder_of_its_name_is_no_library(
+    there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # type: ignore[arg-type]
+    assert found(*there, "trainer.logger=[console,tensorboard,wandb]") == []
+    advice = "Install it: `uv run --extra mlflow ...`, or leave it out."
+    (problem,) = found(*there, "trainer.logger=mlflow")
+    assert problem == f"trainer.logger=mlflow: must be a tracker that is installed. {advice}"
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert "--extra trackio" in found(*there, "trainer.logger=[console,trackio]")[0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [
@@ -147,7 +161,7 @@ def test_more_slots_than_accelerators_are_refused_on_one_machine_and_left_to_a_c
     overrides = [*there, *overrides, "generator.backend=transformers"]
     if "parallel" in " ".join(overrides):
         overrides[-1] = "generator.run_engines_locally=true"
-        monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(needed))))
     assert count_accelerators() == needed
     assert found(*overrides, accelerator=True) == []

@@ -34,6 +34,7 @@ ROUTES = [(call.verb, call.route) for call in REMOTE_METHODS.values()]
 ROUTES += [
     ("GET", "/metrics"),
     ("GET", "/health"),
+    ("GET", "/openapi.json"),
     ("GET", "/v1/models"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),

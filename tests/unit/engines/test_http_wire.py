@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
+from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, TextPart
 from skyrl_train.engines.http.codec import Malformed, Untransferable, decode, encode, read_json, write_json
-from skyrl_train.engines.http.openai import ChatBody, ChatMessage, TextBody, TextPart, Translator
+from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.wire import (
     REMOTE_METHODS,
     BeginWeights,
@@ -43,11 +44,11 @@ TYPES: list[Any] = [
     *(call.arguments for call in REMOTE_METHODS.values()),
     SampleRequest,
     SamplingParams,
-    ChatBody,
-    TextBody,
 ]
-TYPES += [Manifest, TensorSpec, Bucket, SharedHandle, ChatMessage, TextPart]
-WORDS = [*dict.fromkeys(field.name for kind in TYPES for field in fields(kind)), "tools"]
+TYPES += [Manifest, TensorSpec, Bucket, SharedHandle]
+NAMES = [field.name for kind in TYPES for field in fields(kind)]
+NAMES += [name for kind in (ChatBody, TextBody, ChatMessage, TextPart) for name in kind.model_fields]
+WORDS = [*dict.fromkeys(NAMES)]
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
 )

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from skyrl_train.errors import DataError
+from skyrl_train.report import rollout_index
 from skyrl_train.report.plain_json import plain, to_json
 from skyrl_train.report.rollout_files import FOLDER, RolloutFiles, step_file, write_rollouts, write_vocabulary
 from skyrl_train.report.rollout_packing import pack_messages
@@ -246,6 +247,23 @@ def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tm
     step_file(tmp_path, 1).unlink()
     assert views.rollouts(Query(step=1))["total"] == 0
     assert views.rollouts(Query(text="bada", limit=500))["facets"]["steps"] == [2, 3, 4, 5, 6]
+
+
+def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypatch: pytest.MonkeyPatch):
+    views = RolloutViews(run)
+    assert not views.index.read_ahead()  # nothing is known yet
+    views.index.refresh()
+    assert views.index.read_ahead() and not views.index.read_ahead()
+    read = []
+    monkeypatch.setattr(RolloutFiles, "conversations", lambda self, step: read.append(step))
+    assert views.rollouts(Query(text="bada"))["total"] > 0 and read == []
+    monkeypatch.undo()
+    monkeypatch.setattr(rollout_index, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(rollout_index, "_BLOCK_BYTES", 1)
+    some = RolloutViews(run)
+    some.index.refresh()
+    assert some.index.read_ahead() and not some.index.read_ahead()
+    assert some.rollouts(Query(text="bada", limit=500)) == views.rollouts(Query(text="bada", limit=500))
 
 
 def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(

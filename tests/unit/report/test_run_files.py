@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
 def test_of_a_run_on_another_machine_its_numbers_tell_whether_it_goes_on(tmp_path: Path):
     make_run(tmp_path, 3, total=8, rollouts=0)
     (tmp_path / ".lock").write_text(OTHERS_LOCK)
+    assert states(tmp_path) == "running"
+    quarter = time.time() - 900
+    os.utime(tmp_path / METRICS_FILE, (quarter, quarter))
+    assert states(tmp_path) == "failed"
+    rows = [{"step": step, "time": 400.0 * step} for step in range(1, 4)]  # they take so long
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(tmp_path / METRICS_FILE, (quarter, quarter))
     assert states(tmp_path) == "running"
     os.utime(tmp_path / METRICS_FILE, (1.0, 1.0))
     assert states(tmp_path) == "failed"

@@ -7,12 +7,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import visible, visible_lines
+from skyrl_train.report.hyperparameters import flattened
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.run_ids import FILE, keep_id, kept_id
+from skyrl_train.report.tensorboard import TensorboardTracker
 from skyrl_train.report.trackers import Trackers, make_trackers
 
 HOSTILE = "\x1b[31m\x00[bold]x[/bold]</think><script>\ud800\u202e\r\n"
@@ -54,6 +60,14 @@ def test_a_tracker_that_raises_is_named_once_and_dropped_and_the_others_go_on(ca
     assert len(bad.calls) == 1
     assert caplog.text.count("Tracker bad failed") == 1
     assert "disk full" in caplog.text
+
+
+def test_the_warning_of_a_tracker_has_no_password_of_its_server_s_address(caplog: pytest.LogCaptureFixture):
+    tracker = Recorder(fails=True)
+    tracker.failure = OSError("no answer from https://me:pass%20word@host:5000/api?mail=a@b")
+    with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
+        trackers.log({"x": 1.0}, 1)
+    assert "from https://host:5000/api?mail=a@b" in caplog.text and "me:" not in caplog.text
 
 
 SECRET = "canary-of-a-password"
@@ -105,10 +119,8 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path: Path):
         make_trackers(["wandbb"], tmp_path, "project", "run", {})
 
 
-@pytest.mark.parametrize(("name", "library"), [("wandb", "wandb"), ("tensorboard", "tensorboard.compat.proto")])
-def test_a_missing_library_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
-):
+@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "trackio", "wandb"])
+def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     module = f"skyrl_train.report.{name}"
     for loaded in [m for m in sys.modules if m == module or m.split(".")[0] == name]:
         monkeypatch.delitem(sys.modules, loaded)
@@ -118,9 +130,6 @@ def test_a_missing_library_says_what_to_install(
 
 
 def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tmp_path: Path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from skyrl_train.report.tensorboard import TensorboardTracker
-
     for start, value in ((0, 1.0), (2, 7.0)):
         tracker = Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))})
         tracker.begin(start, 4)
@@ -129,14 +138,90 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
         tracker.samples([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
         assert tracker._members
         tracker.close()
-    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("reward/mean")] == [
+        (1, 1),
+        (2, 1),
+        (3, 7),
+        (4, 7),
+        (5, 7),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated:DeprecationWarning")  # TensorBoard's own copy
+@pytest.mark.parametrize("markdown", [True, False])
+def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_path: Path):
+    from tensorboard.plugins.text import text_plugin
+    from tensorboard.util import tensor_util
+
+    hostile = (
+        HOSTILE + "<img src=x onerror=f()> **b** `c` [a](javascript:f())\n    # no code\n1. no list\n| no | table |"
+    )
+    with Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))}) as tracker:
+        tracker.begin(0, 1)
+        tracker.samples([SampleRow(hostile, "plain", 0.25, "stop")], 1)
+    (event,) = events_in(tmp_path).Tensors("samples")
+    page = Page()
+    page.feed(text_plugin.text_array_to_html(tensor_util.make_ndarray(event.tensor_proto), markdown))
+    assert event.step == 1
+    assert page.tags <= {"table", "tbody", "tr", "td", "p", "br"}
+    assert page.cells == [
+        "prompt",
+        "response",
+        "reward",
+        "stop_reason",
+        visible_lines(hostile),
+        "plain",
+        "0.25",
+        "stop",
+    ]
+
+
+def test_tensorboard_has_the_configuration_as_hyper_parameters(tmp_path: Path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    for seed in (1, 2):  # a resumed run may have other values
+        config = {"trainer": {"seed": seed, "policy": {"lr": 1e-6}, "run_name": HOSTILE}}
+        with Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run", config))}) as tracker:
+            tracker.begin(seed - 1, 3)
+            tracker.log({"x": float(seed)}, seed)
+    found = events_in(tmp_path)
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert values["trainer.policy.lr"].number_value == 1e-6
+    assert values["trainer.run_name"].string_value == visible(HOSTILE)
+    assert [(e.step, e.value) for e in found.Scalars("x")] == [(1, 1), (2, 2)]
+
+
+def events_in(run_dir: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1), (2, 1), (3, 7), (4, 7), (5, 7)]
+    return events
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of each cell of its table as a browser shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "td":
+            self.cells.append("")
+        elif tag == "br":
+            self.cells[-1] += "\n"
+
+    def handle_data(self, data: str) -> None:
+        if self.cells and data != "\n":
+            self.cells[-1] += data.replace("\xa0", " ")
 
 
 CANARIES = ("SLURM_JWT", "SLURM_JOB_ID", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
 WANDB_RUN = f"""
 import sys
+import time
 from pathlib import Path
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import make_trackers
@@ -146,6 +231,12 @@ with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": 
     trackers.log({{"reward/mean": float("nan"), {HOSTILE!r}: 1e308}}, 1)
     trackers.samples([SampleRow({HOSTILE!r}, {HOSTILE!r}, 1.0, "stop")], 1)
     assert "wandb" in trackers._members, "a tracker that failed is dropped"
+for start in filter(str.isdigit, sys.argv[2:]):
+    time.sleep(1.1)  # W&B names folders by the second
+    with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{}}) as trackers:
+        trackers.begin(int(start), 2)
+        trackers.log({{"reward/mean": 0.5}}, 2)
+        assert "wandb" in trackers._members, "a tracker that failed is dropped"
 assert "torch" not in sys.modules
 """
 
@@ -180,3 +271,29 @@ def test_wandb_needs_neither_network_nor_account_and_gets_nothing_of_the_environ
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
     assert where == f"wandb: offline, `wandb sync {kept}` sends this run"
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_resumed_run_is_the_same_run_of_wandb_and_one_that_begins_anew_is_another(tmp_path: Path):
+    env = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), "1", "0"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "failed" not in result.stderr
+    ids = [folder.name.rpartition("-")[2] for folder in sorted((tmp_path / "wandb").glob("offline-run-*"))]
+    assert len(ids) == 3
+    assert ids[0] == ids[1] != ids[2] == kept_id(tmp_path, "wandb")
+
+
+def test_ids_of_trackers_are_kept_in_the_run_s_folder_and_a_damaged_file_is_none(tmp_path: Path):
+    assert kept_id(tmp_path, "wandb") is None
+    keep_id(tmp_path, "wandb", "a")
+    keep_id(tmp_path, "mlflow", "b")
+    assert (kept_id(tmp_path, "wandb"), kept_id(tmp_path, "mlflow")) == ("a", "b")
+    for damaged in ("{", "[]", '{"wandb": 3}'):
+        (tmp_path / FILE).write_text(damaged)
+        assert kept_id(tmp_path, "wandb") is None
+
+
+def test_a_configuration_becomes_flat_names_and_plain_values():
+    config = {"a": {"b": 1, "c": {"d": [1, None]}}, "e": None, "f": True, "g": "x\x1b", "\n": {}, "h": 0.5}
+    assert flattened(config) == {"a.b": 1, "a.c.d": "[1, null]", "e": "null", "f": True, "g": r"x\x1b", "h": 0.5}

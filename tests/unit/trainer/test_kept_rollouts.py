@@ -14,7 +14,7 @@ from skyrl_train.testing.made_up_rollouts import made_up_rollouts
 from skyrl_train.trainer import kept_rollouts
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from tests.support.full_disk import disk_full_after
-from tests.support.kept_rollouts import OPENING, assert_shows, groups_of_all_kinds, learnt
+from tests.support.kept_rollouts import ODD, assert_shows, groups_of_all_kinds, learnt
 
 
 def keep(kept: KeptRollouts, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
@@ -59,7 +59,7 @@ def test_what_is_said_of_a_rollout(tmp_path: Path):
     assert (two["group"], two["sample"], several["group"], several["sample"]) == (0, 1, 1, 0)
     assert (failed["status"], failed["error"], failed["reward"]) == ("failed", "timeout", 0.0)
     assert failed["detail"] == "It took more than a second." and failed["loss_spans"] == []
-    assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [OPENING]
+    assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [ODD]
 
 
 def test_any_text_is_text(tmp_path: Path):
@@ -120,6 +120,24 @@ def test_the_oldest_steps_make_room(tmp_path: Path):
         files = [*(tmp_path / "run" / "rollouts").iterdir()]
         assert sum(file.stat().st_size for file in files) <= 3.5 * size
     assert RolloutFiles(tmp_path / "run").steps() == [5, 6, 7]
+
+
+def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended(tmp_path: Path):
+    groups = groups_of_all_kinds(more=30)
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path / "one"), 1, groups, batch)
+    bound = 4.5 * step_file(tmp_path / "one", 1).stat().st_size
+    for name, attempts in (("straight", [(0, 9)]), ("killed", [(0, 6), (4, 9)])):
+        for begin, end in attempts:
+            kept = KeptRollouts(tmp_path / name, most_bytes=bound)
+            kept.begin(begin)
+            for step in range(begin + 1, end + 1):
+                keep(kept, step, groups, batch)
+    files = [
+        {file.name: file.read_bytes() for file in (tmp_path / name / "rollouts").iterdir()}
+        for name in ("straight", "killed")
+    ]
+    assert files[0] == files[1] and len(files[0]) == 4
 
 
 def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):

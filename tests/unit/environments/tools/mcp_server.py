@@ -11,9 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Annotated, Literal
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel, Field
 
 server = MCPServer("test")
 
@@ -22,6 +24,33 @@ server = MCPServer("test")
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+class Box(BaseModel):
+    """A box and what is in it."""
+
+    size: Annotated[int, Field(ge=1)]
+    inside: list[Box] = []
+
+
+@server.tool()
+def volume(boxes: list[Box], unit: Literal["cm", "m"] | None = None) -> str:
+    """The sizes of boxes and of what is in them, added up."""
+    seen.append("volume")
+
+    def of(box: Box) -> int:
+        return box.size + sum(map(of, box.inside))
+
+    return f"{sum(map(of, boxes))} {unit or 'cm'}"
+
+
+seen: list[str] = []
+
+
+@server.tool()
+def calls() -> int:
+    """How often volume was called."""
+    return len(seen)
 
 
 @server.tool()
@@ -98,6 +127,10 @@ def main() -> None:
     if sys.argv[1] == "stubborn":  # and blocked: deaf to the end of its input and to polite signals
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.add_tool(lambda: signal.pause(), name="block", description="Blocks everything.")
+    if sys.argv[1] == "fetching":  # a schema that refers to another machine
+        listed = server._tool_manager.get_tool("add")
+        assert listed is not None
+        listed.parameters = {"type": "object", "properties": {"a": {"$ref": os.environ["REFERS_TO"]}}}
     if sys.argv[1] != "http":
         server.run("stdio")
         return

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, bad_arguments, cut, harmless
+from skyrl_train.environments.tools.arguments import Arguments
+from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, cut, harmless
 from skyrl_train.errors import ConfigError
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -79,9 +80,9 @@ def test_names_are_unique():
         (["echo"], {}, "unknown_tool", "known tools: echo"),
         ("\x1b[2J" * 1000, {}, "unknown_tool", "known tools"),
         ("echo", {}, "bad_arguments", "'text' is missing"),
-        ("echo", {"text": 3}, "bad_arguments", "must be of type string, not int"),
+        ("echo", {"text": 3}, "bad_arguments", "must be of type string, not integer: 3."),
         ("echo", {"text": "a", "path": "b"}, "bad_arguments", "no argument 'path'; there are: text"),
-        ("echo", "a", "bad_arguments", "must be an object, not str"),
+        ("echo", "a", "bad_arguments", "must be an object, not string"),
     ],
 )
 def test_what_a_model_gets_wrong_is_a_text(name: Any, arguments: Any, error: str, text: str):
@@ -205,17 +206,17 @@ def test_results_carry_no_control_characters_and_can_be_encoded():
         ("array", [[]], [{}, "a"]),
         ("object", [{}], [[], "a"]),
         (["string", "null"], ["a", None], [1]),
-        ("whatever", ["a", 1, True], []),
+        ([], ["a", 1, True], []),
     ],
 )
 def test_arguments_are_of_their_types(type_: Any, good: list[Any], bad: list[Any]):
-    schema = {"properties": {"x": {"type": type_}}}
-    assert [value for value in good if bad_arguments(schema, {"x": value})] == []
-    assert [value for value in bad if not bad_arguments(schema, {"x": value})] == []
+    check = Arguments({"properties": {"x": {"type": type_} if type_ else {}}})
+    assert [value for value in good if check.wrong({"x": value})] == []
+    assert [value for value in bad if not check.wrong({"x": value})] == []
 
 
 def test_arguments_are_of_the_choices_where_there_are_some():
-    schema = {"properties": {"unit": {"enum": ["km", "mile"]}}}
-    assert bad_arguments(schema, {"unit": "km"}) is None
-    assert "must be one of ['km', 'mile']" in str(bad_arguments(schema, {"unit": "inch"}))
-    assert bad_arguments({"additionalProperties": True}, {"any": 1}) is None
+    check = Arguments({"properties": {"unit": {"enum": ["km", "mile"]}}})
+    assert check.wrong({"unit": "km"}) is None
+    assert 'must be one of ["km", "mile"], not "inch"' in str(check.wrong({"unit": "inch"}))
+    assert Arguments({"additionalProperties": True}).wrong({"any": 1}) is None

@@ -15,10 +15,11 @@ from skyrl_train.environments.tools.base import ToolBox, ToolError, ToolResult
 from skyrl_train.environments.tools.mcp import McpTool, fingerprint
 from skyrl_train.errors import ConfigError
 from tests.support.others_processes import gone
+from tests.unit.environments.tools.test_arguments import listening
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-ALLOWED = ["add", "big", "hang", "cancelled", "fail", "environment", "change", "stray", "die"]
+ALLOWED = ["add", "volume", "calls", "big", "hang", "cancelled", "fail", "environment", "change", "stray", "die"]
 
 
 def stdio(how: str = "stdio", **settings: Any) -> dict[str, Any]:
@@ -69,13 +70,39 @@ def test_allowed_tools_of_a_real_server_are_called_and_an_episode_survives_the_r
         for name in ("s.secret", "other.add", "add", "s.", "s.add.add"):
             assert call(opened, name).error == "bad_arguments"
 
-        assert call(opened, "s.add", a="two").error == "tool_error"
+        assert call(opened, "s.add", a="two").error == "bad_arguments"
         failed = call(opened, "s.fail")
         assert (failed.error, "luck" in failed.text, "\x1b" in failed.text) == ("tool_error", True, False)
 
         cut = call(opened, "s.big")
         assert cut.error is None and "left out" in cut.text and len(cut.text) < 8300
         assert call(opened, "s.add", a=20, b=3) == ToolResult("23")
+
+
+def test_arguments_are_checked_against_the_server_s_own_schemas_before_it_is_asked():
+    with box(s=stdio()) as opened:
+        boxes = [{"size": 2, "inside": [{"size": 3}]}]
+        assert call(opened, "s.volume", boxes=boxes, unit="m") == ToolResult("5 m")
+        mistakes: list[tuple[dict[str, Any], str]] = [
+            ({"boxes": [{"size": 1, "inside": [{}]}]}, "'boxes[0].inside[0].size' is missing."),
+            ({"boxes": [{"size": 1}, {"size": 0}]}, "'boxes[1].size' must be at least 1, not 0."),
+            ({"boxes": [{"size": "3"}]}, "'boxes[0].size' must be of type integer"),
+            ({"boxes": [], "unit": "mile"}, """'unit' must be one of ["cm", "m"], not "mile"."""),
+            ({}, "'boxes' is missing."),
+        ]
+        for wrong, told in mistakes:
+            result = call(opened, "s.volume", **wrong)
+            assert (result.error, result.text.startswith("s.volume: the argument")) == ("bad_arguments", True)
+            assert told in result.text
+        assert call(opened, "s.calls") == ToolResult("1")
+
+
+def test_a_server_whose_schema_refers_elsewhere_is_refused_at_the_start_and_nothing_is_fetched():
+    with listening() as (url, asked):
+        entry = stdio("fetching", env={"REFERS_TO": f"{url}/schema"}) | {"tools": ["add"]}
+        with pytest.raises(ConfigError, match=r"servers\.s\.tools: .*'add' .* nothing is fetched; leave"):
+            McpTool({"s": entry})
+    assert asked == []
 
 
 @pytest.mark.fault("F25")

@@ -1,0 +1,80 @@
+"""Trackio, Hugging Face's tracker on this machine or in a Space. No other module imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import io
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.messages import visible, visible_lines
+from skyrl_train.report.hyperparameters import flattened
+from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.run_ids import keep_id, kept_id
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # its client's; trackio itself sends nothing of this kind
+try:
+    import trackio
+except ImportError as error:
+    raise ConfigError(
+        f"trainer.logger names trackio, which cannot be imported ({error}); run `uv pip install trackio`, or leave it "
+        "out."
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+
+class TrackioTracker:
+    """One Trackio run per run folder, which a resumed run continues. TRACKIO_DIR, TRACKIO_SERVER_URL or
+    TRACKIO_SPACE_ID say where; without them it is the folder `trackio` of HF_HOME, which `trackio show` reads."""
+
+    def __init__(self, setup: TrackerSetup):
+        self._setup = setup
+        self._run: Any = None
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Continue the run of an earlier start; one that begins anew is another run: records cannot be taken back."""
+        project, folder = visible(self._setup.project_name), self._setup.run_dir
+        name = kept_id(folder, "trackio") if step else None
+        if name is None:  # names are what Trackio finds runs by, and many have the same
+            name = f"{visible(self._setup.run_name)}-{secrets.token_hex(3)}"
+            keep_id(folder, "trackio", name)
+        config = {key.lstrip("_"): value for key, value in flattened(self._setup.config).items()}
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        with _quiet():
+            # In a context of its own, Trackio knows of no other run: one of the user's goes on.
+            self._run = contextvars.Context().run(
+                lambda: trackio.init(project, name=name, resume="allow", config=config, **options)
+            )
+        print(f'trackio: `trackio show --project "{project}"` shows {name}', flush=True)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        if rows:
+            texts = ((visible_lines(row.prompt), visible_lines(row.response), row) for row in rows)
+            cells = [[prompt, response, row.reward, row.stop_reason] for prompt, response, row in texts]
+            table = trackio.Table(columns=["prompt", "response", "reward", "stop_reason"], data=cells)
+            self._run.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            with _quiet():
+                self._run.finish()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What Trackio prints is in the run's log."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        yield
+    for line in said.getvalue().splitlines():
+        _log.info("%s", line)

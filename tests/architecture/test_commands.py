@@ -1,0 +1,262 @@
+"""Every command and every snippet of the documentation is held: `COMMANDS` and `SNIPPETS` say by what.
+
+A command is checked here as far as that is cheap (its keys make a good configuration, its files and options exist), and
+run by the test that its row names. What no test can run has its reason in the row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from skyrl_train.config.documentation import help_text
+from skyrl_train.config.prepare import prepare
+from skyrl_train.entrypoints import cli, simulate
+from tests.support.pages import REPOSITORY, Command, blocks, commands, commands_of
+
+OWN_FLAGS = {"--plan", "--probe", "--elsewhere", "--resolve"}
+PLACEHOLDERS = {"key=value", "..."}
+Check = Callable[[Command], None]
+
+
+def keys(command: Command) -> None:
+    """The arguments of an entrypoint compose, and nothing is wrong with them but what is missing on this machine."""
+    start = next(at for at, word in enumerate(command.words) if word == "skyrl-train" or "skyrl_train." in word)
+    words = [word for word in command.words[start + 1 :] if word not in OWN_FLAGS | PLACEHOLDERS]
+    if command.words[start] == "skyrl-train":
+        assert words.pop(0) in cli.main.commands
+    if "--help" in words:
+        assert help_text([word for word in words if word != "--help"], 120)
+    elif "simulate" in command.words:
+        prepare(simulate._parser().parse_known_args(words)[1])
+    else:
+        prepare(words)
+
+
+def submitted(command: Command) -> None:
+    """What `ray job submit` is given after `--`, in a folder like the page's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY / "examples" / "gsm8k")
+        keys(Command(command.page, command.words[command.words.index("--") + 1 :]))
+
+
+def preset(command: Command) -> None:
+    """A script that starts a preset: the preset with the arguments given."""
+    script, *words = command.words
+    text = (REPOSITORY / script).read_text()
+    found = re.search(r"--config-name (\w+)", text)
+    name = found[1] if found else words.pop(0)
+    own = ["trainer.policy.model.path=model"] if not found else []
+    prepare(["--config-dir", str((REPOSITORY / script).parent), "--config-name", name, *own, *words], True)
+
+
+def files_and_options(command: Command) -> None:
+    """Files of the repository that are named exist, and the options stand in what the script runs."""
+    script, *words = command.words if command.words[0] != "python" else command.words[1:]
+    if script == "-m":
+        script = f"{words.pop(0).replace('.', '/')}.py"
+        script = script if not script.startswith("pytest") else "scripts/test"
+    source = "".join(path.read_text() for path in _sources(REPOSITORY / script))
+    for word in words:
+        if word.startswith("--"):
+            assert f'"{word}"' in source or f"{word})" in source, f"{script} has no {word}"
+        elif word.partition("/")[0] in ("tests", "scripts", "examples"):
+            assert (REPOSITORY / word).exists(), word
+
+
+def _sources(script: Path) -> Iterator[Path]:
+    """A script, what it runs, and where else it may read its arguments."""
+    yield script
+    text = script.read_text()
+    if script.suffix != ".py":
+        assert script.stat().st_mode & 0o111, f"{script} cannot be run"
+        for path in re.findall(r"(?:python|PYTHON:-python\}\") ([\w/]+\.py)", text):
+            yield REPOSITORY / path
+        for module in re.findall(r"-m (tests\.\w+)", text):
+            yield REPOSITORY / module.replace(".", "/") / "__main__.py"
+    yield from (
+        path
+        for name in re.findall(r"^from (\w+) import", text, re.M)
+        if (path := script.parent / f"{name}.py").is_file()
+    )
+    if "conversion" in text:
+        yield REPOSITORY / "skyrl_train" / "data" / "conversion.py"
+
+
+def native_flags(command: Command) -> None:
+    """The options of a server are those that tests start it with."""
+    source = (REPOSITORY / "tests" / "support" / "native_servers.py").read_text()
+    assert [word for word in command.words if word.startswith("--") and word not in source] == []
+
+
+def extra(command: Command) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert re.findall(r"\[(\w+)\]", str(command))[0] in project["optional-dependencies"]
+
+
+def of_a_run(command: Command) -> None:
+    """A command over the folders of runs: it exists, with these options, and tests start it."""
+    name = command.words[1]
+    assert name in cli.main.commands
+    source = (REPOSITORY / "skyrl_train" / "entrypoints" / f"{name}.py").read_text()
+    assert [word for word in command.words if word.startswith("--") and f'"{word}"' not in source] == []
+    started = re.compile(rf"\bentrypoints(\.| import [\w, ]*\b){name}\b|\"skyrl-train\", \"{name}\"|\"{name}\", ")
+    assert any(started.search(path.read_text()) for path in (REPOSITORY / "tests").rglob("test_*.py"))
+
+
+def run_by(test: str) -> Check:
+    """Run by a test that exists."""
+
+    def check(command: Command) -> None:
+        path, _, name = test.partition("::")
+        assert f"def {name}" in (REPOSITORY / path).read_text() if name else (REPOSITORY / path).is_file()
+
+    return check
+
+
+def nowhere(reason: str) -> Check:
+    """Not run by any test, for this reason."""
+    return lambda command: None
+
+
+COMMANDS: dict[str, tuple[Check, ...]] = {
+    r"(export|cd|mkdir|cp|\.) ": (nowhere("of the shell"),),
+    "pip install 'skyrl-train": (extra,),
+    r"scripts/test\b|scripts/lint\b|\.ci/run": (files_and_options,),  # what runs the tests
+    "scripts/viewer": (files_and_options, run_by("tests/integration/viewer/conftest.py")),
+    r"scripts/(bootstrap|cpu_engines|docs)\b": (
+        files_and_options,
+        nowhere("scripts/test begins with it, or builds as it"),
+    ),
+    "scripts/quickstart": (files_and_options, run_by("tests/integration/quickstart/test_quickstart.py")),
+    "scripts/chaos": (files_and_options, run_by("tests/integration/runs/test_chaos.py")),
+    "scripts/gpu_check": (files_and_options, run_by("tests/integration/gpu_check/test_gpu_check.py")),
+    "python -m pytest tests/gpu": (files_and_options, nowhere("needs a GPU")),
+    "scripts/check_cuda_wheels": (files_and_options, nowhere("downloads 18 GB")),
+    "python scripts/recordings/record.py": (files_and_options, run_by("tests/unit/report/test_recorded_runs.py")),
+    "python make_rows.py": (run_by("tests/integration/quickstart/test_your_environment.py"),),
+    "python examples/quickstart/tool.py": (files_and_options, run_by("tests/integration/quickstart/test_tool.py")),
+    "python examples/tensordict_grpo/": (
+        files_and_options,
+        run_by("tests/integration/tensordict/test_grpo_example.py"),
+    ),
+    r"python (-m )?examples[/.]\w+[/.]\w+_dataset": (
+        files_and_options,
+        run_by("tests/integration/environments/test_dataset_scripts.py"),  # and of each environment, on local rows
+    ),
+    r"python -m (examples|integrations)\.": (run_by("tests/integration/runs/test_recipe_modules.py"),),
+    r"examples/\w+/run\w*\.sh": (preset, run_by("tests/unit/config/test_examples.py")),
+    "python -m skyrl_train.environments.tools.bm25": (run_by("tests/unit/environments/tools/test_search_tool.py"),),
+    r"python -m skyrl_train\.entrypoints\.serve": (keys, run_by("tests/unit/engines/test_serving_page.py")),
+    r"python -m skyrl_train\.entrypoints\.": (keys, run_by("tests/integration/runs/test_gsm8k_recipe.py")),
+    "skyrl-train doctor": (run_by("tests/unit/entrypoints/test_doctor.py"),),
+    "skyrl-train engines": (run_by("tests/unit/entrypoints/test_engines.py"),),
+    "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py::test_the_commands_of_the_pages"),),
+    "skyrl-train plan": (keys, run_by("tests/integration/runs/test_probe.py")),
+    "skyrl-train simulate": (keys, run_by("tests/unit/simulation/test_simulation.py")),
+    r"skyrl-train (report|watch|export|replay)\b": (of_a_run,),
+    "skyrl-train ": (keys,),
+    "curl ": (run_by("tests/unit/engines/test_serving_page.py"),),
+    r"python -m (vllm|sglang)\.": (native_flags, run_by("tests/integration/engines/test_native_servers.py")),
+    "ray job submit": (submitted, run_by("tests/integration/runs/test_jobs.py")),
+    "ray ": (run_by("tests/integration/runs/test_jobs.py"),),
+    "sbatch ": (run_by("tests/integration/runs/test_clusters.py"),),
+    "kubectl ": (nowhere("needs Kubernetes; the manifest is held by tests/integration/runs/test_clusters.py"),),
+    "nft ": (nowhere("changes the machine's firewall"),),
+    "docker ": (nowhere("needs Docker; the Dockerfile is linted by scripts/lint"),),
+}
+"""How a command begins -> what is asked of it, and what runs it. The first row that fits counts."""
+
+SNIPPETS = {
+    "docs/algorithms.md": "tests/unit/algorithms/test_algorithms_page.py",
+    "docs/api.md": "tests/integration/api/test_scripts.py",
+    "docs/environments.md": "tests/unit/environments/test_environments_page.py",
+    "docs/foreign_environments.md": "tests/unit/environments/foreign/test_page.py",
+    "docs/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
+    "docs/getting_started.md": "tests/unit/test_getting_started.py",
+    "docs/replay.md": "tests/unit/replay/test_replay.py",
+    "docs/rollouts.md": "tests/unit/test_api.py",
+    "docs/serving.md": "tests/unit/engines/test_serving_page.py",
+    "docs/tensordict.md": "tests/unit/tensordict/wrappers/test_page.py",
+    "docs/tensordict_collectors.md": "tests/unit/tensordict/collectors/test_page.py",
+    "docs/tensordict_envs.md": "tests/unit/tensordict/envs/test_page.py",
+    "docs/tensordict_examples.md": "tests/unit/tensordict/envs/test_examples_page.py",
+    "docs/tensordict_losses.md": "tests/unit/tensordict/losses/test_page.py",
+    "docs/tools.md": "tests/unit/environments/tools/test_pages.py",
+    "docs/web_tools.md": "tests/unit/environments/tools/test_pages.py",
+    "docs/your_environment.md": "tests/integration/quickstart/test_your_environment.py",
+}
+"""A page with Python -> the test that runs it."""
+
+
+def row(command: Command) -> str | None:
+    return next((start for start in COMMANDS if re.match(start, str(command))), None)
+
+
+def test_every_command_has_a_row_and_every_row_a_command():
+    without = [f"{command.page}: {command}" for command in commands() if row(command) is None]
+    assert without == [], "say in COMMANDS which test runs it, or why none can"
+    assert set(COMMANDS) - {row(command) for command in commands()} == set()
+
+
+@pytest.mark.parametrize("command", list({command.words: command for command in commands()}.values()), ids=str)
+def test_a_command_is_as_good_as_its_row_can_tell(command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(REPOSITORY)
+    for check in COMMANDS[row(command) or ""]:
+        check(command)
+
+
+def test_a_page_with_python_is_run_by_a_test_that_reads_it():
+    assert {page for page, _ in blocks("python")} == set(SNIPPETS), "say in SNIPPETS which test runs it"
+    for page, test in SNIPPETS.items():
+        assert Path(page).name in (REPOSITORY / test).read_text(), f"{test} does not read {page}"
+
+
+def test_what_is_fenced_is_of_a_kind_that_is_held():
+    found = {language for page in ("",) for language in _languages()}
+    assert found <= {"bash", "python", "yaml", "json", "text"}, "hold it here, or call it text"
+
+
+def _languages() -> set[str]:
+    pages = [path.read_text() for path in REPOSITORY.glob("docs/*.md")]
+    return {language for text in pages for language in re.findall(r"^```(\w*)\n.*?^```", text, re.M | re.S)}
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("yaml"))
+def test_yaml_of_a_configuration_is_a_good_one(page: str, text: str, tmp_path: Path):
+    content = yaml.safe_load(text)
+    first = next(iter(content))
+    if first.partition(".")[0] in ("trainer", "generator", "environment", "data"):
+        (tmp_path / "page.yaml").write_text(f"defaults: [ppo_base_config, _self_]\n{_nested(text, first)}")
+        prepare(["--config-dir", str(tmp_path), "--config-name", "page"])
+    elif "timings.py" in text or first in ("engine", "learner"):
+        (tmp_path / "timings.yaml").write_text(text)
+        given = simulate._parser().parse_args(["--slots", "2", "--timings", str(tmp_path / "timings.yaml")])
+        assert simulate._timings(given)
+    else:
+        assert (page, first) in {("docs/metrics.md", "scrape_configs"), ("docs/web_tools.md", "servers")}
+
+
+def _nested(text: str, first: str) -> str:
+    """`a.b.c:` as a mapping in mappings."""
+    *outer, last = first.split(".")
+    head = "".join(f"{'  ' * depth}{name}:\n" for depth, name in enumerate(outer))
+    body = text.replace(f"{first}:", f"{last}:", 1)
+    return head + "".join(f"{'  ' * len(outer)}{line}\n" for line in body.splitlines())
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("json"))
+def test_json_is_json(page: str, text: str):
+    assert json.loads(text)
+
+
+def test_commands_are_read_as_a_shell_would():
+    text = "export A=1  # why\nA=1 uv run --extra s3 python -m x.y \\\n  a=b && uv run examples/a.py 'c d'\n"
+    found = [command.words for command in commands_of("page", text)]
+    assert found == [("export", "A=1"), ("python", "-m", "x.y", "a=b"), ("python", "examples/a.py", "c d")]

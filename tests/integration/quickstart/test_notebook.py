@@ -1,0 +1,52 @@
+"""examples/quickstart.ipynb runs in a kernel, at toy size; whole it is what test_quickstart.py runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "quickstart.ipynb"
+
+
+def executed(folder: Path, **parameters: object) -> Any:
+    """The notebook after it has run with other parameters, which are the assignments of its first cell of code."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+    cell.source += f"\nRUN = Path({str(folder)!r})"
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    return notebook
+
+
+def test_it_is_committed_without_what_a_run_puts_into_it():
+    notebook = json.loads(NOTEBOOK.read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in cells] == [[]] * len(cells)
+    assert {cell["execution_count"] for cell in cells} == {None}
+
+
+def test_the_configuration_in_it_is_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(NOTEBOOK.parent)
+    (cell,) = (cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "sk.load_config(" in cell.source)
+    names: dict[str, Any] = {"RUN": tmp_path, "STEPS": 1, "model": tmp_path / "model"}
+    exec(cell.partition("result = ")[0], names)
+    assert names["config"].trainer.max_steps == 1
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_it_runs_to_its_last_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    notebook = executed(tmp_path / "run", WARM_UP_STEPS=4, STEPS=1)
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(output.get("text", "") for output in shown)
+    assert "greedy accuracy on held-out problems: " in text and " in 1 steps" in text
+    assert any("image/png" in output.get("data", ()) for output in shown)
+    assert read_jsonl(tmp_path / "run" / "grpo" / METRICS_FILE)[-1]["step"] == 1

@@ -1,0 +1,118 @@
+"""The documentation site builds without a warning, needs nobody else's server, and fits narrow and wide screens."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from skyrl_train.environments.tools.browser import PROGRAMS
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CHROMIUM = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: run scripts/browser_tools")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `scripts/docs` builds; mkdocs.yml makes every warning an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The site, served as it would be."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path):
+    pages = {path.stem for path in (REPOSITORY / "docs").glob("*.md")} - {"index"}
+    assert {path.parent.name for path in site.glob("*/index.html")} >= pages
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)", page.read_text())
+        loaded += re.findall(r"<link[^>]*rel=\"?stylesheet\"?[^>]*href=\"?([^\s\">]+)", page.read_text())
+        loaded += re.findall(r"<link[^>]*href=\"?([^\s\">]+)\"?[^>]*rel=\"?(?:stylesheet|preconnect)", page.read_text())
+        assert [address for address in loaded if "//" in address] == [], page.name
+
+
+@pytest.fixture(scope="module")
+def page(address: str) -> Iterator[Page]:
+    """A page of Chromium, which may ask nobody but the site."""
+    with sync_playwright() as playwright:
+        with playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser:
+            page = browser.new_page()
+            asked: list[str] = []
+            page.on("request", lambda request: asked.append(request.url))
+            yield page
+    assert [url for url in asked if not url.startswith((address, "data:"))] == []
+
+
+@needs_chromium
+def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, address: str):
+    page.goto(f"{address}/configuration/")
+    box, rows = page.locator(".key-filter"), page.locator("article tbody tr:visible")
+    everything = rows.count()
+    assert f"Filter {everything} keys" in str(box.get_attribute("placeholder"))
+    box.fill("trainer.algorithm. clip high")
+    found = rows.locator("td:first-child").all_inner_texts()
+    assert "eps_clip_high" in found and len(found) < 12 < everything
+    assert "data" not in page.locator("article h2:visible").all_inner_texts(), "sections without a match are hidden"
+    box.fill("")
+    assert rows.count() == everything
+
+
+@needs_chromium
+def test_the_search_finds_a_key_by_its_whole_name(page: Page, address: str):
+    page.goto(f"{address}/")
+    page.locator("[data-md-component=search-query]").fill("trainer.algorithm.eps_clip_low")
+    found = page.locator(".md-search-result__item")
+    found.first.wait_for(timeout=30_000)
+    assert any(text.startswith("Configuration") for text in found.all_inner_texts())
+
+
+@needs_chromium
+def test_other_pages_have_no_filter_and_the_schemes_differ(page: Page, address: str):
+    grounds = []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(f"{address}/algorithms/")
+        grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(set(grounds)) == 2
+    assert page.locator(".key-filter").count() == 0
+
+
+@needs_chromium
+@pytest.mark.on_demand
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_the_screen(site: Path, page: Page, address: str, width: int):
+    page.set_viewport_size({"width": width, "height": 800})
+    too_wide = []
+    for name in sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md") if path.stem != "index"):
+        page.goto(f"{address}/{name}/")
+        if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
+            too_wide.append(name)
+    assert too_wide == []

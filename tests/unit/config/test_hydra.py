@@ -1,0 +1,57 @@
+"""Composing with Hydra in a program that may use Hydra itself."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from skyrl_train.config.hydra import compose
+from skyrl_train.config.preset_files import PresetSource
+from skyrl_train.errors import ConfigError
+
+
+def folder_of(tmp_path: Path, name: str, epochs: int) -> str:
+    folder = tmp_path / name
+    (folder / "mine").mkdir(parents=True)
+    (folder / "own.yaml").write_text(
+        f"defaults: [ppo_base_config, mine: lower, _self_]\ntrainer: {{epochs: {epochs}}}\n"
+    )
+    (folder / "mine" / "lower.yaml").write_text("# @package trainer.algorithm\neps_clip_low: 0.1\n")
+    return str(folder)
+
+
+def test_a_program_in_hydra_keeps_its_own(tmp_path: Path):
+    (tmp_path / "app.yaml").write_text("mine: 1\n")
+    folder = folder_of(tmp_path, "presets", 7)
+    with hydra.initialize_config_dir(str(tmp_path), job_name="outer", version_base="1.2"):
+        outer = GlobalHydra.instance().hydra
+        assert compose([], "own", folder).trainer.epochs == 7
+        with pytest.raises(ConfigError, match="cannot be composed"):
+            compose([], "no_such_preset", folder)
+        assert GlobalHydra.instance().hydra is outer
+        assert hydra.version.getbase() == hydra.version._get_version("1.2")
+        assert hydra.compose("app") == {"mine": 1}
+        with pytest.raises(hydra.errors.MissingConfigException):
+            hydra.compose("own")  # our folder is ours alone
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_threads_compose_at_once(tmp_path: Path):
+    folders = [folder_of(tmp_path, f"presets{n}", n + 1) for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda folder: compose([], "own", folder), folders))
+    assert [one.trainer.epochs for one in found] == [1, 2, 3, 4]
+    assert {one.trainer.algorithm.eps_clip_low for one in found} == {0.1}  # into the package that its header names
+    assert {one.hydra.job.config_name for one in found} == {"own"}
+
+
+def test_a_folder_of_presets_is_listed_as_hydra_lists_its_own(tmp_path: Path):
+    source = PresetSource("command-line", f"preset://{folder_of(tmp_path, 'presets', 1)}")
+    assert source.available() and source.is_group("mine") and not source.is_group("own")
+    assert source.list("", None) == ["mine", "own"] and source.list("mine", None) == ["lower"]
+    assert source.is_config("mine/lower") and source.is_config("own.yaml") and not source.is_config("mine")
+    assert not PresetSource("command-line", f"preset://{tmp_path}/none").available()

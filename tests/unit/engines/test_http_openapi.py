@@ -1,0 +1,132 @@
+"""The endpoint's own description: valid, complete, and true of what it takes and answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import jsonschema
+import pytest
+from aiohttp import web
+from openapi_spec_validator import validate
+
+from skyrl_train.engines.http.bodies import ChatAnswer, Failure, TextAnswer
+from skyrl_train.engines.http.openapi import document
+from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.engines.http.wire import Limits
+from tests.support.http_calls import CALL, CHAT, ask, serve
+
+
+@pytest.mark.parametrize("control", [True, False])
+def test_the_document_is_valid_and_names_every_route(control: bool):
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, set[tuple[str, str]]]:
+        assert endpoint._runner is not None
+        app = endpoint._runner.app
+        assert isinstance(app, web.Application)
+        routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
+        return (await ask(session, "/openapi.json"))[1], routes
+
+    described, routes = serve(test, control=control)
+    validate(described)
+    served = {route for route in routes if route[0] not in ("HEAD", "*")}
+    assert served == {(verb.upper(), path) for path, verbs in described["paths"].items() for verb in verbs}
+    assert ("/abort" in described["paths"]) == control
+
+
+def _check(kind: str, value: Any) -> None:
+    described = document(Limits(), text=True, control=True)
+    jsonschema.validate(value, {"$ref": f"#/components/schemas/{kind}", **described})
+
+
+GOOD = [
+    ("ChatBody", CHAT),
+    ("ChatBody", CHAT | {"temperature": None, "tools": [], "user": "me", "stop": ["a"], "seed": 3, "top_p": 1}),
+    ("TextBody", {"model": "m", "prompt": [[1], [2, 3]], "logprobs": 0, "stop": "x", "frequency_penalty": 0.0}),
+    ("Generate", CALL),
+]
+BAD = [
+    ("ChatBody", CHAT | {"temprature": 1}),
+    ("ChatBody", CHAT | {"temperature": "1"}),
+    ("ChatBody", CHAT | {"n": 1000}),
+    ("ChatBody", CHAT | {"tools": [{"type": "function"}]}),
+    ("ChatBody", CHAT | {"messages": [{"role": "robot", "content": "x"}]}),
+    ("ChatBody", {"model": "m"}),
+    ("TextBody", {"model": "m", "prompt": 5}),
+    ("TextBody", {"model": "m", "prompt": "x", "messages": []}),
+    ("Generate", {"requests": [CALL["requests"][0] | {"extra": 1}]}),
+]
+ROUTE = {"ChatBody": "/v1/chat/completions", "TextBody": "/v1/completions", "Generate": "/generate"}
+
+
+def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> list[tuple[int, Any]]:
+        return [await ask(session, ROUTE[kind], body) for kind, body in [*GOOD, *BAD]]
+
+    answers = serve(test)
+    assert [status for status, _ in answers] == [200] * len(GOOD) + [400] * len(BAD)
+    for kind, body in GOOD:
+        _check(kind, body)
+    for kind, body in BAD:
+        with pytest.raises(jsonschema.ValidationError):
+            _check(kind, body)
+    for _, answer in answers[len(GOOD) :]:
+        Failure.model_validate(answer)
+
+
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True, "n": 2}])
+def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, Any]:
+        chat = await ask(session, "/v1/chat/completions", CHAT | {"logprobs": bool(more)} | more)
+        text = {"model": "m", "prompt": "x", "logprobs": 0 if more else None} | more
+        return chat[1], (await ask(session, "/v1/completions", text))[1]
+
+    chat, text = serve(test)
+    for kind, answer in ((ChatAnswer, chat), (TextAnswer, text)):
+        kind.model_validate(answer)
+        _check(kind.__name__, answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat", {"temprature": 1}, "temprature is not known here. Did you mean 'temperature'?"),
+        ("chat", {"qwertz": 1}, "qwertz is not known here. /openapi.json describes what is taken."),
+        ("chat", {"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages[0].n is not known here. /openapi"),
+        ("chat", {"temperature": "1"}, 'temperature must be a finite number, got "1".'),
+        ("chat", {"n": True}, "n must be a whole number, got true."),
+        ("chat", {"n": 1.5}, "n must be a whole number, got 1.5."),
+        ("chat", {"stream": "yes"}, 'stream must be true or false, got "yes".'),
+        ("chat", {"stop": 5}, "stop must be a string or a list, got 5."),
+        ("chat", {"stop": ["a", 5]}, "stop[1] must be a string, got 5."),
+        ("chat", {"messages": "hi"}, 'messages must be a list, got "hi".'),
+        ("chat", {"messages": ["hi"]}, 'messages[0] must be an object, got "hi".'),
+        (
+            "chat",
+            {"messages": [{"role": "robot", "content": "x"}]},
+            "messages[0].role must be one of 'system', 'developer', 'user', 'assistant' or 'tool', got \"robot\".",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text is missing.",
+        ),
+        ("chat", {"messages": None}, "messages is missing."),
+        ("chat", {"tools": [1]}, "tools is not supported here; leave it out (null or [] changes nothing)."),
+        ("chat", {"audio": {}}, "audio is not supported here; leave it out (null changes nothing)."),
+        ("text", {"prompt": 5}, "prompt must be a string or a list, got 5."),
+        ("text", {"prompt": [1, "a"]}, 'prompt[1] must be a whole number, got "a".'),
+        ("text", {"prompt": [[1], [2, None]]}, "prompt[1][1] must be a whole number, got null."),
+        ("text", {"\ud800": 1}, "The body must be valid Unicode"),
+        ("text", {"prompt": "\ud800"}, "prompt is not valid Unicode: it holds half of a surrogate pair."),
+    ],
+)
+def test_a_body_that_is_wrong_is_told_with_its_member_what_is_allowed_and_what_was_given(
+    path: str, body: Any, message: str
+):
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
+        if path == "chat":
+            return await ask(session, "/v1/chat/completions", CHAT | body)
+        return await ask(session, "/v1/completions", {"model": "m", "prompt": "x"} | body)
+
+    status, answer = serve(test)
+    assert status == 400 and message in answer["error"]["message"]

@@ -1,0 +1,85 @@
+"""The commands and snippets of docs/serving.md are answered by an endpoint, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+from tests.support.http_calls import TOKEN, TOKENIZER, says
+from tests.support.pages import blocks, snippets
+
+PAGE = "docs/serving.md"
+OPENAI, ENDPOINT, REMOTE = snippets(PAGE)
+CURL = [text for page, text in blocks("bash") if page == PAGE and text.startswith("curl")]
+
+
+def answered(work: Callable[[int], Any]) -> Any:
+    """What `work(port)` returns in a thread, beside an endpoint that serves the page's model."""
+
+    async def run() -> Any:
+        engine = ScriptedEngine(says("42"))
+        async with HttpEndpoint(engine, TOKENIZER, model_name="policy", token=TOKEN) as endpoint:
+            return await asyncio.to_thread(work, int(endpoint.url.rpartition(":")[2]))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def key_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_API_KEY", TOKEN)
+
+
+@pytest.mark.parametrize("command", CURL)
+def test_curl_is_answered(command: str):
+    def call(port: int) -> Any:
+        quiet = command.replace("curl ", "curl --silent --fail-with-body ").replace(":8000/", f":{port}/")
+        done = subprocess.run(["bash", "-c", quiet], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    answer = answered(call)
+    if "chat" in command:
+        assert answer["choices"][0]["message"]["content"] == "42"
+    else:
+        assert [one["request_id"] for one in answer["result"]] == ["a"]
+
+
+def test_openai_s_client_is_answered():
+    def ask(port: int) -> Any:
+        names: dict[str, Any] = {}
+        exec(OPENAI.replace(":8000/", f":{port}/"), names)
+        names["client"].close()
+        return names["answer"]
+
+    answer = answered(ask)
+    assert [choice.message.content for choice in answer.choices] == ["42"] * 4
+    assert all(choice.logprobs.content for choice in answer.choices)
+
+
+def test_an_endpoint_in_a_program_says_where_it_is(capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {}
+    exec(ENDPOINT, names)
+    asyncio.run(names["serve"](ScriptedEngine(), TOKENIZER))
+    assert capsys.readouterr().out.startswith("http://127.0.0.1:")
+
+
+def test_the_other_end_is_an_engine():
+    def use(port: int) -> Any:
+        names: dict[str, Any] = {}
+        code = REMOTE.replace("10.0.0.7:8001", f"127.0.0.1:{port}")
+        exec(code.replace("await engine.close()", "await engine.close()\n    return completions"), names)
+        request = SampleRequest("a", (5, 6), SamplingParams(max_tokens=4), seed=1)
+        return asyncio.run(names["use"](TOKEN, [request]))
+
+    (completion,) = answered(use)
+    assert np.asarray(completion.token_ids).size > 0

@@ -1,0 +1,87 @@
+"""docs/troubleshooting.md has every class of error, its messages are those of the source, and its keys exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from skyrl_train import errors
+from skyrl_train.config.keys import all_keys
+from skyrl_train.storage.places import _CREDENTIALS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+ROW = re.compile(r"^\| (`.*?`(?:, `.*?`)*) \| ", re.MULTILINE)
+GAP = "…"
+OTHERS = ("Deadlock", "SkyRLError", "ToolError")
+"""No message of theirs ends a run."""
+BY_FORM = {"ConfigError", "DataError", "DeadlineExceeded", "EngineError", "EnvironmentFailure", "WeightSyncError"}
+"""Of these only the messages that people meet most have a row: there are hundreds."""
+
+
+@cache
+def raised() -> dict[str, list[str]]:
+    """The messages of each class as the source makes them, with a gap for each value."""
+    found: dict[str, list[str]] = {}
+    for path in (REPOSITORY / "skyrl_train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name | ast.Attribute):
+                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                found.setdefault(name, []).append("".join(template(node.args[0])))
+    return found
+
+
+def template(node: ast.expr) -> Iterator[str]:
+    """The text of an expression, with a gap for what is only known when it runs."""
+    if isinstance(node, ast.Constant):
+        yield str(node.value)
+    elif isinstance(node, ast.JoinedStr):
+        for part in node.values:
+            yield from template(part)
+    elif isinstance(node, ast.Call) and node.args:  # redact(f"...")
+        yield from template(node.args[0])
+    else:
+        yield GAP
+
+
+def messages(title: str) -> list[str]:
+    """What the rows of a class quote."""
+    rows = ROW.findall(SECTIONS[title])
+    return [text for row in rows for text in re.findall(r"`(.*?)`", row) if GAP in text or " " in text]
+
+
+def fits(quoted: str, text: str) -> bool:
+    """Whether all that is quoted stands in a message, in this order."""
+    parts = [re.escape(part.strip()) for part in quoted.split(GAP) if part.strip(" .,;:()=")]
+    return bool(parts) and re.search(".*?".join(parts), text, re.DOTALL) is not None
+
+
+def test_every_class_of_error_has_a_section():
+    classes = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
+    assert classes - set(SECTIONS) == set()
+    assert set(SECTIONS) - classes == set(OTHERS) - {"SkyRLError"}
+
+
+@pytest.mark.parametrize("title", sorted(set(SECTIONS) - BY_FORM - set(OTHERS)))
+def test_every_message_of_a_class_has_a_row(title: str):
+    texts = [text for text in raised().get(title, []) if re.search(r"\w{4}", text)]
+    assert [text for text in texts if not any(fits(quoted, text) for quoted in messages(title))] == []
+
+
+@pytest.mark.parametrize("title", sorted(set(SECTIONS) - {"Stopped", "OutOfMemory", "ConfigError"}))
+def test_what_is_quoted_is_what_the_source_says(title: str):
+    by_variable = {"WorkerDied": raised()["_died"], "StorageError": [f". {_CREDENTIALS}"]}
+    texts = raised().get(title, []) + by_variable.get(title, [])
+    assert [quoted for quoted in messages(title) if not any(fits(quoted, text) for text in texts)] == []
+
+
+def test_keys_on_the_page_exist():
+    named = set(re.findall(r"`((?:trainer|generator|environment|data)(?:\.\w+)+)(?:=[^`]*)?`", PAGE))
+    assert named and named - set(all_keys()) == set()
