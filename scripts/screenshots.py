@@ -41,20 +41,18 @@ class Picture:
     runs: Sequence[str]
     view: str
     keys: str = ""
+    token: int | None = None
+    """The one that is clicked."""
     dark: bool = False
 
 
 PICTURES = (
-    Picture("curves", ["quickstart"], ""),
-    Picture("curves_dark", ["quickstart"], "", dark=True),
     Picture("compare", ["quickstart", "async"], ""),
-    Picture("differing_keys", ["quickstart", "async"], "tab=runs"),
     Picture("staleness", ["async"], "find=async"),
-    Picture("samples", ["quickstart"], "tab=rollouts", "j"),
     Picture("group", ["quickstart"], "tab=rollouts&order=step", "jg"),
-    Picture("tokens", ["quickstart"], "tab=rollouts", "jt"),
-    Picture("advantages", ["quickstart"], "tab=rollouts&shade=advantage", "jt", dark=True),
-    Picture("tool_calls", ["tools"], "tab=rollouts&order=-tokens", "j"),
+    Picture("tokens", ["quickstart"], "tab=rollouts&order=step&step_from=2&tokens_min=20", "jt", token=46),
+    Picture("advantages", ["quickstart"], "tab=rollouts&order=step&shade=advantage&tokens_min=20", "jt", 46, dark=True),
+    Picture("tool_calls", ["tools"], "tab=rollouts&order=-tokens&reward_min=1", "j"),
 )
 
 
@@ -99,6 +97,8 @@ def take(browser: Any, address: str, picture: Picture) -> bytes:
     for key in picture.keys:
         page.keyboard.press(key)
         page.locator(".sample h2").wait_for()
+    if picture.token is not None:
+        page.locator(f"[data-token='{picture.token}']").click()
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(300)
     taken: bytes = page.screenshot()

@@ -143,6 +143,8 @@ def test_nothing_that_a_model_wrote_becomes_an_element_or_runs(hostile_windows: 
         page.evaluate("hash => { location.hash = hash }", urlencode(view))
         expect(page.locator(f".list li:nth-child({row + 1}) [aria-current]")).to_have_count(1)
         expect(page.locator(".sample .message")).to_have_count(5)
+        if len(text) > 50_000:
+            page.locator(".sample summary").click()
         while len(text) > 50_000 and page.locator(".more").count():
             page.locator(".more").first.click()
         said, counted, bad = page.evaluate(LOOKED_AT, ".message > .text-block")

@@ -109,7 +109,7 @@ function options(
     padding: [6, 10, 0, 0],
     axes: [
       { ...axis, size: 26 },
-      { ...axis, size: 52, values: (_, ticks) => ticks.map(short) },
+      { ...axis, size: 60, values: (_, ticks) => ticks.map(short) },
     ],
     series: [{}, ...lines.map((line) => seriesOf(line, isDark))],
     bands: lines.flatMap((line, index) =>

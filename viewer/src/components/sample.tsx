@@ -57,7 +57,7 @@ function Facts({ sample }: { sample: Sample }) {
   if (sample.temperature != null) facts.push(["temperature", short(sample.temperature)]);
   if (sample.raw_reward != null && sample.raw_reward !== sample.reward)
     facts.push(["before penalties", short(sample.raw_reward)]);
-  for (const [name, value] of Object.entries({ ...sample.env_metrics, ...sample.env_extras }))
+  for (const [name, value] of Object.entries(sample.env_metrics))
     facts.push([name, typeof value === "number" ? short(value) : <Text value={JSON.stringify(value)} />]);
   return (
     <>
@@ -71,6 +71,12 @@ function Facts({ sample }: { sample: Sample }) {
           </div>
         ))}
       </dl>
+      {Object.keys(sample.env_extras ?? {}).length > 0 && (
+        <details>
+          <summary class="muted">what the environment was given</summary>
+          <TextBlock value={JSON.stringify(sample.env_extras, null, 2)} />
+        </details>
+      )}
       {sample.error && (
         <div class="failure">
           <b>
