@@ -127,7 +127,9 @@ async def learned(
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.01)
     spent = time.process_time()
-    without = {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
+    without: dict[str, Any] = (
+        {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
+    )
     found = await in_thread(partial(module.collate, **without), groups)
     spent = time.process_time() - spent
     if not with_arrays:
@@ -183,7 +185,9 @@ def shards(sequences: int, tokens: int) -> dict[str, float]:
 
     with_arrays = hasattr(module, "rewards_by_token")
     groups = rollouts(sequences, tokens, with_arrays)
-    without = {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
+    without: dict[str, Any] = (
+        {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
+    )
     limits = PassLimits(None, 16_384, 6 * 1024, None)
     times = []
     for _ in range(7):
