@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.data.arrays import Span, mask_of, spans_of
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Message, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.report.rollout_files import RolloutFiles
@@ -23,7 +22,7 @@ _LISTS = ("prompt_ids", "response_ids", "rollout_logprobs", *_OF_THE_BATCH)
 _PLAIN = (
     *("step", "uid", "group", "sample", "data_source", "env_class", "reward", "raw_reward", "turns", "status"),
     *("error", "detail", "stop_reason", "temperature", "env_metrics", "messages", "text", "env_extras"),
-    *("loss_spans", "restarts"),
+    *("scored_spans", "restarts"),
 )
 
 
@@ -84,11 +83,8 @@ class KeptStep:
         return batch.with_tokens(**scored), int(unknown.sum()) if old.old_logprobs is not None else 0
 
 
-def read_step(files: RolloutFiles, step: int, *, corrected: bool) -> KeptStep:
-    """The rollouts of a step. Raises OSError or pa.ArrowInvalid for a file that cannot be read.
-
-    `corrected`: whether the run had an off-policy correction, after which some tokens did not count any more.
-    """
+def read_step(files: RolloutFiles, step: int) -> KeptStep:
+    """The rollouts of a step. Raises OSError or pa.ArrowInvalid for a file that cannot be read."""
     table = files.table(steps=[step], columns=[*_PLAIN, *_LISTS])
     lists = {name: list(_arrays(table[name])) for name in _LISTS}
     rows = table.select(_PLAIN).to_pylist()
@@ -97,16 +93,8 @@ def read_step(files: RolloutFiles, step: int, *, corrected: bool) -> KeptStep:
     for index, row in enumerate(rows):
         arrays = {name: values[index] for name, values in lists.items()}
         trajectory = _trajectory(row, arrays, prompts)
-        if corrected and arrays["old_logprobs"] is not None:
-            trajectory.loss_spans = _spans_before_correction(trajectory, arrays["old_logprobs"])
         found.append(KeptRollout(row["group"], trajectory, {name: arrays[name] for name in _OF_THE_BATCH}))
     return KeptStep(step, found)
-
-
-def _spans_before_correction(trajectory: Trajectory, old_logprobs: NDArray[np.float32]) -> list[Span]:
-    """The stretches of the loss before a correction: those that the trainer scored, which it does turn by turn."""
-    scored = [(turn.start, turn.stop) for turn in trajectory.turns if old_logprobs[turn.start : turn.stop].any()]
-    return spans_of(mask_of([*scored, *trajectory.loss_spans], len(trajectory.response_ids)))
 
 
 def answers_of(trajectory: Trajectory) -> list[int]:
@@ -128,7 +116,7 @@ def _trajectory(row: dict[str, Any], arrays: dict[str, Any], prompts: dict[int, 
         sample=row["sample"],
         prompt_ids=_present(arrays["prompt_ids"]),
         response_ids=_present(arrays["response_ids"]),
-        loss_spans=[(span["start"], span["stop"]) for span in row["loss_spans"] or ()],
+        loss_spans=[(span["start"], span["stop"]) for span in row["scored_spans"] or ()],
         logprobs=_present(arrays["rollout_logprobs"]),
         turns=[Turn(**turn) for turn in row["turns"] or ()],
         reward=row["reward"],

@@ -57,7 +57,7 @@ async def replay(question: Question) -> Answer:
     async with _scorer(question) as scorer:
         for step in steps:
             try:
-                kept = read_step(files, step, corrected=bool(replayed.own.corrections))
+                kept = read_step(files, step)
             except (OSError, pa.ArrowInvalid) as error:
                 raise DataError(f"{question.run}: the rollouts of step {step} cannot be read: {error}") from error
             if kept.rollouts:
@@ -106,14 +106,15 @@ class _Replay:
         answer, recorded = self.answer, self.rows.get(kept.step, {})
         groups, batch = kept.groups, kept.batch()
         advantages = kept.advantages(batch)
-        whole = recorded.get("rollouts/trajectories") in (None, len(kept.rollouts))
+        whole = self._is_whole(kept, recorded)
         if not whole:
             answer.note("sample", _PARTLY)
         if batch.old_logprobs is None:
             answer.note("old_logprobs", _NO_OLD)
         coef = recorded.get("policy/kl_coef")
         old = self.own(batch, advantages if self.own.reads_values else None, coef)
-        if not self.own.reads_values and advantages is not None:
+        # Advantages of tokens may be normalised over the whole step; those of sequences compare a group's.
+        if not self.own.reads_values and advantages is not None and (whole or old.batch.advantages is None):
             self._check(old, advantages)
         if whole:
             self._check_metrics(old.metrics, recorded)
@@ -142,6 +143,14 @@ class _Replay:
         if unknown:
             self.answer.note("unscored", _UNSCORED)
         return changed, now, scores
+
+    def _is_whole(self, kept: KeptStep, recorded: Mapping[str, Any]) -> bool:
+        """Whether all that the step trained on was kept; with dynamic sampling, dropped groups are counted as well, and
+        repeated ones once."""
+        counted = recorded.get("rollouts/trajectories")
+        samples = self.question.own.generator.n_samples_per_prompt
+        others = recorded.get("sampling/dropped", 0) - recorded.get("sampling/repeated", 0)
+        return counted is None or counted == len(kept.rollouts) + samples * others
 
     def _check(self, old: Update, advantages: Tensor) -> None:
         """Compare with the advantages that the run kept, of the tokens that it trained on."""

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from skyrl_train.durable import sync_folder
 from skyrl_train.report.rollout_packing import DERIVED, packed, stored_columns, unpacked, write_options
 
 FOLDER = "rollouts"
@@ -63,6 +64,7 @@ COLUMNS = pa.schema(
         ("response_ids", pa.list_(pa.int32())),
         ("loss_spans", pa.list_(pa.struct(_SPAN))),
         ("trained", pa.list_(pa.bool_())),
+        ("scored_spans", pa.list_(pa.struct(_SPAN))),
         ("restarts", pa.list_(pa.struct(_RESTART))),
         ("rollout_logprobs", pa.list_(pa.float32())),
         ("old_logprobs", pa.list_(pa.float32())),
@@ -209,6 +211,8 @@ def _replacing(file: Path) -> Iterator[BinaryIO]:
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(file)
+        sync_folder(file.parent)
+        sync_folder(file.parent.parent)  # which may have got the folder just now
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

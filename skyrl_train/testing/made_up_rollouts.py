@@ -136,6 +136,9 @@ def _row(
         "prompt_tokens": 16,
         "response_tokens": length,
         "prompt_ids": [1 + (group + place) % 4000 for place in range(16)],
-        "loss_spans": [] if failed else [{"start": start, "stop": stop} for start, stop in spans],
+        **dict.fromkeys(
+            ("loss_spans", "scored_spans"),
+            [] if failed else [{"start": start, "stop": stop} for start, stop in spans],
+        ),
         "restarts": [],
     }

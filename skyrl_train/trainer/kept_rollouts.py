@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from skyrl_train import trace
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import Message, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Message, Trajectory, TrajectoryGroup
 from skyrl_train.report.rollout_files import (
     COLUMNS,
     RolloutFiles,
@@ -69,8 +69,11 @@ class KeptRollouts:
 
     def begin(self, step: int) -> None:
         """The run continues after `step`: files of later steps are of another attempt, and are deleted."""
-        for later in (one for one in RolloutFiles(self._run).steps() if one > step):
-            self._delete(step_file(self._run, later))
+        try:
+            for later in (one for one in RolloutFiles(self._run).steps() if one > step):
+                self._delete(step_file(self._run, later))
+        except OSError as error:
+            _log.warning("trainer.keep_rollouts: files of steps after %d cannot be deleted (%s).", step, error)
 
     @asynccontextmanager
     async def writing(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> AsyncIterator[None]:
@@ -83,7 +86,9 @@ class KeptRollouts:
             return
         if self._groups is not None and self._groups < len(groups):
             groups = groups[: self._groups]
-            batch = batch.select(range(sum(len(list(item.sequences())) for _, item in _numbered(groups))))
+            unread = dict.fromkeys(("routing", "values", "returns", "importance_weights", "selected"))
+            rows = range(sum(len(list(item.sequences())) for _, item in _numbered(groups)))
+            batch = batch.with_tokens(**unread).select(rows)
         written = asyncio.create_task(asyncio.to_thread(self._write, step, groups, batch))
         del groups, batch  # what the update does not read is the thread's alone
         try:
@@ -94,8 +99,7 @@ class KeptRollouts:
     def _write(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> None:
         try:
             with trace.span("rollouts kept", row="checkpoints", overlaps=True):
-                if self._vocabulary is not None and not vocabulary_file(self._run).exists():
-                    write_vocabulary(self._run, self._vocabulary())
+                self._write_vocabulary()
                 write_rollouts(self._run, step, rollout_tables(step, groups, batch))
                 self._make_room(step)
         except Exception as error:  # of the disk, or what an environment put into its messages
@@ -108,6 +112,19 @@ class KeptRollouts:
                     what,
                 )
             self._failed = True
+
+    def _write_vocabulary(self) -> None:
+        """Once; without it, ids are shown."""
+        if self._vocabulary is None or vocabulary_file(self._run).exists():
+            return
+        try:
+            texts = self._vocabulary()
+        except Exception as error:  # of a tokenizer
+            self._vocabulary = None
+            what = redact(f"{type(error).__name__}: {error}")
+            _log.warning("trainer.keep_rollouts: the texts of token ids cannot be told (%s); ids are kept.", what)
+            return
+        write_vocabulary(self._run, texts)
 
     def _make_room(self, step: int) -> None:
         """Delete files of the oldest steps until the folder is within its bound."""
@@ -129,7 +146,7 @@ class KeptRollouts:
             room += sizes[oldest]
 
     def _delete(self, file: Path) -> None:
-        file.unlink()
+        file.unlink(missing_ok=True)
         if self._deleted is not None:
             self._deleted(file)
 
@@ -191,6 +208,7 @@ def _table(step: int, numbered: Sequence[tuple[int, Trajectory]], tokens: _Token
         "prompt_ids": _lists([item.prompt_ids for item in items]),
         "restarts": _restarts(items),
         "loss_spans": _spans(tokens.of("loss_mask"), offsets),
+        "scored_spans": _scored(items),
     }
     for name, source in _OF_TOKENS.items():
         values = tokens.of(source)
@@ -302,6 +320,13 @@ def _spans(mask: NDArray[np.bool_] | None, offsets: NDArray[np.int32]) -> pa.Arr
     begin = np.repeat(offsets[:-1], counts)
     fields = [pa.array((one - begin).astype(np.int32)) for one in (starts, stops)]
     return _structs(counts.tolist(), fields, COLUMNS.field("loss_spans").type)
+
+
+def _scored(items: Sequence[Trajectory]) -> pa.Array:
+    """What was in the loss of each rollout before an off-policy correction."""
+    spans = [item.loss_spans if item.status == OK else [] for item in items]
+    fields = [pa.array([one[end] for of_one in spans for one in of_one], pa.int32()) for end in (0, 1)]
+    return _structs([len(of_one) for of_one in spans], fields, COLUMNS.field("scored_spans").type)
 
 
 def _structs(counts: Sequence[int], fields: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:

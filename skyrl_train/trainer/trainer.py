@@ -123,7 +123,7 @@ class Trainer(TrainingLoop):
         self.samples_of_rows = [
             (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
         ]
-        batch = await asyncio.to_thread(collate, groups, token_rewards=self._token_rewards_are_read)
+        batch = await asyncio.to_thread(collate, groups, token_rewards=self._reads_token_rewards(groups))
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
         for add in self.batch_steps:
@@ -139,11 +139,13 @@ class Trainer(TrainingLoop):
                 await asyncio.to_thread(give_back)
             await self._update(batch)
 
-    @property
-    def _token_rewards_are_read(self) -> bool:
-        """Of a step that does not say it is assumed."""
+    def _reads_token_rewards(self, groups: Sequence[TrajectoryGroup]) -> bool:
+        """Of a step that does not say it is assumed. Rollouts are kept with them unless they follow from turns."""
         steps = any(getattr(step, "reads_token_rewards", True) for step in self.batch_steps)
-        return steps or self.batch_dump is not None
+        told = self.kept_rollouts is not None and any(
+            item.token_rewards is not None for group in groups for item in group.trajectories
+        )
+        return steps or told or self.batch_dump is not None
 
     def _due(self) -> list[str]:
         evaluates = self.evaluator is not None and self.intervals.due(self.intervals.evaluate, self.step)

@@ -42,7 +42,7 @@ def _assert_batches(run: Path, exports: Path, algorithm: Algorithm) -> None:
     assert files.steps() == sorted(dumps)
     for step, file in dumps.items():
         dumped, uids = read_batch(file)
-        kept = read_step(files, step, corrected=bool(algorithm.corrections))
+        kept = read_step(files, step)
         made = kept.batch()
         made = made.with_tokens(advantages=kept.advantages(made))
         for correct in algorithm.corrections:

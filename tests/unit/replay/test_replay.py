@@ -75,6 +75,7 @@ def row(group: int, sample: int, **changed: Any) -> dict[str, Any]:
         "prompt_ids": [9],
         "response_ids": [7] * length,
         "loss_spans": [{"start": 0, "stop": length}],
+        "scored_spans": [{"start": 0, "stop": length}],
         "restarts": [],
         "rollout_logprobs": [-1.0] * length,
         "old_logprobs": [-1.0] * length,
@@ -126,6 +127,9 @@ def test_what_the_run_recorded_is_compared_where_all_of_the_step_was_kept(ask: C
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     answer = ask(rows())
     assert answer.recorded == 2 and answer.differing_metrics == {"advantages/abs_mean": 1}
+    sampled = {"rollouts/trajectories": 8 + 5 * 2, "sampling/dropped": 3, "sampling/repeated": 1}  # 5 samples a prompt
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row | sampled) + "\n")
+    assert ask(rows(), own={"generator.n_samples_per_prompt": 5}).recorded == 2
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row | {"rollouts/trajectories": 9}) + "\n")
     partly = ask(rows())
     assert partly.recorded == 0 and "keep_rollouts=all" in partly.notes["sample"]
@@ -198,6 +202,16 @@ def test_tokens_that_the_run_itself_masked_count_again(ask: Callable[..., Answer
     answer = ask(kept, {f"{CORRECTION}.token_mask_is_threshold_high": 3.5}, own=masks)
     assert (answer.tokens, answer.differing_tokens) == (15, 0)
     assert of(answer, "trained_tokens_old")[0] == 0 and of(answer, "trained_tokens_new")[0] == 1
+
+
+def test_advantages_normalised_over_a_step_are_compared_if_all_of_it_was_kept(
+    ask: Callable[..., Answer], tmp_path: Path
+):
+    own = {f"{ALGORITHM}.advantage_batch_normalize": True}
+    assert ask(rows(), own=own).differing_tokens == 16
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollouts/trajectories": 9}) + "\n")
+    assert ask(rows(), own=own).tokens == 0
+    assert ask(rows()).tokens == 16, "those of samples compare a group's"
 
 
 def test_clipping_is_none_in_the_first_pass_and_shown_for_the_gap_to_the_engine(ask: Callable[..., Answer]):

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.data.batch import TrainBatch, collate
-from skyrl_train.data.trajectory import TrajectoryGroup
+from skyrl_train.data.trajectory import OK, TrajectoryGroup
 from skyrl_train.report.rollout_files import RolloutFiles, step_file, write_rollouts
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
 from skyrl_train.trainer import kept_rollouts
@@ -172,6 +174,26 @@ def test_messages_that_nobody_can_write_cost_no_run(tmp_path: Path, caplog: pyte
     assert "those of step 1 are not kept (RecursionError" in caplog.text
     while deep:  # Python frees it by recursion
         deep = deep[0]
+
+
+def test_a_tokenizer_that_cannot_tell_its_texts_costs_those_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def vocabulary() -> list[str]:
+        raise KeyError("no such token")
+
+    groups, kept = groups_of_all_kinds(), KeptRollouts(tmp_path, vocabulary=vocabulary)
+    for step in (1, 2):
+        keep(kept, step, groups, learnt(groups))
+    assert RolloutFiles(tmp_path).steps() == [1, 2] and RolloutFiles(tmp_path).vocabulary() == {}
+    assert caplog.text.count("texts of token ids cannot be told (KeyError") == 1
+
+
+def test_what_was_in_the_loss_before_a_correction_is_kept(tmp_path: Path):
+    groups = groups_of_all_kinds()
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path), 1, groups, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    for row, item in zip(rows_of(tmp_path), (one for group in groups for one in group.trajectories), strict=True):
+        spans = [(span["start"], span["stop"]) for span in row["scored_spans"]]
+        assert spans == (item.loss_spans if item.status == OK else []) and row["loss_spans"] == []
 
 
 def test_a_run_that_goes_on_forgets_later_steps(tmp_path: Path):
