@@ -129,6 +129,7 @@ export interface Query {
 }
 
 export const PAGE_ROWS = 50;
+const TOKEN = "skyrl-watch-token";
 
 export const isSame = (one: Key, other: Key): boolean =>
   one.step === other.step && one.uid === other.uid && one.group === other.group && one.sample === other.sample;
@@ -153,9 +154,12 @@ export function openSource(): Source {
 // -- from a server -----------------------------------------------------------------------------------------------------
 
 function served(): Source {
+  keepToken();
+  addEventListener("hashchange", () => keepToken() && location.reload()); // a new address, pasted over an old one
   const get = async <T>(what: string, query: Record<string, string> = {}): Promise<T> => {
     const given = Object.entries(query).filter(([, value]) => value !== "");
-    const answer = await fetch(`/api/${what}?${new URLSearchParams(given)}`, { credentials: "same-origin" });
+    const headers = { Authorization: `Bearer ${sessionStorage.getItem(TOKEN) ?? ""}` };
+    const answer = await fetch(`/api/${what}?${new URLSearchParams(given)}`, { credentials: "omit", headers });
     if (!answer.ok) throw new Error(`${what}: ${answer.status} ${(await answer.text()).slice(0, 300)}`);
     return (await answer.json()) as T;
   };
@@ -169,6 +173,17 @@ function served(): Source {
     rollout: (run, key) => get("rollout", { run, ...prompt(key), sample: String(key.sample) }),
     group: (run, key) => get("group", { run, ...prompt(key) }),
   };
+}
+
+/** Keep the token of the printed address in this tab, and out of the address: links are copied from there. */
+function keepToken(): boolean {
+  const view = new URLSearchParams(location.hash.slice(1));
+  const given = view.get("access_token");
+  if (!given) return false;
+  sessionStorage.setItem(TOKEN, given);
+  view.delete("access_token");
+  history.replaceState(null, "", view.size ? `#${view}` : "/");
+  return true;
 }
 
 // -- inside the page ---------------------------------------------------------------------------------------------------

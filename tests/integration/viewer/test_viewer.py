@@ -241,3 +241,17 @@ def _named(*, group: int, sample: int) -> Any:
 
 def _same(shown: str, value: float | None) -> bool:
     return shown == "–" if value is None else np.float32(shown) == np.float32(value)
+
+
+def test_a_tab_needs_the_printed_address_once(browser: Any, watch_address: str):
+    server = watch_address.partition("#")[0]
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(server)
+    expect(page.get_by_role("alert")).to_contain_text("Open the address that skyrl-train watch has printed")
+    page.goto(watch_address)  # the same document, with another part behind #
+    expect(page.locator(".pulse")).to_contain_text("2 runs")
+    assert page.url == server and context.cookies() == []
+    page.reload()
+    expect(page.locator(".pulse")).to_contain_text("2 runs")
+    context.close()
