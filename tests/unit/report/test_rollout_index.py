@@ -141,6 +141,20 @@ def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: Rollou
         }
 
 
+def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
+    run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rollout_index, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rollout_index, "TEXTS_KEPT_BYTES", 0)
+    views, read = RolloutViews(run), []
+    texts_of = views.index._texts_of
+    monkeypatch.setattr(views.index, "_texts_of", lambda steps: read.append([*steps]) or texts_of(steps))
+    page = views.rollouts(Query(order="-tokens", limit=200))["rows"]
+    texts = {(row["step"], row["group"], row["sample"]): row["text"] for row in rows}
+    assert [row["preview"] for row in page] == [texts[key][:240] for key in keys(page)]
+    assert read == [[step] for step in range(1, STEPS + 1)] and not views.index._texts
+
+
 def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
     assert views.rollouts(Query(step=1, text="nowhere"))["facets"] == {
         "steps": [1, 2, 3, 4, 5],
