@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -200,7 +200,8 @@ class WatchServer:
         run = self._run(asked)
         if run.rollouts_lock.acquire(blocking=False):  # a search holds up no curves, at most their newest quantiles
             try:
-                run.rollouts.index.refresh()
+                with suppress(OSError):  # curves are elsewhere
+                    run.rollouts.index.refresh()
             finally:
                 run.rollouts_lock.release()
         with run.files_lock:
