@@ -50,7 +50,8 @@ def page(data: Any = None) -> str:
     """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
 
     In a checkout the script and the style are built with npm first, if what they are made of is newer; if that fails,
-    those that are there are taken. Raises ConfigError if there are none, and ValueError for a number that is not finite.
+    those that are there are taken. Raises ConfigError if there are none, and ValueError for a number that is not
+    finite.
     """
     _ensure_built()
     script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
         (tmp_path / path).write_text(script)
         (tmp_path / path).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    with pytest.raises(ConfigError, match="is not built; .*scripts/viewer"):
+    with pytest.raises(ConfigError, match=r"is not built; .*scripts/viewer"):
         page_files.page()
     page_files.SCRIPT.write_text("an_older_one()")
     page_files.STYLE.write_text("")
