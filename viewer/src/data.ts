@@ -1,5 +1,4 @@
 /** What the page shows, and where it comes from: a server's /api, or data inside the page. */
-import { contentOf } from "./messages";
 
 export interface Run {
   id: string;
@@ -270,10 +269,15 @@ function choose(samples: Sample[], query: Query): Rows {
 function sort(rows: Row[], order: string): void {
   const sign = order.startsWith("-") ? -1 : 1;
   const by = order.replace("-", "") as "step" | "reward" | "tokens";
-  const value = (row: Row) => row[by] ?? -Infinity;
+  const value = (row: Row) => row[by] ?? sign * Infinity; // those without a number come last, either way
   rows.sort((a, b) => sign * (value(a) - value(b)) || a.step - b.step || a.group - b.group || a.sample - b.sample);
 }
 
-function textOf(sample: Sample): string {
-  return [...sample.messages.map(contentOf), sample.text ?? ""].join("\n").toLowerCase();
+const textOf = (sample: Sample): string => [...said(sample.messages), sample.text ?? ""].join("\n").toLowerCase();
+
+/** The texts in the JSON of a conversation, without names: answers, and also calls and reasoning. */
+function said(value: unknown): string[] {
+  if (typeof value === "string") return [value];
+  if (typeof value !== "object" || value === null) return [];
+  return Object.entries(value).flatMap(([name, one]) => (name === "role" ? [] : said(one)));
 }
