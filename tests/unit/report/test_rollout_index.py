@@ -146,9 +146,15 @@ def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
 ):
     monkeypatch.setattr(rollout_index, "_BLOCK_BYTES", 1)
     monkeypatch.setattr(rollout_index, "TEXTS_KEPT_BYTES", 0)
-    views, read = RolloutViews(run), []
+    views = RolloutViews(run)
+    read: list[list[int]] = []
     texts_of = views.index._texts_of
-    monkeypatch.setattr(views.index, "_texts_of", lambda steps: read.append([*steps]) or texts_of(steps))
+
+    def noted(steps: list[int]) -> Any:
+        read.append(steps)
+        return texts_of(steps)
+
+    monkeypatch.setattr(views.index, "_texts_of", noted)
     page = views.rollouts(Query(order="-tokens", limit=200))["rows"]
     texts = {(row["step"], row["group"], row["sample"]): row["text"] for row in rows}
     assert [row["preview"] for row in page] == [texts[key][:240] for key in keys(page)]
