@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -12,28 +15,36 @@ from setuptools.errors import SetupError
 
 ROOT = Path(__file__).parent
 PAGE = [ROOT / "skyrl_train" / "report" / "page" / name for name in ("page.js", "page.css")]
+NOT_BUILT = "the page of `skyrl-train report` is not built: install Node.js 20 or later and run scripts/viewer."
 
 
-def build_page() -> None:
-    """From viewer/, where that is: a source archive has what was built from it."""
-    if (ROOT / "viewer").is_dir() and subprocess.run([ROOT / "scripts" / "viewer"]).returncode == 0:
+def build_page(needed: bool) -> None:
+    """From viewer/, where that and npm are: a source archive has what was built from it.
+
+    Raises SetupError if there is none in the end and it is needed; all other commands work without.
+    """
+    if (ROOT / "viewer").is_dir() and shutil.which("npm"):
+        try:
+            subprocess.run(["bash", str(ROOT / "scripts" / "viewer")])
+        except OSError as error:
+            print(f"scripts/viewer: {error}", file=sys.stderr)
+    if all(path.is_file() for path in PAGE):
         return
-    if not all(path.is_file() for path in PAGE):
-        raise SetupError(
-            "the page of `skyrl-train report` is not built: install Node.js 20 or later and run scripts/viewer."
-        )
+    if needed or os.environ.get("SKYRL_NEEDS_PAGE") == "1":
+        raise SetupError(NOT_BUILT)
+    print(f"warning: {NOT_BUILT} The rest works without.", file=sys.stderr)
 
 
 class BuildWithPage(build_py):
     def run(self) -> None:
         if not self.editable_mode:  # a checkout builds it when it is asked for
-            build_page()
+            build_page(needed=False)
         super().run()
 
 
 class ArchiveWithPage(sdist):
     def run(self) -> None:
-        build_page()
+        build_page(needed=True)
         super().run()
 
 

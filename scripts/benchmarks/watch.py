@@ -56,7 +56,7 @@ def measured(run: Path) -> dict[str, tuple[float, int]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        server, _, token = process.stdout.readline().strip().partition("/?token=")
+        server, _, token = process.stdout.readline().strip().partition("/#access_token=")
         found = {name: ask(server, token, question) for name, question in QUESTIONS.items()}
         found["peak"] = psutil.Process(process.pid).memory_info().rss / 2**30, 0
         process.terminate()

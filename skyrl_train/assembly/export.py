@@ -60,6 +60,7 @@ _SAID_IF_CHANGED = (
 _REWARDS_ONLY = ("trainer.algorithm.", "generator.", "trainer.fully_async.")
 _FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^/\s'\"]+/)+")
 _MODEL_FILES = ("config.json", "adapter_config.json")
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,16 @@ def _check(asked: Export) -> None:
         return
     if not asked.overwrite:
         raise ConfigError(f"--to {asked.to}: is not empty: give another folder, or --overwrite to replace all of it.")
-    if not any((target / file).is_file() for file in _MODEL_FILES):
+    if not _is_model(target):
         raise ConfigError(
             f"--to {asked.to} --overwrite: holds no model, so it is not replaced: give another folder, or empty it."
         )
+
+
+def _is_model(folder: Path) -> bool:
+    """Much else has a config.json, too."""
+    has_weights = any(path.is_file() for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    return has_weights and any((folder / file).is_file() for file in _MODEL_FILES)
 
 
 @contextmanager
@@ -146,7 +153,11 @@ def _appearing(target: Path) -> Iterator[Path]:
         if target.exists() and any(target.iterdir()):
             replaced = target.with_name(folder.name.replace(".partial-", ".replaced-"))
             target.rename(replaced)
-            folder.rename(target)
+            try:
+                folder.rename(target)
+            except BaseException:
+                replaced.rename(target)
+                raise
             shutil.rmtree(replaced)
         else:
             folder.rename(target)
@@ -177,8 +188,9 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     card = _card(asked, config, found.step, rows, has_curve, agreement)
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
     mode = (folder / "README.md").stat().st_mode
-    for file in folder.iterdir():  # safetensors writes for its owner's eyes only
-        file.chmod(mode)
+    for file in folder.rglob("*"):  # safetensors writes for its owner's eyes only
+        if file.is_file():
+            file.chmod(mode)
     return agreement
 
 
@@ -251,8 +263,13 @@ def _public(value: Any) -> Any:
 
 def said(agreement: Agreement) -> str:
     """What was compared, in a sentence."""
+    whose = "those of the checkpoint"
+    if agreement.from_base:
+        whose += (
+            "'s adapters and of the base model it was given (the checkpoint has no copy of that one to compare with)"
+        )
     return (
-        f"Loaded again, all {agreement.num_tensors} tensors are those of the checkpoint, and log-probs of "
+        f"Loaded again, all {agreement.num_tensors} tensors are {whose}, and log-probs of "
         f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_nats:.2g} nats in the mean and "
         f"{agreement.largest_nats:.2g} at most."
     )

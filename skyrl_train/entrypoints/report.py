@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
         print(_report([working_folder(run) for run in given.runs], given.out))
-    except SkyRLError as error:
+    except (SkyRLError, OSError) as error:
         to_stderr(f"skyrl-train report: {error}")
         sys.exit(2)
 

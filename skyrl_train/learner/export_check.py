@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Agreement:
     mean_nats: float
     """Mean absolute difference of their log-probs."""
     largest_nats: float
+    from_base: bool = False
+    """Whether tensors have what was frozen from the base model, as it was read for both sides: merged adapters."""
 
 
 def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreement:
@@ -43,7 +45,8 @@ def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreem
     """
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loaded = model.state_dict()
-    return _agreement(policy, folder, model, _compared(folder, loaded, policy.merged(dtype)), dtype)
+    agreement = _agreement(policy, folder, model, _compared(folder, loaded, policy.merged(dtype)), dtype)
+    return replace(agreement, from_base=policy.adapters is not None)
 
 
 def check_adapter(policy: SavedPolicy, folder: Path, base: str) -> Agreement:

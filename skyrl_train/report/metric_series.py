@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from itertools import pairwise
@@ -73,7 +74,7 @@ def _pooled(name: str, values: NDArray[np.float64], first: NDArray[np.int64]) ->
     if len(first) == len(values):
         return values
     there = np.isfinite(values)
-    if "max" in name:
+    if "max" in re.split(r"[^a-z0-9]+", name.rpartition("/")[2].replace("_", " ")):  # eval/minimax/... is none
         greatest: NDArray[np.float64] = np.maximum.reduceat(np.where(there, values, -np.inf), first)
         return greatest
     count = np.add.reduceat(there.astype(float), first)

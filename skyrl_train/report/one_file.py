@@ -7,6 +7,7 @@ for what they show.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.report.plain_json import plain
+from skyrl_train.report.rollout_files import step_file
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 
@@ -33,6 +36,7 @@ _BYTES_A_TOKEN = 4
 _BYTES_A_SHOWN_TOKEN = 25
 """The least that its columns take."""
 _CUT_CHARACTERS = 4000
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Report:
 def make_report(folders: Sequence[Path], page: Callable[[Any], str], most_bytes: int = MOST_BYTES) -> Report:
     """A report of the runs in these folders; `page`: what makes HTML of its data (page_files.page).
 
-    Raises ConfigError for a folder that is no run's, and OSError for files that cannot be read.
+    Rollouts of files that cannot be read are left out. Raises ConfigError for a folder that is no run's and for so many
+    runs that their curves alone have more than `most_bytes`, and OSError for other files that cannot be read.
     """
     runs = open_runs(folders)
     with ExitStack() as stack:
@@ -70,6 +75,11 @@ def _make_report(
         rollouts[str(number)], size = _sample(view, run, left // (len(runs) - number))
         left -= size
     html = page(plain({**head, "metrics": metrics, "rollouts": rollouts}))
+    if (size := len(html.encode())) > most_bytes:
+        raise ConfigError(
+            f"RUN: the report of {len(runs)} runs would have {size:,} bytes, and may have {most_bytes:,}: name fewer "
+            "runs, or look at them with skyrl-train watch."
+        )
     return Report(html, sum(map(len, rollouts.values())), sum(len(view.index.table) for view in views))
 
 
@@ -179,9 +189,13 @@ def _spread(count: int) -> list[int]:
 def _rows_of(
     run: RunFiles, step: int, chosen: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[tuple[int, int], list[dict[str, Any]]]]:
-    """The rows of a step's chosen groups."""
+    """The rows of a step's chosen groups; none of a file that is damaged in what the index does not read."""
     groups = [group["group"] for group in chosen if group["step"] == step]
-    rows = run.rollouts.table([step], filter=pc.field("group").isin(groups)).to_pylist()
+    try:
+        rows = run.rollouts.table([step], filter=pc.field("group").isin(groups)).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        _log.warning("%s cannot be read and is left out: %s", step_file(run.folder, step), error)
+        return
     for group in groups:
         yield (step, group), [row for row in rows if row["group"] == group]
 

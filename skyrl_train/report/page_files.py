@@ -6,6 +6,7 @@ import base64
 import fcntl
 import hashlib
 import json
+import logging
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).with_name("page")
 SCRIPT, STYLE = FOLDER / "page.js", FOLDER / "page.css"
 CHECKOUT = Path(__file__).resolve().parents[2]
 _BUILD_S = 300
+_log = logging.getLogger(__name__)
 _HTML = """<!doctype html>
 <html lang="en">
 <head>
@@ -47,8 +49,9 @@ _POLICY = (
 def page(data: Any = None) -> str:
     """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
 
-    In a checkout the script and the style are built with npm first, if what they are made of is newer. Raises
-    ConfigError if they are not there and cannot be built, and ValueError for a number that is not finite.
+    In a checkout the script and the style are built with npm first, if what they are made of is newer; if that fails,
+    those that are there are taken. Raises ConfigError if there are none, and ValueError for a number that is not
+    finite.
     """
     _ensure_built()
     script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")
@@ -78,11 +81,18 @@ def _ensure_built() -> None:
     with _alone():
         if not _old():  # another process has built it meanwhile
             return
+        if trouble := _build(build):
+            _check(f"{build} failed: {trouble}")
+            _log.warning("the page of reports is an older one than viewer/; %s failed: %s", build, trouble)
+
+
+def _build(build: Path) -> str:
+    """Run it; what went wrong, or ""."""
+    try:
         done = subprocess.run([build], capture_output=True, text=True, timeout=_BUILD_S)
-        if done.returncode != 0:
-            raise ConfigError(
-                f"the page of reports cannot be built; {build} said: {(done.stdout + done.stderr)[-2000:]}"
-            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-2000:].strip() or f"status {done.returncode}"
 
 
 def _check(reason: str) -> None:

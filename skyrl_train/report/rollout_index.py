@@ -115,11 +115,15 @@ class RolloutIndex:
 
     def previews(self, page: pa.Table) -> list[str]:
         """How the responses of these rows begin."""
-        texts = dict(self._texts_of({*page["step"].to_pylist()}))
-        found = []
-        for step, row in zip(page["step"].to_pylist(), page["row"].to_pylist(), strict=True):
-            there = row < len(texts[step])  # else its file is gone meanwhile
-            found.append((texts[step]["text"][row].as_py() or "")[:PREVIEW] if there else "")
+        places: dict[int, list[tuple[int, int]]] = {}
+        for place, (step, row) in enumerate(zip(page["step"].to_pylist(), page["row"].to_pylist(), strict=True)):
+            places.setdefault(step, []).append((place, row))
+        found = [""] * len(page)
+        for together in self._blocks(sorted(places)):  # a page may have a row of each of hundreds of steps
+            for step, texts in self._texts_of(together):
+                for place, row in places[step]:
+                    if row < len(texts):  # else its file is gone meanwhile
+                        found[place] = (texts["text"][row].as_py() or "")[:PREVIEW]
         return found
 
     def _take_in(self, steps: Sequence[int]) -> None:

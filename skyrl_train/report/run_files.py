@@ -84,7 +84,7 @@ class RunFiles:
 
     def summary(self) -> dict[str, Any]:
         """Name, project, folder, how far the run is, and how it is."""
-        identity, trainer = self._read_json(_IDENTITY_FILE), self.config.get("trainer") or {}
+        identity, trainer = self._read_json(_IDENTITY_FILE), _mapping(self.config.get("trainer"))
         series, total = self.series(), self.total_steps()
         return {
             "name": str(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
@@ -98,7 +98,7 @@ class RunFiles:
 
     def total_steps(self) -> int | None:
         """That the run is to have; None if it does not say."""
-        for known in (self._read_json(DIAGNOSIS_FILE), self.config.get("trainer") or {}):
+        for known in (self._read_json(DIAGNOSIS_FILE), _mapping(self.config.get("trainer"))):
             for name in ("total_steps", "max_steps"):
                 if isinstance(total := known.get(name), int) and total > 0:
                     return total
@@ -113,11 +113,11 @@ class RunFiles:
         return sorted(found, key=lambda one: (one["level"] != HOLDS, -one["step"]))
 
     def _findings(self) -> list[Any]:
-        trainer = self.config.get("trainer") or {}
+        trainer = _mapping(self.config.get("trainer"))
         rules = [*RULES, gradient_rule(True)]
-        if (trainer.get("algorithm") or {}).get("advantage_estimator") in ("grpo", "rloo"):
+        if _mapping(trainer.get("algorithm")).get("advantage_estimator") in ("grpo", "rloo"):
             rules.append(NO_DIFFERENCE)
-        ahead = trainer.get("fully_async") or {}
+        ahead = _mapping(trainer.get("fully_async"))
         if ahead.get("enabled"):
             rules += async_rules(int(ahead.get("max_staleness_steps", 1)))
         file = self.folder / METRICS_FILE
@@ -167,7 +167,7 @@ def open_runs(folders: Sequence[Path]) -> list[RunFiles]:
 
 def overview(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """The runs, each with an id and a name that no other has, and the keys in which their configurations differ."""
-    summaries = [run.summary() for run in runs]
+    summaries = [_summary(run) for run in runs]
     names = [one["name"] for one in summaries]
     for one in summaries:
         if names.count(one["name"]) > 1:
@@ -176,6 +176,15 @@ def overview(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "runs": [{"id": str(number), **one} for number, one in enumerate(summaries)],
         "differing": differing([run.config for run in runs]),
     }
+
+
+def _summary(run: RunFiles) -> dict[str, Any]:
+    """A run whose files cannot be read, at least now, hides no others."""
+    try:
+        return run.summary()
+    except OSError:
+        nothing = {"project": "", "step": 0, "total_steps": None, "state": UNKNOWN, "has_rollouts": False}
+        return {"name": run.folder.name, "folder": str(run.folder), **nothing}
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -193,6 +202,11 @@ def described(name: str) -> str:
         percent = name.removeprefix("reward/p")
         return f"{percent} % of the step's rollouts that are kept had no higher reward" if percent.isdecimal() else ""
     return f"{metric.what} ({metric.unit})" + (f"; good: {metric.good}" if metric.good else "")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """What a configuration has in a place where a mapping belongs; empty for anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

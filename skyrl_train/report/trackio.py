@@ -46,7 +46,7 @@ class TrackioTracker:
             name = f"{visible(self._setup.run_name)}-{secrets.token_hex(3)}"
             keep_id(folder, "trackio", name)
         config = {key.lstrip("_"): value for key, value in flattened(self._setup.config).items()}
-        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, "private": True}  # a Space it creates
         with _quiet():
             # In a context of its own, Trackio knows of no other run: one of the user's goes on.
             self._run = contextvars.Context().run(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import ipaddress
 import logging
 import re
@@ -16,7 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,7 +90,6 @@ class WatchServer:
         assert policy is not None, "the page has no policy of its own"
         self._policy = f"{policy[1]}; {_NO_FRAMES}"
         self.token = secrets.token_urlsafe(32)
-        self._cookie = ""
         self._runner: web.AppRunner | None = None
         self._socket: socket.socket | None = None
 
@@ -102,8 +100,9 @@ class WatchServer:
 
     @property
     def address(self) -> str:
-        """With the token, for a browser, which then keeps that as a cookie and shows the address without it."""
-        return f"{self.url}/?token={self.token}"
+        """With the token, for a browser: behind #, which is sent to no server. A cookie would be, to those at all other
+        ports of this machine."""
+        return f"{self.url}/#access_token={self.token}"
 
     async def __aenter__(self) -> WatchServer:
         if not 0 <= self._port < 2**16:
@@ -115,7 +114,6 @@ class WatchServer:
                 f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {error.strerror or error}. "
                 "Choose another, or 0 for any that is free."
             ) from error
-        self._cookie = f"skyrl_watch_{self._socket.getsockname()[1]}"  # browsers do not tell ports apart
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._index)
         for name, answer in self._answers().items():
@@ -150,25 +148,23 @@ class WatchServer:
         return response
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        """For pages of other sites, whatever name of theirs leads here, and for whoever has no token."""
+        """For pages of other sites, whatever name of theirs leads here, and for whoever has no token.
+
+        The page itself has nothing of the runs: everybody on this machine gets it, and links from elsewhere lead to it.
+        """
         if not _is_loopback_name(request.headers.get(hdrs.HOST, "")):
             return _text(403, "Ask at 127.0.0.1 or localhost: other names may be another site's.")
         asked_by = request.headers.get("Sec-Fetch-Site", "none")
-        if asked_by not in ("none", "same-origin") and request.headers.get("Sec-Fetch-Mode") != "navigate":
+        is_link = request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
+        if asked_by not in ("none", "same-origin") and not is_link:
             return _text(403, "Pages of other sites get no answer.")
-        given = (request.cookies.get(self._cookie, ""), request.query.get("token", "") if request.path == "/" else "")
-        authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-        if any(_same(one, self.token) for one in given) or has_token(authorization, self.token):
+        if request.path == "/" or has_token(request.headers.get(hdrs.AUTHORIZATION, ""), self.token):
             return None
         return _text(401, "Open the address that skyrl-train watch has printed: it ends with the token.")
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     async def _index(self, request: web.Request) -> web.Response:
-        if "token" in request.query:  # out of the address: links are copied from there
-            response = web.Response(status=303, headers={hdrs.LOCATION: "/"})
-            response.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax")
-            return response
         headers = {hdrs.CONTENT_SECURITY_POLICY: self._policy}
         return web.Response(text=self._page, content_type="text/html", headers=headers)
 
@@ -204,7 +200,8 @@ class WatchServer:
         run = self._run(asked)
         if run.rollouts_lock.acquire(blocking=False):  # a search holds up no curves, at most their newest quantiles
             try:
-                run.rollouts.index.refresh()
+                with suppress(OSError):  # curves are elsewhere
+                    run.rollouts.index.refresh()
             finally:
                 run.rollouts_lock.release()
         with run.files_lock:
@@ -256,10 +253,6 @@ def _optional(asked: Mapping[str, str], name: str) -> int | None:
 def _text(status: int, text: str) -> web.Response:
     headers = {hdrs.WWW_AUTHENTICATE: "Bearer"} if status == 401 else {}
     return web.Response(status=status, text=f"{text}\n", content_type="text/plain", headers=headers)
-
-
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())
 
 
 def _is_loopback_name(host: str) -> bool:

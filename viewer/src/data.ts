@@ -1,5 +1,4 @@
 /** What the page shows, and where it comes from: a server's /api, or data inside the page. */
-import { contentOf } from "./messages";
 
 export interface Run {
   id: string;
@@ -129,6 +128,7 @@ export interface Query {
 }
 
 export const PAGE_ROWS = 50;
+const TOKEN = "skyrl-watch-token";
 
 export const isSame = (one: Key, other: Key): boolean =>
   one.step === other.step && one.uid === other.uid && one.group === other.group && one.sample === other.sample;
@@ -153,9 +153,12 @@ export function openSource(): Source {
 // -- from a server -----------------------------------------------------------------------------------------------------
 
 function served(): Source {
+  keepToken();
+  addEventListener("hashchange", () => keepToken() && location.reload()); // a new address, pasted over an old one
   const get = async <T>(what: string, query: Record<string, string> = {}): Promise<T> => {
     const given = Object.entries(query).filter(([, value]) => value !== "");
-    const answer = await fetch(`/api/${what}?${new URLSearchParams(given)}`, { credentials: "same-origin" });
+    const headers = { Authorization: `Bearer ${sessionStorage.getItem(TOKEN) ?? ""}` };
+    const answer = await fetch(`/api/${what}?${new URLSearchParams(given)}`, { credentials: "omit", headers });
     if (!answer.ok) throw new Error(`${what}: ${answer.status} ${(await answer.text()).slice(0, 300)}`);
     return (await answer.json()) as T;
   };
@@ -169,6 +172,17 @@ function served(): Source {
     rollout: (run, key) => get("rollout", { run, ...prompt(key), sample: String(key.sample) }),
     group: (run, key) => get("group", { run, ...prompt(key) }),
   };
+}
+
+/** Keep the token of the printed address in this tab, and out of the address: links are copied from there. */
+function keepToken(): boolean {
+  const view = new URLSearchParams(location.hash.slice(1));
+  const given = view.get("access_token");
+  if (!given) return false;
+  sessionStorage.setItem(TOKEN, given);
+  view.delete("access_token");
+  history.replaceState(null, "", view.size ? `#${view}` : "/");
+  return true;
 }
 
 // -- inside the page ---------------------------------------------------------------------------------------------------
@@ -255,10 +269,15 @@ function choose(samples: Sample[], query: Query): Rows {
 function sort(rows: Row[], order: string): void {
   const sign = order.startsWith("-") ? -1 : 1;
   const by = order.replace("-", "") as "step" | "reward" | "tokens";
-  const value = (row: Row) => row[by] ?? -Infinity;
+  const value = (row: Row) => row[by] ?? sign * Infinity; // those without a number come last, either way
   rows.sort((a, b) => sign * (value(a) - value(b)) || a.step - b.step || a.group - b.group || a.sample - b.sample);
 }
 
-function textOf(sample: Sample): string {
-  return [...sample.messages.map(contentOf), sample.text ?? ""].join("\n").toLowerCase();
+const textOf = (sample: Sample): string => [...said(sample.messages), sample.text ?? ""].join("\n").toLowerCase();
+
+/** The texts in the JSON of a conversation, without names: answers, and also calls and reasoning. */
+function said(value: unknown): string[] {
+  if (typeof value === "string") return [value];
+  if (typeof value !== "object" || value === null) return [];
+  return Object.entries(value).flatMap(([name, one]) => (name === "role" ? [] : said(one)));
 }

@@ -105,7 +105,7 @@ def shown(browser: Any, address: str, **settings: Any) -> Iterator[Shown]:
     context = browser.new_context(viewport={"width": 1200, "height": 800}, **settings)
     context.set_default_timeout(ANSWER_MS)
     found = Shown(context.new_page(), address)
-    own = "file:" if address.startswith("file:") else address.partition("?")[0]
+    own = "file:" if address.startswith("file:") else address.partition("#")[0]
 
     def dialog(opened: Any) -> None:
         found.bad.append(f"dialog {opened.message}")

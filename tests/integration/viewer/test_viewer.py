@@ -25,7 +25,9 @@ FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "status=failed": lambda row: row["status"] == "failed",
     "stop_reason=length&source=tools": lambda row: row["stop_reason"] == "length" and row["data_source"] == "tools",
     "text=3+TIMES": lambda row: row["step"] == 3,
+    "text=Calculator": lambda row: "calculator" in row["messages"],
 }
+SAMPLE = "tab=rollouts&step=1&uid=1001&group=1&sample=1"
 POINTED_AT = """async () => {
     const said = [];
     for (const token of document.querySelectorAll('[data-token]')) {
@@ -76,6 +78,26 @@ def test_filters_are_set_by_hand_and_stand_in_the_address(window: Shown):
     expect(page.locator(".list li").filter(has_not_text="step 2")).to_have_count(0)
     lengths = [int(text.split(" tokens")[0].split()[-1]) for text in page.locator(".list .facts").all_inner_texts()]
     assert lengths == sorted(lengths, reverse=True) and len(lengths) > 3
+
+
+@pytest.mark.parametrize(("order", "sign"), [("reward", 1), ("-reward", -1)])
+def test_failed_rollouts_have_no_reward_and_come_last(
+    window: Shown, there: list[dict[str, Any]], order: str, sign: int
+):
+    worked = [row for row in there if row["status"] == "ok"]
+    first = min(worked, key=lambda row: (sign * row["reward"], row["step"], row["group"], row["sample"]))
+    page = window.open(f"tab=rollouts&order={order}")
+    expect(page.locator(".list .facts > span:nth-child(2)").first).to_have_text(
+        f"step {first['step']} · row {first['uid']} · {first['sample']}"
+    )
+    assert len(worked) < len(there)
+
+
+@pytest.mark.parametrize("view", ["tab=constructor", f"{SAMPLE}&how=toString", f"{SAMPLE}&how=tokens&shade=toString"])
+def test_a_link_to_what_there_is_not_opens_what_there_is(report_window: Shown, view: str):
+    page = report_window.open(view)
+    expect(page.locator("figure.chart, .message.user, [data-token='0']").first).to_be_visible()
+    assert report_window.bad == []
 
 
 def test_pages_follow_each_other_and_end(window: Shown, there: list[dict[str, Any]]):
@@ -241,3 +263,17 @@ def _named(*, group: int, sample: int) -> Any:
 
 def _same(shown: str, value: float | None) -> bool:
     return shown == "–" if value is None else np.float32(shown) == np.float32(value)
+
+
+def test_a_tab_needs_the_printed_address_once(browser: Any, watch_address: str):
+    server = watch_address.partition("#")[0]
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(server)
+    expect(page.get_by_role("alert")).to_contain_text("Open the address that skyrl-train watch has printed")
+    page.goto(watch_address)  # the same document, with another part behind #
+    expect(page.locator(".pulse")).to_contain_text("2 runs")
+    assert page.url == server and context.cookies() == []
+    page.reload()
+    expect(page.locator(".pulse")).to_contain_text("2 runs")
+    context.close()

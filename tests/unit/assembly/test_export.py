@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_train.assembly.export import Export, export
+from skyrl_train.assembly.export import Export, _appearing, export
 from skyrl_train.config.run_folder import config_of_run
 from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -89,6 +89,7 @@ def test_bfloat16_is_the_checkpoint_rounded_and_half_as_large(whole: Path, tmp_p
 
 def test_adapters_apart_and_merged_are_the_same_policy(adapted: Path, tmp_path: Path, tiny_model_path: str):
     merged = AutoModelForCausalLM.from_pretrained(written(adapted, tmp_path / "merged"), dtype=torch.float32)
+    assert "are those of the checkpoint's adapters and of the base model" in parts_of_card(tmp_path / "merged")[1]
     folder = written(adapted, tmp_path / "adapter", adapter=True)
     base = load_causal_lm(tiny_model_path, dtype=torch.bfloat16).float()
     start = logits(base)
@@ -233,6 +234,9 @@ def test_what_is_there_is_only_replaced_when_asked_and_never_what_is_no_model(wh
         written(whole, tmp_path / "notes")
     with pytest.raises(ConfigError, match="holds no model, so it is not replaced"):
         written(whole, tmp_path / "notes", overwrite=True)
+    (tmp_path / "notes" / "config.json").write_text("{}")  # as many programs have
+    with pytest.raises(ConfigError, match="holds no model, so it is not replaced"):
+        written(whole, tmp_path / "notes", overwrite=True)
     assert (tmp_path / "notes" / "mine.txt").read_text() == "mine"
     (tmp_path / "model").mkdir()
     folder = written(whole, tmp_path / "model", verify=False)
@@ -240,6 +244,14 @@ def test_what_is_there_is_only_replaced_when_asked_and_never_what_is_no_model(wh
     written(whole, folder, overwrite=True, verify=False)
     assert not (folder / "old.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
+
+
+def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").touch()
+    with pytest.raises(FileNotFoundError), _appearing(tmp_path / "model") as folder:
+        folder.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "old").is_file()
 
 
 def test_what_cannot_be_exported_is_said_before_anything_is_written(

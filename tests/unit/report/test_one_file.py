@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.report.one_file import MOST_BYTES, make_report
 from skyrl_train.report.page_files import page
-from skyrl_train.report.rollout_files import RolloutFiles, write_rollouts
+from skyrl_train.report.rollout_files import RolloutFiles, step_file, write_rollouts
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
 from tests.support.run_folders import HOSTILE, made_up_metrics, make_run, needs_page, write_metrics
@@ -118,3 +120,28 @@ def test_a_small_budget_is_kept_and_shows_what_it_can(tmp_path: Path, tokens: in
     if tokens == 30_000:
         assert all(one["tokens"] is None for one in shown)
         assert any("characters are not in this report" in one["messages"][-1]["content"] for one in shown)
+
+
+def test_more_runs_than_fit_are_refused(tmp_path: Path):
+    folders = [make_run(tmp_path / str(number), 60, rollouts=0) for number in range(9)]
+    most = len(make_report(folders[:2], page).html.encode()) + 100
+    assert len(make_report(folders[:2], page, most).html.encode()) <= most
+    with pytest.raises(ConfigError, match=r"the report of 9 runs would have .* name fewer runs"):
+        make_report(folders, page, most)
+
+
+def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    make_run(tmp_path, 2)
+    file = step_file(tmp_path, 1)
+    content = pq.ParquetFile(file).metadata.row_group(0)
+    chunks = [content.column(number) for number in range(content.num_columns)]
+    (texts,) = [chunk for chunk in chunks if chunk.path_in_schema == "text"]
+    data = bytearray(file.read_bytes())
+    begin = texts.dictionary_page_offset or texts.data_page_offset
+    data[begin : begin + texts.total_compressed_size] = bytes(texts.total_compressed_size)
+    file.write_bytes(data)
+    made = make_report([tmp_path], page)
+    assert {one["step"] for one in data_of(made.html)["rollouts"]["0"]} == {2}
+    assert "step_00000001.parquet cannot be read and is left out" in caplog.text

@@ -141,6 +141,26 @@ def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: Rollou
         }
 
 
+def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
+    run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rollout_index, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rollout_index, "TEXTS_KEPT_BYTES", 0)
+    views = RolloutViews(run)
+    read: list[list[int]] = []
+    texts_of = views.index._texts_of
+
+    def noted(steps: list[int]) -> Any:
+        read.append(steps)
+        return texts_of(steps)
+
+    monkeypatch.setattr(views.index, "_texts_of", noted)
+    page = views.rollouts(Query(order="-tokens", limit=200))["rows"]
+    texts = {(row["step"], row["group"], row["sample"]): row["text"] for row in rows}
+    assert [row["preview"] for row in page] == [texts[key][:240] for key in keys(page)]
+    assert read == [[step] for step in range(1, STEPS + 1)] and not views.index._texts
+
+
 def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
     assert views.rollouts(Query(step=1, text="nowhere"))["facets"] == {
         "steps": [1, 2, 3, 4, 5],

@@ -137,7 +137,7 @@ def test_a_growing_file_is_read_on_and_steps_that_are_taken_again_are_replaced(t
 @pytest.mark.parametrize(("steps", "most"), [(10, 3), (7, 7), (8, 7), (1, 1), (100, 9), (0, 5)])
 def test_many_steps_are_thinned_to_means_and_maxima(tmp_path: Path, steps: int, most: int):
     rows = [
-        {"reward/mean": float(step * step), "policy/ratio_max": float(step % 5)}
+        {"reward/mean": float(step * step), "policy/ratio_max": float(step % 5), "eval/minimax/pass_at_1": step / 7}
         | ({"eval/all/avg_score": step / 3} if step % 4 == 1 else {})
         for step in range(steps)
     ]
@@ -151,7 +151,7 @@ def test_many_steps_are_thinned_to_means_and_maxima(tmp_path: Path, steps: int, 
     for name, column in found["columns"].items():
         for part, value in zip(parts, column, strict=True):
             there = [row[name] for row in part if name in row]
-            expected = (max(there) if "max" in name else sum(there) / len(there)) if there else None
+            expected = (max(there) if name.endswith("_max") else sum(there) / len(there)) if there else None
             assert value == (None if expected is None else pytest.approx(expected))
 
 
@@ -219,7 +219,9 @@ def test_a_folder_that_is_no_run_s_is_refused_and_one_that_is_given_twice(tmp_pa
         open_runs([])
 
 
-@pytest.mark.parametrize("text", ["{", "- 1", "a: &a [*a]", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["{", "- 1", "a: &a [*a]", "\xff", "trainer: 3", "trainer: {algorithm: x, fully_async: [1]}"]
+)
 def test_a_run_whose_configuration_cannot_be_read_is_shown_without(tmp_path: Path, text: str):
     make_run(tmp_path, 1, rollouts=0)
     (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))
@@ -227,3 +229,14 @@ def test_a_run_whose_configuration_cannot_be_read_is_shown_without(tmp_path: Pat
     found = overview([RunFiles(tmp_path)])
     assert found["runs"][0]["name"] == tmp_path.name
     assert json.dumps(found["differing"]) == "[]"
+    (tmp_path / DIAGNOSIS_FILE).unlink()
+    assert RunFiles(tmp_path).diagnosis() == []
+
+
+def test_a_run_that_cannot_be_read_hides_no_others(tmp_path: Path):
+    runs = [RunFiles(make_run(tmp_path / name, 2, rollouts=0, name=name)) for name in ("a", "b")]
+    (tmp_path / "a" / METRICS_FILE).unlink()
+    (tmp_path / "a" / METRICS_FILE).mkdir()  # root may read everything, but no folder
+    first, second = overview(runs)["runs"]
+    assert (first["name"], first["state"], first["step"]) == ("a", "unknown", 0)
+    assert (second["name"], second["step"]) == ("b", 2) and first.keys() == second.keys()

@@ -36,7 +36,7 @@ def watch(folders: list[Path], test: Callable[[WatchServer, aiohttp.ClientSessio
 
     async def run() -> Any:
         async with WatchServer(folders, page()) as server:
-            async with aiohttp.ClientSession(server.url, cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+            async with aiohttp.ClientSession(server.url) as session:
                 return await asyncio.wait_for(test(server, session), 60)
 
     return asyncio.run(run())
@@ -98,32 +98,28 @@ async def status(session: aiohttp.ClientSession, path: str, headers: Mapping[str
 
 def test_without_the_token_there_is_no_answer(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
-        for path in ("/", "/api/runs", "/api/metrics?run=0", "/nowhere", f"/api/runs?token={server.token}"):
+        for path in ("/api/runs", "/api/metrics?run=0", "/nowhere", f"/api/runs?access_token={server.token}"):
             assert await status(session, path) == 401
         for wrong in ("", "x", server.token[:-1], f"{server.token}x", "\u00e9"):
             assert await status(session, "/api/runs", bearer(wrong)) == 401
-            assert await status(session, f"/?token={wrong.encode().hex()}") == 401
-            assert await status(session, "/api/runs", {"Cookie": f"{server._cookie}={wrong.encode().hex()}"}) == 401
         assert await status(session, "/api/runs", {"Authorization": f"Basic {server.token}"}) == 401
         assert await status(session, "/api/runs", bearer(server.token)) == 200
 
     watch(folders, ask)
 
 
-def test_the_address_that_is_printed_becomes_a_cookie_and_one_without_the_token(folders: list[Path]):
+def test_the_page_has_nothing_of_the_runs_and_sets_no_cookie(folders: list[Path]):
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
-        async with session.get(server.address, allow_redirects=False) as answer:
-            assert (answer.status, answer.headers["Location"]) == (303, "/")
-            cookie = answer.headers["Set-Cookie"]
-            assert "HttpOnly" in cookie and "SameSite=Lax" in cookie
-        async with session.get("/") as answer:
+        assert server.address == f"{server.url}/#access_token={server.token}"  # what is behind # is not sent
+        async with session.get(server.address) as answer:
             assert answer.status == 200 and answer.content_type == "text/html"
+            assert "Set-Cookie" not in answer.headers
             html = await answer.text()
             policy = answer.headers["Content-Security-Policy"]
         assert html == page() and server.token not in html
         assert "script-src 'sha256-" in policy and "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy and "*" not in policy
-        assert await status(session, "/api/runs") == 200
+        assert await status(session, "/api/runs") == 401
 
     watch(folders, ask)
 
@@ -147,7 +143,9 @@ def test_other_sites_get_no_answer_whatever_name_of_theirs_leads_here(folders: l
             assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": site}) == 403
         assert await status(session, "/api/runs", known | {"Sec-Fetch-Site": "same-origin"}) == 200
         followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # a link to a view
-        assert await status(session, "/", known | followed) == 200
+        assert await status(session, "/", followed) == 200
+        assert await status(session, "/api/runs", known | followed) == 403
+        assert await status(session, "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}) == 403
 
     watch(folders, ask)
 

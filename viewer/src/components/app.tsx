@@ -18,7 +18,7 @@ const TABS: Record<string, { name: string; show: () => ComponentChildren }> = {
 };
 
 export function App() {
-  const open = TABS[view.value.tab] ? view.value.tab : "curves";
+  const open = Object.hasOwn(TABS, view.value.tab) ? view.value.tab : "curves";
   return (
     <>
       <header>

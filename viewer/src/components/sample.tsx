@@ -19,7 +19,7 @@ const WAYS: Record<string, { name: string; show: (sample: Sample) => ComponentCh
 };
 
 export function SampleView({ sample }: { sample: Sample }) {
-  const how = WAYS[view.value.how] ? view.value.how : "conversation";
+  const how = Object.hasOwn(WAYS, view.value.how) ? view.value.how : "conversation";
   return (
     <>
       <h2>

@@ -12,7 +12,7 @@ const AT_ONCE = 4000;
 
 /** Every token with its numbers; what the loss sees is underlined. */
 export function TokenView({ tokens, turns }: { tokens: Tokens; turns: Turn[] }) {
-  const name = view.value.shade in SHADES ? view.value.shade : "logprob";
+  const name = Object.hasOwn(SHADES, view.value.shade) ? view.value.shade : "logprob";
   const shade = useMemo(() => shadeOf(tokens, name), [tokens, name]);
   const chosen = view.value.token === "" ? null : Number(view.value.token);
   const [pointed, point] = useState<number | null>(null);
