@@ -36,7 +36,8 @@ WORKDIR /skyrl-train
 COPY --chown=10001 . .
 COPY --chown=10001 --from=page /page/skyrl_train/report/page skyrl_train/report/page
 RUN scripts/bootstrap && rm -rf /home/trainer/.cache
-ENV PATH=/skyrl-train/.venv/bin:$PATH
+# Checkpoints and caches are below the home folder by default: those of a container outlive it in the volume.
+ENV PATH=/skyrl-train/.venv/bin:$PATH HOME=/data
 WORKDIR /data
 VOLUME /data
 ENTRYPOINT ["skyrl-train"]

@@ -44,7 +44,8 @@ def _table() -> Iterator[str]:
         elif options == [{}]:
             ignored.append(f"`{name}`")
         else:
-            left_out = "refused" if name in required else f"`{json.dumps(schema.get('default'))}`"
+            defaults = [f"`{json.dumps(kind[name].get('default'))}`" for kind in (chat, text) if name in kind]
+            left_out = "refused" if name in required else ", of a completion ".join(dict.fromkeys(defaults))
             taken = (_taken(kind[name]) if name in kind else "refused" for kind in (chat, text))
             yield f"| `{name}` | {' | '.join(taken)} | {left_out} |"
     yield ""

@@ -116,10 +116,12 @@ def parse_override(text: str) -> Override:
 
 def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
     """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
+    if (name or "").endswith(".yml"):
+        raise ConfigError(f"--config-name={name}: presets end in .yaml; rename it.")
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
     try:
-        with searched(directory), _own_hydra():
+        with _composing, searched(directory), _own_hydra():
             return hydra.compose(name or BASE, list(overrides), return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
@@ -133,19 +135,18 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
     """Hydra over our presets in the block. A program that runs in Hydra itself has its own again after."""
-    with _composing:
-        outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
-        GlobalHydra.instance().clear()
-        try:
-            with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
-                yield
-        finally:
-            GlobalHydra.instance().hydra = outer
-            VersionBase.instance().version_base = base
+    outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+        VersionBase.instance().version_base = base
 
 
 _composing = threading.Lock()
-"""Hydra keeps what it composes with in one place of the process."""
+"""Hydra keeps its plugins, and what it composes with, in one place of the process."""
 
 
 def written_keys(overrides: Sequence[str], name: str | None, directory: str | None) -> frozenset[str]:

@@ -63,7 +63,11 @@ class _Given(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        # One unknown member is enough to refuse them all; each would become an error of its own, of a million perhaps.
+        unknown = next((k for k, v in given.items() if v is not None and k not in cls.model_fields), None)
+        return {k: v for k, v in given.items() if v is not None and (k in cls.model_fields or k == unknown)}
 
 
 class StreamOptions(_Given):
@@ -181,7 +185,7 @@ def _malformed(error: ValidationError, kind: type[_Given], given: Any) -> Malfor
     """What is wrong with the first member that is wrong; one that is not known comes first, as it explains more."""
     details = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     member = details[0]["loc"][:1]
-    placed = [(_path(one["loc"], given), one) for one in details if one["loc"][:1] == member]
+    placed = [(_path(one["loc"], given, one["type"] == "missing"), one) for one in details if one["loc"][:1] == member]
     param = max((path for path, _ in placed), key=len)  # of several alternatives the one that fits furthest
     alternatives = [one for path, one in placed if path == param]
     first = alternatives[0]
@@ -200,13 +204,20 @@ def _malformed(error: ValidationError, kind: type[_Given], given: Any) -> Malfor
     return Malformed(param, f"must be {allowed}, got {seen(first['input'])}.")
 
 
-def _path(places: Sequence[int | str], given: Any) -> str:
-    """("messages", 0, "content", "list[TextPart]", 1, "text") -> messages[0].content[1].text: without alternatives."""
+def _path(places: Sequence[int | str], given: Any, missing: bool) -> str:
+    """("messages", 0, "content", "list[TextPart]", 1, "text") -> messages[0].content[1].text: without alternatives.
+
+    missing: Whether the last place is of a member that `given` lacks.
+    """
     path = ""
     for number, place in enumerate(places):
         if isinstance(place, int) and isinstance(given, list):
             path, given = f"{path}[{place}]", given[place]
-        elif isinstance(place, str) and isinstance(given, dict) and (place in given or number == len(places) - 1):
+        elif (
+            isinstance(place, str)
+            and isinstance(given, dict)
+            and (place in given or (missing and number == len(places) - 1))
+        ):
             path, given = below(path, place), given.get(place)
     return path
 

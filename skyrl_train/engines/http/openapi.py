@@ -56,10 +56,13 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
 
 
 def _completions() -> dict[str, Any]:
-    return {
-        "/v1/chat/completions": {"post": _operation("OpenAI's chat completions.", ChatBody, _to(ChatAnswer))},
-        "/v1/completions": {"post": _operation("OpenAI's completions.", TextBody, _to(TextAnswer))},
+    operations = {
+        "/v1/chat/completions": _operation("OpenAI's chat completions.", ChatBody, _to(ChatAnswer)),
+        "/v1/completions": _operation("OpenAI's completions.", TextBody, _to(TextAnswer)),
     }
+    for operation in operations.values():  # with "stream": true
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {path: {"post": operation} for path, operation in operations.items()}
 
 
 def _call(call: RemoteMethod) -> dict[str, Any]:

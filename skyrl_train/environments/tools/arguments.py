@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from itertools import islice
 from typing import Any
+from urllib.parse import unquote
 
 MAX_SCHEMA = 2**18
 """Characters of a schema."""
@@ -20,6 +21,8 @@ MAX_PATTERN = 1000
 """Characters of a regular expression."""
 MAX_STEPS = 200_000
 """Keywords that one check looks at: about a second."""
+MAX_COMPARED = 2_000_000
+"""Values that are compared with each other while a schema is read: about a second."""
 MATCH_S = 1.0
 """Time that all regular expressions of one check have together."""
 MAX_ERRORS = 100
@@ -32,6 +35,12 @@ NOT_CLOSED = frozenset({"additionalProperties", "unevaluatedProperties", "patter
     *("allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef")
 }
 """With one of these a schema says itself, or elsewhere, which other names there may be."""
+NO_SCHEMAS = frozenset({"const", "default", "enum", "examples"})
+"""Keywords of values."""
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"}) | {
+    *("$defs", "definitions")
+}
+"""Keywords of schemas under names that are free."""
 PHRASES = {
     "const": "must be {}",
     "minimum": "must be at least {}",
@@ -119,11 +128,13 @@ def _validator(text: str, closed: bool) -> Any:
     if closed and not NOT_CLOSED & schema.keys():
         schema["additionalProperties"] = False
     try:
+        _refuse_long(schema)
         dialect.check_schema(schema, format_checker=None)
         _refuse_unbounded(schema)
+        root, resolver = _rooted(schema, dialect.META_SCHEMA["$schema"])
+        _resolve_all(root, resolver)
         # Without a registry of its own a validator would fetch what a schema refers to.
-        validator = dialect(schema, registry=Registry())
-        _resolve_all(validator)
+        validator = dialect(schema, registry=Registry(), _resolver=resolver)
     except SchemaError as error:
         place = "/".join(map(str, error.absolute_path))
         raise Unusable(f"it is no JSON schema: at {place[:LISTED] or 'its root'}: {error.message[:LISTED]}") from error
@@ -167,39 +178,90 @@ def _bounded(draft: Any) -> Any:
         "additionalProperties": _additional_properties,
     }
     counted = {keyword: _counted(keyword, check) for keyword, check in {**draft.VALIDATORS, **own}.items()}
-    types = draft.TYPE_CHECKER.redefine("number", _is_number)
+    types = draft.TYPE_CHECKER.redefine("number", _is_number).redefine("boolean", _is_boolean)
     return validators.extend(draft, counted, type_checker=types)
+
+
+def _refuse_long(schema: Any) -> None:
+    """Raise Unusable for lists that take the meta-schema long to find the same value in twice: pair by pair."""
+    left = MAX_COMPARED
+
+    def values(value: Any) -> int:
+        nonlocal left
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        found = 1 + sum(map(values, inner))
+        if isinstance(value, list) and not _sortable(value):
+            left -= len(value) * found
+            if left < 0:
+                raise Unusable(f"it has a list of {len(value)} values of several kinds, or many such lists")
+        return found
+
+    values(schema)
+
+
+def _sortable(values: list[Any]) -> bool:
+    kinds = set(map(type, values))
+    return kinds <= {int, float} or kinds == {str}
 
 
 def _refuse_unbounded(schema: Any) -> None:
     """Raise Unusable for what the library would do by itself, without the bounds of `_bounded`."""
-    nodes = list(_objects(schema))
+    nodes = list(_schemas(schema, everything=any(map(_may_be_none, _references(schema)))))
     if any(isinstance(node.get("$schema"), str) for node in nodes):
         raise Unusable("a part of it has a $schema of its own")
     if any("patternProperties" in node for node in nodes) and any("unevaluatedProperties" in node for node in nodes):
         raise Unusable("it has both patternProperties and unevaluatedProperties")
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _schemas(value: Any, everything: bool) -> Iterator[dict[str, Any]]:
+    """The schema and those in it, also under names that no draft knows; or every object in it."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _schemas(item, everything)
+    if not isinstance(value, dict):
+        return
+    yield value
+    for keyword, inner in value.items():
+        if not everything and keyword in NO_SCHEMAS:
+            continue
+        named = not everything and keyword in NAMED_SCHEMAS and isinstance(inner, dict)
+        for item in inner.values() if named else [inner]:
+            yield from _schemas(item, everything)
+
+
+def _references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        yield value
+        yield from (value[keyword] for keyword in ("$ref", "$dynamicRef") if isinstance(value.get(keyword), str))
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _objects(item)
+        yield from _references(item)
 
 
-def _resolve_all(validator: Any) -> None:
-    """Look up every reference and compile every regular expression. Raises Unresolvable, Unusable."""
+def _may_be_none(reference: str) -> bool:
+    """Whether it may make a schema of what is none where it stands."""
+    path = unquote(reference).split("/")
+    return not NO_SCHEMAS.isdisjoint(path) or path[-1] in NAMED_SCHEMAS
+
+
+def _rooted(schema: Any, dialect: str) -> tuple[Any, Any]:
+    """A schema as a resource, and the resolver of its references; what they may be is gathered once, not by each."""
     from referencing import Registry, Specification
     from referencing.jsonschema import specification_with
 
-    specification = specification_with(validator.META_SCHEMA["$schema"], default=Specification.OPAQUE)
-    root = specification.create_resource(validator.schema)
-    waiting = [(root, Registry().resolver_with_root(root))]
+    root = specification_with(dialect, default=Specification.OPAQUE).create_resource(schema)
+    uri = root.id() or ""
+    return root, Registry().with_resource(uri, root).crawl().resolver(uri)
+
+
+def _resolve_all(root: Any, resolver: Any) -> None:
+    """Look up every reference and compile every regular expression. Raises Unresolvable, Unusable."""
+    waiting = [(root, resolver)]
     while waiting:
         resource, resolver = waiting.pop()
         node = resource.contents
         if isinstance(node, dict):
             for keyword in ("$ref", "$dynamicRef"):
+                if keyword in node and not isinstance(node[keyword], str):
+                    raise Unusable(f"it has the {keyword} {_shown(node[keyword])}, which is no text")
                 if keyword in node:
                     resolver.lookup(node[keyword])
             patterns = [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]
@@ -254,9 +316,8 @@ def _compiled(pattern: str) -> Any:
 def _counted(keyword: str, check: Callable[..., Any]) -> Callable[..., Any]:
     def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
         size = len(value) if isinstance(value, list | dict) else 0
-        if keyword == "uniqueItems" and isinstance(instance, list):
-            kinds = set(map(type, instance))  # what cannot be sorted is compared pair by pair
-            size = 0 if kinds <= {int, float} or kinds == {str} else len(instance) ** 2
+        if keyword == "uniqueItems" and value and isinstance(instance, list):
+            size = 0 if _sortable(instance) else len(instance) ** 2  # compared pair by pair
         _work.get().spend(1 + size // 16)
         return check(validator, value, instance, schema)
 
@@ -292,6 +353,12 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
 
 def _is_number(checker: Any, value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _is_boolean(checker: Any, value: Any) -> bool:
+    """Counted: what the library looks for unevaluated members with asks this of each schema, and of no keyword."""
+    _work.get().spend(1)
+    return isinstance(value, bool)
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

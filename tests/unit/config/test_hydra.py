@@ -49,6 +49,12 @@ def test_threads_compose_at_once(tmp_path: Path):
     assert {one.hydra.job.config_name for one in found} == {"own"}
 
 
+def test_a_preset_that_ends_in_yml_is_refused_with_what_to_do(tmp_path: Path):
+    (tmp_path / "own.yml").write_text("defaults: [ppo_base_config, _self_]\n")
+    with pytest.raises(ConfigError, match=r"--config-name=own\.yml: presets end in \.yaml; rename it\."):
+        compose([], "own.yml", str(tmp_path))
+
+
 def test_a_folder_of_presets_is_listed_as_hydra_lists_its_own(tmp_path: Path):
     source = PresetSource("command-line", f"preset://{folder_of(tmp_path, 'presets', 1)}")
     assert source.available() and source.is_group("mine") and not source.is_group("own")

@@ -9,8 +9,10 @@ import jsonschema
 import pytest
 from aiohttp import web
 from openapi_spec_validator import validate
+from pydantic import ValidationError
 
-from skyrl_train.engines.http.bodies import ChatAnswer, Failure, TextAnswer
+from skyrl_train.engines.http.bodies import ChatAnswer, ChatBody, Failure, TextAnswer, read_body
+from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.openapi import document
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.wire import Limits
@@ -73,6 +75,22 @@ def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
         Failure.model_validate(answer)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_names_the_media_types_of_completions(stream: bool):
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> str:
+        async with session.post("/v1/chat/completions", json=CHAT | {"stream": stream}) as answer:
+            return answer.content_type
+
+    operation = document(Limits(), text=True, control=True)["paths"]["/v1/chat/completions"]["post"]
+    assert serve(test) in operation["responses"]["200"]["content"]
+
+
+def test_many_unknown_members_make_one_error():
+    with pytest.raises(Malformed, match="x0 is not known here") as refused:
+        read_body(ChatBody, CHAT | {"none": None} | {f"x{n}": n for n in range(1000)})
+    assert isinstance(refused.value.__cause__, ValidationError) and refused.value.__cause__.error_count() == 1
+
+
 @pytest.mark.parametrize("more", [{}, {"return_token_ids": True, "n": 2}])
 def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, Any]:
@@ -97,6 +115,7 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
         ("chat", {"n": 1.5}, "n must be a whole number, got 1.5."),
         ("chat", {"stream": "yes"}, 'stream must be true or false, got "yes".'),
         ("chat", {"stop": 5}, "stop must be a string or a list, got 5."),
+        ("chat", {"stop": {}}, "stop must be a string or a list, got an object."),
         ("chat", {"stop": ["a", 5]}, "stop[1] must be a string, got 5."),
         ("chat", {"messages": "hi"}, 'messages must be a list, got "hi".'),
         ("chat", {"messages": ["hi"]}, 'messages[0] must be an object, got "hi".'),
@@ -110,10 +129,16 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages[0].content[0].text is missing.",
         ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": {"type": "text", "text": "x"}}]},
+            "messages[0].content must be a string or a list, got an object.",
+        ),
         ("chat", {"messages": None}, "messages is missing."),
         ("chat", {"tools": [1]}, "tools is not supported here; leave it out (null or [] changes nothing)."),
         ("chat", {"audio": {}}, "audio is not supported here; leave it out (null changes nothing)."),
         ("text", {"prompt": 5}, "prompt must be a string or a list, got 5."),
+        ("text", {"prompt": {}}, "prompt must be a string or a list, got an object."),
         ("text", {"prompt": [1, "a"]}, 'prompt[1] must be a whole number, got "a".'),
         ("text", {"prompt": [[1], [2, None]]}, "prompt[1][1] must be a whole number, got null."),
         ("text", {"\ud800": 1}, "The body must be valid Unicode"),

@@ -199,6 +199,34 @@ def test_nothing_that_a_schema_refers_to_is_fetched(schema: Any):
     assert asked == []
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"examples": [{"$schema": "x"}], "default": {"$schema": "x"}, "const": {"$schema": "x"}},
+        {"enum": [{"patternProperties": 1}], "properties": {"unevaluatedProperties": {}}},
+        {"properties": {"patternProperties": {}, "unevaluatedProperties": {}}},
+        {"enum": list(map(str, range(20_000)))},
+        {"$id": "https://example.com/a", "$defs": {"d": {"$anchor": "here"}}, "properties": {"x": {"$ref": "a#here"}}},
+        {"$defs": {"d": {"$id": "b", "$anchor": "at"}}, "properties": {"x": {"$ref": "b#at"}, "y": {"$ref": "b"}}},
+    ],
+)
+def test_a_schema_that_only_looks_hostile_is_taken(schema: Any):
+    assert Arguments({"properties": {"a": schema}}).wrong({}) is None
+    Arguments(schema)
+
+
+def test_a_list_that_may_hold_an_item_twice_is_not_compared():
+    assert Arguments({"properties": {"x": {"uniqueItems": False}}}).wrong({"x": [{}] * 20_000}) is None
+
+
+def test_anchors_are_gathered_once():
+    anchors = {f"d{i}": {"$anchor": f"n{i}"} for i in range(1500)}
+    used = {f"p{i}": {"$ref": f"#n{i}"} for i in range(1500)}
+    begun = time.process_time()
+    assert Arguments({"$defs": anchors, "properties": used}).wrong(dict.fromkeys(used, 1)) is None
+    assert time.process_time() - begun < 5.0
+
+
 DEEP: Any = {"type": "string"}
 for _ in range(5000):
     DEEP = {"not": DEEP}
@@ -219,6 +247,12 @@ for _ in range(5000):
         ({"properties": {"x": {"$schema": "http://json-schema.org/draft-07/schema#"}}}, "$schema of its own"),
         ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "both patternProperties and"),
         ({"description": "x" * MAX_SCHEMA}, f"at most {MAX_SCHEMA}"),
+        ({"$ref": "#/default", "unevaluatedProperties": False, "default": {"patternProperties": {}}}, "both pattern"),
+        ({"$ref": "#/%64efault/a", "default": {"a": {"$schema": "x"}}}, "$schema of its own"),
+        ({"$ref": "#/$defs", "$defs": {"patternProperties": {}, "unevaluatedProperties": False}}, "both pattern"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"$ref": 5}}}, "$ref 5, which"),
+        ({"properties": {"x": {"type": [None, *range(36_000)]}}}, "a list of 36001 values of several kinds"),
+        ({"properties": {f"x{i}": {"type": [None, *range(400)]} for i in range(100)}}, "or many such lists"),
         (DEEP, "cannot be written as JSON"),
         ({"properties": {"x": {"enum": [object()]}}}, "cannot be written as JSON"),
     ],
@@ -230,6 +264,8 @@ def test_a_schema_that_is_none_is_refused_with_its_place(schema: Any, told: str)
 
 
 DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}
+NEXT = [{"$ref": f"#/$defs/b{i + 1}"} for i in range(40)]
+UNEVALUATED: dict[str, Any] = {f"b{i}": {**NEXT[i], "if": True, "then": NEXT[i]} for i in range(40)} | {"b40": {}}
 
 
 @pytest.mark.parametrize(
@@ -242,6 +278,8 @@ DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in ran
         ({"items": {"pattern": "^(a|a)*$"}}, ["a" * 16 + "!"] * 1000, "take too long"),
         ({"$ref": "#/$defs/a0"}, 1, "take too long"),
         ({"$ref": "#/$defs/self"}, 1, "nested too deeply"),
+        ({"unevaluatedProperties": False, "$ref": "#/$defs/b0"}, {"a": 1}, "take too long"),
+        ({"unevaluatedItems": False, "$ref": "#/$defs/b0"}, [1], "take too long"),
         ({"uniqueItems": True}, [{"a": i} for i in range(20_000)], "take too long"),
         ({"items": {"enum": list(range(5000))}}, [4999] * 50_000, "take too long"),
         ({"multipleOf": 0.3}, 10**4000, "cannot be checked"),
@@ -250,7 +288,8 @@ DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in ran
 def test_no_schema_and_no_value_keeps_a_check_busy(schema: Any, value: Any, told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.environments.tools.arguments.MATCH_S", 0.1)
     monkeypatch.setattr("skyrl_train.environments.tools.arguments.MAX_STEPS", 20_000)
-    check = Arguments({"$defs": {**DOUBLING, "self": {"$ref": "#/$defs/self"}}, "properties": {"x": schema}})
+    definitions = {**DOUBLING, **UNEVALUATED, "self": {"$ref": "#/$defs/self"}}
+    check = Arguments({"$defs": definitions, "properties": {"x": schema}})
     begun = time.process_time()
     assert told in str(check.wrong({"x": value}))
     assert time.process_time() - begun < 10.0
