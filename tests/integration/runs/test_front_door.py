@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
-import time
 import venv
 import zipfile
 from collections.abc import Callable, Iterator
@@ -164,14 +164,19 @@ def test_a_program_of_the_user_s_own_reads_its_keys_and_uses_its_names(
     assert "note: generator.my_reward=0.5 is a key of your own. Only your code reads it." in done.output
 
 
+def _of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def refusal(home: Path, cwd: Path, entrypoint: str, *arguments: str) -> tuple[str, float]:
-    """What an entrypoint prints that exits with 2, and after how many seconds."""
+    """What an entrypoint prints that exits with 2, and its CPU-seconds: a busy machine stretches all others."""
     command = [sys.executable, "-m", f"skyrl_train.entrypoints.{entrypoint}", *arguments]
-    began = time.monotonic()
+    before = _of_children()
     done = subprocess.run(
         command, env=clean_environment(home), cwd=cwd, capture_output=True, text=True, timeout=60, check=False
     )
-    seconds = time.monotonic() - began
+    seconds = _of_children() - before
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr, seconds
@@ -199,5 +204,5 @@ def test_what_is_not_there_is_said_before_ray_starts(
     arguments, said = ([text.format(folder=tmp_path) for text in MISSING[what][0]], MISSING[what][1])
     text, seconds = refusal(home, tmp_path, entrypoint, *small(tmp_path), *arguments)
     assert said.format(folder=tmp_path) in text
-    assert seconds < 3 * slowness()
+    assert seconds < 2 * slowness(), "importing torch and Ray takes longer"
     assert not (tmp_path / "ckpts").exists()
