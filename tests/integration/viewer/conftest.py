@@ -47,9 +47,9 @@ class Shown:
         return self.page
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Not for the whole session: while it is there this thread has an event loop."""
+    """Of a module: while it is there this thread has an event loop, so that no other test could begin one."""
     with sync_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(
             executable_path=CHROMIUM,
@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two runs, of which the first kept rollouts of three steps."""
     folder = tmp_path_factory.mktemp("runs")
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [first, write_run(folder / "second", "second", steps=30, lr=3e-6, seed=1)]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def report_address(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of both runs, in a file."""
     return reported(runs, tmp_path_factory.mktemp("report"))
@@ -80,7 +80,7 @@ def reported(runs: list[Path], folder: Path) -> str:
     return (folder / "report.html").as_uri()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def watch_address(runs: list[Path]) -> Iterator[str]:
     with watching(runs) as address:
         yield address
@@ -123,19 +123,19 @@ def shown(browser: Any, address: str, **settings: Any) -> Iterator[Shown]:
     assert found.bad == []
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def report_window(browser: Any, report_address: str) -> Iterator[Shown]:
     with shown(browser, report_address) as found:
         yield found
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def watch_window(browser: Any, watch_address: str) -> Iterator[Shown]:
     with shown(browser, watch_address) as found:
         yield found
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def opened_before_any_test(report_window: Shown, watch_window: Shown) -> None:
     """What a test opens must be closed at its end."""
 

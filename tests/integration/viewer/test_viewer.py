@@ -103,12 +103,15 @@ def test_a_link_to_what_there_is_not_opens_what_there_is(report_window: Shown, v
 def test_pages_follow_each_other_and_end(window: Shown, there: list[dict[str, Any]]):
     page = window.open("tab=rollouts&order=step")
     seen: list[str] = []
+    names = [f"step {row['step']} · row {row['uid']} · {row['sample']}" for row in there]
+    listed = page.locator(".list .facts > span:nth-child(2)")
     for first in range(0, len(there), 50):
         expect(page.locator(STATUS)).to_have_text(f"{first + 1}–{min(first + 50, len(there))} of {len(there)}")
-        seen += page.locator(".list .facts > span:nth-child(2)").all_inner_texts()
+        expect(listed).to_have_text(names[first : first + 50])  # rows come a moment after the range
+        seen += listed.all_inner_texts()
         if first + 50 < len(there):
             page.get_by_role("button", name="Next page").click()
-    assert seen == [f"step {row['step']} · row {row['uid']} · {row['sample']}" for row in there]
+    assert seen == names
     expect(page.get_by_role("button", name="Next page")).to_be_disabled()
 
 
