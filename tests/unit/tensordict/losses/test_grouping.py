@@ -67,8 +67,8 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
         row["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
         buffers[min(group, 1)].add(row)
     stored: Any = torch.cat([buffer.sample() for buffer in buffers])  # type: ignore[misc]
-    assert expected.advantages is not None
-    per_row = torch.stack([expected.advantages[batch.loss_mask & (batch.sequence_ids == i)][0] for i in range(5)])
+    assert expected.token_advantages is not None
+    per_row = torch.stack([expected.token_advantages[batch.loss_mask & (batch.sequence_ids == i)][0] for i in range(5)])
     assert torch.equal(stored["advantage"].flatten(), per_row.float())
     logprobs = current_logprobs(batch)
     objective = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2))
