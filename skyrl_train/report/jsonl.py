@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,7 @@ class JsonlTracker:
         self._metrics.append([{"step": step, "time": round(time.time(), 3), **values}])
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        self._samples.append(
-            [
-                {
-                    "step": step,
-                    "prompt": row.prompt,
-                    "response": row.response,
-                    "reward": _number(row.reward),
-                    "stop_reason": row.stop_reason,
-                }
-                for row in rows
-            ],
-        )
+        self._samples.append([{"step": step, **asdict(row), "reward": _number(row.reward)} for row in rows])
 
     def close(self) -> None:
         for file in (self._metrics, self._samples):

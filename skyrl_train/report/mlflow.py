@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -11,10 +12,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.messages import visible, visible_lines
 from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import keep_id, kept_id
 
 # A server that does not answer holds a step up for less than a minute before the tracker is dropped, not for ten.
@@ -61,6 +62,7 @@ class MlflowTracker:
         self._uri = given or f"sqlite:///{self._folder / 'mlflow.db'}"
         self._tables: deque[dict[str, str]] = deque(maxlen=_TABLES)
         self._run = ""
+        self._status = "FINISHED"
 
     def begin(self, step: int, total_steps: int) -> None:
         """Continue the run of an earlier start; one that begins anew is another run: MLflow cannot delete numbers."""
@@ -85,8 +87,7 @@ class MlflowTracker:
         """A file of JSON per step, as `log_table` writes them, which would name every one of them in a tag."""
         if not rows:
             return
-        cells = [[visible_lines(row.prompt), visible_lines(row.response), row.reward, row.stop_reason] for row in rows]
-        content = {"columns": ["prompt", "response", "reward", "stop_reason"], "data": cells}
+        content = {"columns": SAMPLE_COLUMNS, "data": [row.cells(visible_lines) for row in rows]}
         file = f"samples/step_{step:08d}.json"
         self._client.log_text(self._run, json.dumps(content), file)
         newest = {"path": file, "type": "table"}
@@ -94,9 +95,13 @@ class MlflowTracker:
         self._tables.append(newest)
         self._client.set_tag(self._run, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*self._tables]))
 
+    def fail(self, error: BaseException) -> None:
+        stopped = isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, Stopped))
+        self._status = "KILLED" if stopped else "FAILED"
+
     def close(self) -> None:
         if self._run:
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, self._status)
 
     def _experiment(self) -> str:
         """The id of the project's experiment, which is made if there is none."""

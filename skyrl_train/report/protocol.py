@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One completion for people to read. Its text is untrusted."""
+    """One rollout for people to read. Its texts are untrusted."""
 
     prompt: str
     response: str
     reward: float
     stop_reason: str
+    uid: str = ""
+    """Of the prompt: with the step, what finds it among the rollouts that are kept."""
+    status: str = "ok"
+    turns: int = 1
+    tokens: int = 0
+    """Of the response, those between its turns included."""
+    version: int = 0
+    """The newest weights that sampled any of it."""
+
+    def cells(self, shown: Callable[[str], str] = str) -> list[str | float]:
+        """What stands in the columns SAMPLE_COLUMNS; `shown` makes texts harmless."""
+        return [shown(value) if isinstance(value, str) else value for value in astuple(self)]
+
+
+SAMPLE_COLUMNS = tuple(field.name for field in fields(SampleRow))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +45,11 @@ class TrackerSetup:
 
 
 class Tracker(Protocol):
-    """Constructed with a TrackerSetup. Names are printable, values may be NaN, texts may contain anything."""
+    """Constructed with a TrackerSetup. Names are printable, values may be NaN, texts may contain anything.
+
+    One that shows how runs end also has `fail(error: BaseException)`, which is called before `close` if the run ends
+    with an error; a run that was stopped ends with asyncio.CancelledError, KeyboardInterrupt or Stopped.
+    """
 
     def begin(self, step: int, total_steps: int) -> None:
         """The run continues after `step` (0: from the start); any records of later steps are void."""

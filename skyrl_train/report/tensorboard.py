@@ -12,7 +12,7 @@ import numpy as np
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible_lines
 from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -49,8 +49,8 @@ class TensorboardTracker:
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
         if rows:
-            cells = [[row.prompt, row.response, f"{row.reward:g}", row.stop_reason] for row in rows]
-            table = [["prompt", "response", "reward", "stop_reason"], *([*map(_literal, line)] for line in cells)]
+            cells = [[cell if isinstance(cell, str) else f"{cell:g}" for cell in row.cells(_literal)] for row in rows]
+            table = [SAMPLE_COLUMNS, *cells]
             self._add(Event(summary=text_pb("samples", np.array(table, dtype=object)), step=step))
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,8 +43,11 @@ class Trackers:
         self._each("log", {visible(str(name)): value for name, value in redact(metrics).items()}, step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        shown = [replace(row, prompt=redact(row.prompt), response=redact(row.response)) for row in rows]
-        self._each("samples", shown, step)
+        self._each("samples", [SampleRow(*redact(row.cells())) for row in rows], step)
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends with `error`: told to those that have this method."""
+        self._each("fail", error)
 
     def close(self) -> None:
         self._each("close")
@@ -57,10 +59,14 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.fail(error)
         self.close()
 
     def _each(self, method: str, *args: Any) -> None:
         for name, member in list(self._members.items()):
+            if method == "fail" and not hasattr(member, method):
+                continue
             try:
                 getattr(member, method)(*args)
             except Exception as error:

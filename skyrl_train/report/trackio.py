@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible, visible_lines
 from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import keep_id, kept_id
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # its client's; trackio itself sends nothing of this kind
@@ -59,9 +59,7 @@ class TrackioTracker:
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
         if rows:
-            texts = ((visible_lines(row.prompt), visible_lines(row.response), row) for row in rows)
-            cells = [[prompt, response, row.reward, row.stop_reason] for prompt, response, row in texts]
-            table = trackio.Table(columns=["prompt", "response", "reward", "stop_reason"], data=cells)
+            table = trackio.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells(visible_lines) for row in rows])
             self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
-from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import keep_id, kept_id
 
 try:
@@ -31,6 +31,7 @@ class WandbTracker:
         self._setup = setup
         self._folder = setup.run_dir.resolve()
         self._run: wandb.Run | None = None
+        self._exit_code = 0
 
     def begin(self, step: int, total_steps: int) -> None:
         """Continue the run of an earlier start; one that begins anew is another: W&B takes a step only once."""
@@ -44,14 +45,15 @@ class WandbTracker:
         self._begun.log(dict(metrics), step=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        table = wandb.Table(columns=["prompt", "response", "reward", "stop_reason"])
-        for row in rows:
-            table.add_data(row.prompt, row.response, row.reward, row.stop_reason)
+        table = wandb.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells() for row in rows])
         self._begun.log({"samples": table}, step=step)
+
+    def fail(self, error: BaseException) -> None:
+        self._exit_code = 1
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(self._exit_code)
 
     @property
     def _begun(self) -> wandb.Run:

@@ -56,4 +56,14 @@ def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
 def sample_row(item: Trajectory) -> SampleRow:
     """A trajectory for people to read."""
     content = item.prompt.messages[-1]["content"] if item.prompt.messages else ""
-    return SampleRow(prompt=str(content), response=item.text, reward=item.reward, stop_reason=item.stop_reason)
+    return SampleRow(
+        prompt=str(content),
+        response=item.text,
+        reward=item.reward,
+        stop_reason=item.stop_reason,
+        uid=str(item.prompt.uid),
+        status=item.status,
+        turns=len(item.turns),
+        tokens=len(item.response_ids),
+        version=item.max_version,
+    )

@@ -43,8 +43,8 @@ export const viewedRun = computed(() => {
 const progress = computed(() => runs.value.runs.map((run) => `${run.id}:${run.step}:${run.state}`).join());
 
 /** Of every run; asked for again as runs go on. */
-export const metrics = latest<Record<string, Metrics>>({}, () => ofEveryRun(source.metrics));
-export const findings = latest<Record<string, Finding[]>>({}, () => ofEveryRun(source.diagnosis));
+export const metrics = ofEveryRun<Metrics>(source.metrics);
+export const findings = ofEveryRun<Finding[]>(source.diagnosis);
 
 const query = computed(() => JSON.stringify(queryOf(view.value)));
 const onRollouts = computed(() => view.value.tab === "rollouts");
@@ -100,9 +100,18 @@ function latest<T>(first: T, ask: () => Promise<T> | undefined): ReadonlySignal<
   return found;
 }
 
-function ofEveryRun<T>(ask: (run: string) => Promise<T>): Promise<Record<string, T>> {
-  const ids = progress.value === "" ? [] : runs.peek().runs.map((run) => run.id);
-  return Promise.all(ids.map(async (id) => [id, await ask(id)] as const)).then(Object.fromEntries);
+/** By the ids of runs, without those whose files cannot be read: they hide no others. */
+function ofEveryRun<T>(ask: (run: string) => Promise<T>): ReadonlySignal<Record<string, T>> {
+  const trouble = newTrouble();
+  return latest<Record<string, T>>({}, async () => {
+    const ids = progress.value === "" ? [] : runs.peek().runs.map((run) => run.id);
+    const answers: Record<string, T> = {};
+    const failed: string[] = [];
+    const one = (id: string) => ask(id).then((answer) => void (answers[id] = answer), (error) => failed.push(String(error)));
+    await Promise.all(ids.map(one));
+    trouble.value = failed[0] ?? "";
+    return answers;
+  });
 }
 
 function newTrouble(): Signal<string> {

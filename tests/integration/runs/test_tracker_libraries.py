@@ -22,6 +22,12 @@ PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 """With the uv that scripts/bootstrap gets where there is none."""
 HOSTILE = "\x1b[31m\x00</td><script>f()</script> **b** [a](javascript:f())\ud800\u202e\r\nnext line"
 SHOWN = r"\x1b[31m\x00</td><script>f()</script> **b** [a](javascript:f())\ud800\u202e\r" + "\nnext line"
+TABLE = {"prompt": SHOWN, "reward": 0.25, "stop_reason": "stop", "uid": "gsm8k-7", "status": "ok"} | {
+    "turns": 2,
+    "tokens": 300,
+    "version": 5,
+}
+"""A row of completions but for the response."""
 LONG = "environment/" + 300 * "x"
 CANARIES = {name: f"canary-{name}" for name in ("SLURM_JWT", "HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD")}
 
@@ -57,8 +63,11 @@ with make_trackers([name], folder, "a project", "run", config) as trackers:
     for step in (start + 1, start + 2):
         names = ("nan", "environment//a", "../x", {HOSTILE!r}, {LONG!r})
         trackers.log({{"reward/mean": step / 4, "inf": float("inf"), **dict.fromkeys(names, float("nan"))}}, step)
-        trackers.samples([SampleRow({HOSTILE!r}, f"it is canary-MY_PASSWORD {{step}}", 0.25, "stop")], step)
+        response = f"it is canary-MY_PASSWORD {{step}}"
+        trackers.samples([SampleRow({HOSTILE!r}, response, 0.25, "stop", "gsm8k-7", "ok", 2, 300, 5)], step)
     print("members", sorted(trackers._members))
+    if sys.argv[5:] == ["fails"]:
+        raise RuntimeError("the run fails")
 assert "torch" not in sys.modules
 """
 )
@@ -81,7 +90,7 @@ print(json.dumps([{
     "params": run.data.params,
     "tags": sorted(run.data.tags),
     "files": sorted(one.path for one in client.list_artifacts(run.info.run_id, "samples")),
-    "table": client.load_table(experiment.experiment_id, FILE, [run.info.run_id]).values.tolist(),
+    "table": client.load_table(experiment.experiment_id, FILE, [run.info.run_id]).to_dict("records"),
 } for run in runs]))
 """
 
@@ -139,7 +148,7 @@ def report(python: str, *arguments: str, home: Path, **variables: str) -> str:
     done = subprocess.run(
         [python, "-c", REPORT, *arguments], env=env, cwd=home, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == ("fails" in arguments), done.stderr
     said = done.stdout + done.stderr
     for unwanted in ("NETWORK", "failed", "arning", "canary-", "http://", "INFO", "Uploading"):
         assert unwanted not in said, said
@@ -162,10 +171,10 @@ def assert_no_secret_and_no_host(folder: Path) -> None:
 
 
 def start_three_times(python: str, tracker: str, run: Path, **variables: str) -> None:
-    """From the start, resumed at step 1 with another seed, and from the start again."""
+    """From the start, resumed at step 1 with another seed, and from the start again, which ends with an error."""
     home = run.parent / "home"
-    for start, seed in (("0", "1"), ("1", "2"), ("0", "3")):
-        said = report(python, tracker, str(run), start, seed, home=home, **variables)
+    for start, *others in (("0", "1"), ("1", "2"), ("0", "3", "fails")):
+        said = report(python, tracker, str(run), start, *others, home=home, **variables)
         assert f"members ['console', 'diagnosis', 'jsonl', '{tracker}']" in said
 
 
@@ -179,7 +188,7 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     first, second = read(python, READ_MLFLOW, f"sqlite:///{run}/mlflow/mlflow.db", home=home)
     assert sorted(first["rewards"]) == [[1, 0.25], [2, 0.5], [2, 0.5], [3, 0.75]]
     assert [step for step, _ in second["rewards"]] == [1, 2]
-    assert first["name"] == "run" and {first["status"], second["status"]} == {"FINISHED"}
+    assert first["name"] == "run" and (first["status"], second["status"]) == ("FINISHED", "FAILED")
     assert json.loads((run / "trackers.json").read_text()) == {"mlflow": second["id"]}
     assert len(first["metrics"]) == 7 and max(map(len, first["metrics"])) == 250
     assert {"reward/mean", "environment/_/a", "__/x"} <= set(first["metrics"])
@@ -190,7 +199,7 @@ def test_mlflow_keeps_a_run_in_its_folder_continues_it_and_begins_another_one_an
     (config,) = run.glob(f"mlflow/artifacts/{first['id']}/artifacts/config.json")
     assert json.loads(config.read_text())["trainer"]["seed"] == 2
     assert first["files"] == [f"samples/step_{step:08d}.json" for step in (1, 2, 3)]
-    assert first["table"] == [[SHOWN, "it is <MY_PASSWORD> 2", 0.25, "stop"]]
+    assert first["table"] == [TABLE | {"response": "it is <MY_PASSWORD> 2"}]
     assert not any(tag.startswith(("mlflow.source", "mlflow.git")) for tag in first["tags"])
     assert_no_secret_and_no_host(tmp_path)
 
@@ -276,8 +285,7 @@ def test_trackio_keeps_runs_where_it_is_told_continues_one_and_begins_another_on
     assert json.loads((run / "trackers.json").read_text()) == {"trackio": second["name"]}
     assert first["name"].startswith("run-") and second["name"].startswith("run-")
     table = next(row["samples"] for row in first["rows"] if "samples" in row)
-    expected = {"prompt": SHOWN, "response": "it is <MY_PASSWORD> 1", "reward": 0.25, "stop_reason": "stop"}
-    assert table["_value"] == [expected]
+    assert table["_value"] == [TABLE | {"response": "it is <MY_PASSWORD> 1"}]
     assert first["config"]["trainer.policy.lr"] == 1e-6 and first["config"]["trainer.free._own"] == 1
     assert second["config"]["trainer.seed"] == 3
     assert_no_secret_and_no_host(tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible, visible_lines
@@ -68,6 +69,21 @@ def test_the_warning_of_a_tracker_has_no_password_of_its_server_s_address(caplog
     with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
         trackers.log({"x": 1.0}, 1)
     assert "from https://host:5000/api?mail=a@b" in caplog.text and "me:" not in caplog.text
+
+
+def test_a_tracker_that_shows_how_runs_end_is_told_of_the_error_before_it_is_closed():
+    class Shows(Recorder):
+        def fail(self, error: BaseException) -> None:
+            self.calls.append(("fail", error))
+
+    shows, plain, error = Shows(), Recorder(), ValueError("a reason")
+    with pytest.raises(ValueError, match="a reason"), Trackers({"nested": Trackers({"a": shows, "b": plain})}):
+        raise error
+    assert shows.calls == [("fail", error), ("close",)] and plain.calls == [("close",)]
+    good = Shows()
+    with Trackers({"a": good}):
+        pass
+    assert good.calls == [("close",)]
 
 
 SECRET = "canary-of-a-password"
@@ -158,7 +174,7 @@ def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_
     )
     with Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))}) as tracker:
         tracker.begin(0, 1)
-        tracker.samples([SampleRow(hostile, "plain", 0.25, "stop")], 1)
+        tracker.samples([SampleRow(hostile, "plain", 0.25, "stop", "a-3", "ok", 2, 1234, 7)], 1)
     (event,) = events_in(tmp_path).Tensors("samples")
     page = Page()
     page.feed(text_plugin.text_array_to_html(tensor_util.make_ndarray(event.tensor_proto), markdown))
@@ -169,10 +185,12 @@ def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_
         "response",
         "reward",
         "stop_reason",
+        *("uid", "status", "turns", "tokens", "version"),
         visible_lines(hostile),
         "plain",
         "0.25",
         "stop",
+        *("a-3", "ok", "2", "1234", "7"),
     ]
 
 
@@ -236,6 +254,8 @@ for start in filter(str.isdigit, sys.argv[2:]):
     with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{}}) as trackers:
         trackers.begin(int(start), 2)
         trackers.log({{"reward/mean": 0.5}}, 2)
+        if "fails" in sys.argv and start == "0":
+            trackers.fail(RuntimeError("the run fails"))
         assert "wandb" in trackers._members, "a tracker that failed is dropped"
 assert "torch" not in sys.modules
 """
@@ -275,13 +295,28 @@ def test_wandb_needs_neither_network_nor_account_and_gets_nothing_of_the_environ
 
 def test_a_resumed_run_is_the_same_run_of_wandb_and_one_that_begins_anew_is_another(tmp_path: Path):
     env = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), "1", "0"]
+    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), "1", "0", "fails"]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "failed" not in result.stderr
-    ids = [folder.name.rpartition("-")[2] for folder in sorted((tmp_path / "wandb").glob("offline-run-*"))]
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    ids = [folder.name.rpartition("-")[2] for folder in folders]
     assert len(ids) == 3
     assert ids[0] == ids[1] != ids[2] == kept_id(tmp_path, "wandb")
+    assert [exit_code(*folder.glob("*.wandb")) for folder in folders] == [0, 0, 1]
+
+
+def exit_code(file: Path) -> int:
+    """What W&B is told of the end of a run, in a file of one block: records of checksum, length and kind, 7 bytes."""
+    content, at = file.read_bytes(), 7
+    assert len(content) < 32768
+    while at + 7 <= len(content):
+        length = int.from_bytes(content[at + 4 : at + 6], "little")
+        record = Record.FromString(content[at + 7 : at + 7 + length])
+        if record.HasField("exit"):
+            return record.exit.exit_code
+        at += 7 + length
+    raise AssertionError(f"{file} has no end")
 
 
 def test_ids_of_trackers_are_kept_in_the_run_s_folder_and_a_damaged_file_is_none(tmp_path: Path):
