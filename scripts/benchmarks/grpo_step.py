@@ -17,7 +17,7 @@ say that they did this work.
   for one another sleep. Without it they spin for a moment, which counts as CPU time.
 
 The sides take turns step by step, each standing still while the other computes. CPU-seconds are the user and system
-time of all processes that a side started, Ray's included, over the step. Peak MiB count a page once that several of
+time of all processes that a side started, Ray's included, over the step. Peak MiB, of two steps after those, count a page once that several of
 a side's processes share, such as torch's code; summed RSS counts it in each of them. Of skyrl_train, generation and
 update are those of the engine's and of the learner's process. The first steps do not count; medians.
 """
@@ -40,13 +40,15 @@ from measure import HERE, PASSIVE, Side, Step, about, in_turns, line, median, me
 from workload import SMALL, Work, assert_did, prompt_texts, run_command, save_model, write_prompts
 
 WARM_UP = 2
+WATCHED = 2
+"""Steps of which memory is measured and not time: one disturbs the other."""
 OURS, THEIRS, SLEEPING = "skyrl_train", "trl", "trl-passive"
 SIDES = (OURS, THEIRS, SLEEPING)
 
 
 def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
     """Steps of both sides, in turns, and what they come to."""
-    work, total = Work(), options.warm_up + options.steps
+    work, total = Work(), options.warm_up + options.steps + WATCHED
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as name, ExitStack() as stack:
         folder = Path(name)
         model = folder / "model"
@@ -57,7 +59,7 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
         run = run_command(folder, model, work, total, options.strategy, options.overrides)
         starts = {OURS: (run, {}), THEIRS: (trl, {}), SLEEPING: (trl, PASSIVE)}
         sides = [stack.enter_context(Side(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
-        found = in_turns(sides, options.warm_up, options.steps)
+        found = in_turns(sides, options.warm_up, options.steps, WATCHED)
         peaks = {
             side.name: {
                 "peak_mib": sum(side.peak.values()) / 2**20,

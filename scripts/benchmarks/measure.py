@@ -122,7 +122,7 @@ class Side:
     ):
         self.name = name
         self.peak_rss = 0
-        """Bytes in all processes together, at most; what they share is counted in each."""
+        """Bytes in all processes together, at most, in steps that were watched; what they share is counted in each."""
         self.peak: dict[str, int] = {}
         """Bytes at most, by role; what processes share is counted once (Linux's proportional set size)."""
         self._deadline_s = deadline_s
@@ -160,12 +160,12 @@ class Side:
         """Until it stands before its first step."""
         return self._received()
 
-    def step(self) -> Step:
-        """Let it do one."""
+    def step(self, watch_memory: bool = False) -> Step:
+        """Let it do one. To watch its memory takes a third of a core, and stops the processes that are looked at."""
         before = self._cpu()
         start = time.perf_counter()
         self._here.send(None)
-        told = self._received()
+        told = self._received(watch_memory)
         wall = time.perf_counter() - start
         after = self._cpu()
         used = {role: after[role] - before.get(role, 0.0) for role in after}
@@ -176,11 +176,12 @@ class Side:
         self._here.send(None)
         self._process.wait(self._deadline_s)
 
-    def _received(self) -> dict[str, Any]:
+    def _received(self, watch_memory: bool = False) -> dict[str, Any]:
         end = time.monotonic() + self._deadline_s
         try:
-            while not self._here.poll(SAMPLED_EVERY_S):
-                self._read_memory()
+            while not self._here.poll(SAMPLED_EVERY_S if watch_memory else self._deadline_s):
+                if watch_memory:
+                    self._read_memory()
                 if time.monotonic() > end:
                     raise TimeoutError(f"{self.name} did not finish a step within {self._deadline_s:g} s")
             return dict(self._here.recv())
@@ -240,8 +241,11 @@ _ROLES = {
 """Part of a command line -> whose it is; the first that fits."""
 
 
-def in_turns(sides: Sequence[Side], warm_up: int, steps: int) -> dict[str, list[Step]]:
-    """`steps` of every side after `warm_up` that do not count, one side at a time."""
+def in_turns(sides: Sequence[Side], warm_up: int, steps: int, watched: int = 0) -> dict[str, list[Step]]:
+    """`steps` of every side after `warm_up` that do not count, one side at a time.
+
+    After them come `watched` ones, which are not returned: their memory is looked at, for `Side.peak`.
+    """
     for side in sides:
         side.start()
     found: dict[str, list[Step]] = {side.name: [] for side in sides}
@@ -253,6 +257,9 @@ def in_turns(sides: Sequence[Side], warm_up: int, steps: int) -> dict[str, list[
             )
             if number >= warm_up:
                 found[side.name].append(step)
+    for _ in range(watched):
+        for side in sides:
+            side.step(watch_memory=True)
     for side in sides:
         side.finish()
     return found
