@@ -29,10 +29,9 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -40,6 +39,7 @@ from typing import Any
 
 import numpy as np
 from measure import HERE, about
+from worktrees import trees
 
 SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
 SAMPLES, RANKS, PROMPT_TOKENS = 8, 8, 128
@@ -312,22 +312,6 @@ def measured(tree: Path, kind: str, size: str) -> dict[str, float]:
     if done.returncode:
         raise RuntimeError(f"{kind} {size} in {tree}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def trees(against: str | None) -> Iterator[dict[str, Path]]:
-    """Name -> source tree."""
-    here = HERE.parents[1]
-    if against is None:
-        yield {"now": here}
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        subprocess.run(["git", "-C", str(here), "worktree", "add", "--detach", str(tree), against], check=True)
-        try:
-            yield {against: tree, "now": here}
-        finally:
-            subprocess.run(["git", "-C", str(here), "worktree", "remove", "--force", str(tree)], check=True)
 
 
 def main() -> None:

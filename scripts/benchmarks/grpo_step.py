@@ -17,9 +17,10 @@ say that they did this work.
   for one another sleep. Without it they spin for a moment, which counts as CPU time.
 
 The sides take turns step by step, each standing still while the other computes. CPU-seconds are the user and system
-time of all processes that a side started, Ray's included, over the step. Peak MiB, of two steps after those, count a page once that several of
-a side's processes share, such as torch's code; summed RSS counts it in each of them. Of skyrl_train, generation and
-update are those of the engine's and of the learner's process. The first steps do not count; medians.
+time of all processes that a side started, Ray's included, over the step. Peak MiB, of two steps after those,
+count a page once that several of a side's processes share, such as torch's code; summed RSS counts it in each of them.
+Of skyrl_train, generation and update are those of the engine's and of the learner's process. The first steps do not
+count; medians.
 """
 
 from __future__ import annotations

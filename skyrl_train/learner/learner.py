@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -197,6 +197,11 @@ class Learner:
         """How many steps made the weights that all ranks hold."""
         self._changing = asyncio.Lock()
         self._between_versions = False
+        self.tells_logprobs_of = 0
+        """Of how many of a batch's first sequences an update of a single optimizer step keeps the log-probs that it
+        begins with. Before one of several steps they are scored: `old_logprobs` of the batch."""
+        self.logprobs: Tensor | None = None
+        """[T] those of the last update's batch, 0 for other sequences; None if it kept none."""
         self.progress: tuple[int, int] | None = None
         """Of the policy's optimizer steps under way: how many are taken, of how many."""
         self.critic = critic
@@ -313,6 +318,8 @@ class Learner:
             await self._update_critic(self.critic, batch, metrics)
         mini_batches = await asyncio.to_thread(self._mini_batch_rows, batch)
         metrics.count("policy/optimizer_steps", len(mini_batches))
+        self.logprobs = None
+        tells = len(mini_batches) == 1 and batch.old_logprobs is None
         if not mini_batches:
             _log.warning("No token of this step's batch counts: nothing was learnt from it.")
         for index, rows in enumerate(mini_batches):
@@ -320,7 +327,10 @@ class Learner:
             mini_batch = await asyncio.to_thread(_mini_batch, batch, rows, self.reduction)
             if self.choose is not None:
                 mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)
-            await self._step(self.policy, mini_batch.to_update("policy"), metrics)
+            wanted = {place for place, row in enumerate(rows) if tells and row < self.tells_logprobs_of}
+            told = await self._step(self.policy, mini_batch.to_update("policy"), metrics, wanted)
+            if told is not None:
+                self.logprobs = _in_place(batch, [[rows]], [[told]])[0]
         return metrics
 
     async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
@@ -338,18 +348,29 @@ class Learner:
             mini_batch = await asyncio.to_thread(_mini_batch, batch, rows, partial(token_mean, max_seq_len=1))
             await self._step(critic, mini_batch.to_update("critic"), metrics)
 
-    async def _step(self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics) -> None:
-        """Take one optimizer step of a model, on all of its ranks."""
+    async def _step(
+        self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics, wanted: Collection[int] = ()
+    ) -> Tensor | None:
+        """Take one optimizer step of a model, on all of its ranks.
+
+        Returns [T] the log-probs before it of the sequences `wanted`, 0 for others; None if none are.
+        """
         mini_batch = self._for(group, mini_batch)
         tokens = int(mini_batch.loss_mask.sum())
         share, shards = await asyncio.to_thread(self._shards, group, mini_batch, self.sizes.micro_train_sequences)
         count = max(len(rows) for rows in shards)
 
         def arguments(rows: list[list[int]]) -> tuple[MiniBatch]:
-            return (MiniBatch([mini_batch.select(one) for one in rows], count, tokens, share),)
+            places = [[place for place, row in enumerate(one) if row in wanted] for one in rows] if wanted else None
+            return (MiniBatch([mini_batch.select(one) for one in rows], count, tokens, share, places),)
 
-        for state in await group.scatter("update", [partial(arguments, rows) for rows in shards]):
+        states = await group.scatter("update", [partial(arguments, rows) for rows in shards])
+        for state in states:
             metrics.merge(state)
+        if not wanted:
+            return None
+        chosen = [[[row for row in one if row in wanted] for one in rows] for rows in shards]
+        return _in_place(mini_batch, chosen, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
 
     async def _with_selected_tokens(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
         """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""

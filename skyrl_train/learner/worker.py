@@ -136,6 +136,8 @@ class MiniBatch:
     """Tokens in the loss of the whole mini-batch, over all ranks."""
     share_prompts: bool = False
     """Whether equal prompts of adjacent sequences in a micro-batch are run once."""
+    wanted: list[list[int]] | None = None
+    """The sequences of each micro-batch whose log-probs are to be returned."""
 
 
 class LearnerWorker:
@@ -309,7 +311,8 @@ class LearnerWorker:
         return torch.cat(parts), torch.cat(choices)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
-        """Take one optimizer step; returns `Metrics.state()` of this rank.
+        """Take one optimizer step; returns `Metrics.state()` of this rank, and `logprobs` if any are wanted: those of
+        the weights before the step, one after the other.
 
         In a parallel group only the first rank reports the metrics of the loss, as all of its ranks compute the same.
         """
@@ -327,10 +330,13 @@ class LearnerWorker:
         self.scorer.balance_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.tokens)
         count = mini_batch.num_micro_batches
         passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
+        wanted, told = mini_batch.wanted, [torch.zeros(0)]
         repeats = self.rank % self.spec.parallel_size > 0
         try:
             for index, (batch, repeated, is_filler) in enumerate(passes):
                 scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
+                if wanted is not None and not is_filler:
+                    told += [scored.detach()[slice(*batch.offsets[place : place + 2])] for place in wanted[index]]
                 counted = Metrics() if is_filler or repeats else metrics
                 loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, counted)
                 self.strategy.backward(loss, last=index == count - 1)
@@ -343,8 +349,9 @@ class LearnerWorker:
             metrics.add(f"{role}/{name}", value)
         for name, gib in peak_memory(self.spec.device).items():
             metrics.maximum(f"memory/learner_{name}", gib)
+        logprobs = {} if wanted is None else {"logprobs": torch.cat([part.float().cpu() for part in told])}
         self._rest()
-        return metrics.state()
+        return metrics.state() | logprobs
 
     def _rest(self) -> None:
         if self.spec.shares_accelerator:

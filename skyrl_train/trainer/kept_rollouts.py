@@ -1,7 +1,8 @@
 """What a run keeps of its rollouts: all that a step trained on, token by token, or a sample of it, in files to read.
 
 consumes: a step's groups and its batch with advantages · produces: rollouts/step_N.parquet, written by a thread beside
-the update · waits for: nothing · the step waits for: the file, before it ends
+the update, or after it where the update tells the trainer's log-probs · waits for: nothing · the step waits for: the
+file, before it ends
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from torch import Tensor
 
 from skyrl_train import trace
 from skyrl_train.config.secrets import redact
@@ -75,20 +77,41 @@ class KeptRollouts:
         except OSError as error:
             _log.warning("trainer.keep_rollouts: files of steps after %d cannot be deleted (%s).", step, error)
 
+    def num_sequences(self, groups: Sequence[TrajectoryGroup]) -> int:
+        """How many of their sequences are kept: the first ones of their batch."""
+        return sum(len(list(item.sequences())) for _, item in _numbered(groups[: self._groups]))
+
     @asynccontextmanager
-    async def writing(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> AsyncIterator[None]:
+    async def writing(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        batch: TrainBatch,
+        learnt: Callable[[], Tensor | None] = lambda: None,
+    ) -> AsyncIterator[None]:
         """Inside, the rollouts that `step` trains on are being written; afterwards their file is there.
 
-        `batch`: of `groups`, in their order, with advantages.
+        `batch`: of `groups`, in their order, with advantages. If it has no old log-probs they are what `learnt` tells
+        at the end, [T] of the batch, and the rollouts are written then.
         """
         if self._groups == 0:
             yield
             return
         if self._groups is not None and self._groups < len(groups):
+            rows = range(self.num_sequences(groups))
             groups = groups[: self._groups]
             unread = dict.fromkeys(("routing", "values", "returns", "importance_weights", "selected"))
-            rows = range(sum(len(list(item.sequences())) for _, item in _numbered(groups)))
             batch = batch.with_tokens(**unread).select(rows)
+        if batch.old_logprobs is None:
+            told = None
+            try:
+                yield
+                told = learnt()
+            finally:
+                if told is not None:
+                    batch = batch.with_tokens(old_logprobs=told[: len(batch.input_ids)])
+                await to_its_end(asyncio.to_thread(self._write, step, groups, batch))
+            return
         written = asyncio.create_task(asyncio.to_thread(self._write, step, groups, batch))
         del groups, batch  # what the update does not read is the thread's alone
         try:

@@ -133,7 +133,10 @@ class Trainer(TrainingLoop):
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
         self._samples = sample_rows(groups)
         kept = self.kept_rollouts
-        async with kept.writing(self.step + 1, groups, batch) if kept else nullcontext():
+        if kept is not None:
+            self.learner.tells_logprobs_of = kept.num_sequences(groups)
+        learner = self.learner
+        async with kept.writing(self.step + 1, groups, batch, lambda: learner.logprobs) if kept else nullcontext():
             batch = batch.with_tokens(token_rewards=None)  # no update reads them
             if len(batch.input_ids) > MANY:
                 await asyncio.to_thread(give_back)

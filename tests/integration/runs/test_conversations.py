@@ -117,6 +117,9 @@ def assert_kept(folder: Path) -> None:
         table = files.table([step])
         assert_shows(table, *read_batch(dumped(folder, step)))
         for row in table.to_pylist():
+            trained = np.array(row["trained"])
+            gap = np.array(row["old_logprobs"])[trained] - np.array(row["rollout_logprobs"])[trained]
+            assert len(gap) and np.abs(gap).max() < 1e-4, "the trainer's, though the update is a single step"
             opening, answer = json.loads(row["messages"])[:2]
             assert opening["content"].startswith("say ") and answer["role"] == "assistant"
             assert answer["content"] in row["text"] and len(row["turns"]) == 2

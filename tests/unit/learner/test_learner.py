@@ -376,6 +376,31 @@ def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_m
     assert seen == [(1, 4)]
 
 
+def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learns_the_same(tiny_model_path: str):
+    """Of the first sequences, whatever micro-batches they are in; one of several steps tells none: they are scored."""
+    batch = policy_batch().with_tokens(old_logprobs=None)
+
+    async def run(groups: int, told: int) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        learner = local_learner(tiny_model_path, BatchSizes(groups, micro_train_sequences=3, micro_forward_sequences=3))
+        await learner.setup()
+        learner.tells_logprobs_of = told
+        scores = await learner.token_scores(learner.policy, batch)
+        metrics = await learner.update(batch)
+        logprobs = learner.logprobs
+        await learner.update(batch.with_tokens(old_logprobs=scores))
+        assert learner.logprobs is None
+        await learner.close()
+        return scores, logprobs, {name: value for name, value in metrics.items() if not name.startswith("memory/")}
+
+    scores, told, metrics = asyncio.run(run(4, 5))
+    first = int(batch.offsets[5])
+    assert told is not None and torch.equal(told[:first], scores[:first]) and not told[first:].any()
+    assert scores[:first].any() and scores[first:].any()
+    _, nothing, same = asyncio.run(run(4, 0))
+    assert nothing is None and same == metrics
+    assert asyncio.run(run(1, 5))[1] is None
+
+
 def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
     learner = Learner(WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(tiny_model_path), 0, 1))]), None, BatchSizes(1))
 
