@@ -49,6 +49,8 @@ def _assert_batches(run: Path, exports: Path, algorithm: Algorithm) -> None:
             made = correct(made, Metrics())
         for name in {field.name for field in fields(dumped)} - NOT_KEPT:
             one, other = getattr(made, name), getattr(dumped, name)
+            if name == "old_logprobs" and other is None:  # told by the update of the batch, a single step
+                continue
             assert (one is None) == (other is None), f"step {step}: {name}"
             assert one is None or (one.dtype == other.dtype and one.equal(other)), f"step {step}: {name}"
         of_rows = [one.trajectory.prompt.uid for one in kept.rollouts for _ in one.trajectory.sequences()]
