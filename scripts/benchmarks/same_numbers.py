@@ -1,9 +1,9 @@
 """Whether a change left every number of a run as it was: the quickstart's first steps, beside another commit's.
 
-    python scripts/benchmarks/same_numbers.py --against COMMIT [--steps 5] [key=value ...]
+    python scripts/benchmarks/same_numbers.py --against COMMIT [--warm-up 250] [--steps 5] [key=value ...]
 
-Warm-up and GRPO of examples/quickstart, each so many steps, by the code of both commits (the other one in a worktree)
-and with the packages of one environment. Compared, to the last bit, are the numbers of metrics.jsonl that both have,
+Warm-up, shorter than the quickstart's, and GRPO of examples/quickstart, by the code of both commits (the other one in a
+worktree) and with the packages of one environment. Compared, to the last bit, are the numbers of metrics.jsonl that both have,
 but for times and memory, and the weights that both runs export. Ends with 1 if any differs.
 """
 
@@ -30,12 +30,13 @@ MEASURED = ("time", "timing/", "memory/", "throughput/", "engines/", "trainer/",
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="COMMIT", required=True)
+    parser.add_argument("--warm-up", type=int, default=250, metavar="STEPS", help="until some answers are right")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the GRPO run")
     given = parser.parse_args()
     print(about())
     with trees(given.against) as found, tempfile.TemporaryDirectory(prefix="same-numbers-") as folder:
-        runs = [run(tree, Path(folder) / name, given.steps, given.overrides) for name, tree in found.items()]
+        runs = [run(tree, Path(folder) / name, given) for name, tree in found.items()]
     different = 0
     for name, before, now in zip(runs[0], *(of_run.values() for of_run in runs), strict=True):
         same = {key for key in before.keys() & now.keys() if before[key] == now[key]}
@@ -46,12 +47,12 @@ def main() -> None:
     sys.exit(different > 0)
 
 
-def run(tree: Path, folder: Path, steps: int, overrides: list[str]) -> dict[str, dict[str, Any]]:
+def run(tree: Path, folder: Path, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By part of the quickstart: every number by step and name, and the digest of the weights."""
     script = tree / "examples" / "quickstart" / "quickstart.py"
-    ours = [f"trainer.max_steps={steps}", f"trainer.hf_save_interval={steps}", "trainer.logger=console"]
+    ours = [f"trainer.max_steps={given.steps}", f"trainer.hf_save_interval={given.steps}", *given.overrides]
     subprocess.run(
-        [sys.executable, str(script), "--output", str(folder), "--warm-up-steps", str(steps), *ours, *overrides],
+        [sys.executable, str(script), "--output", str(folder), "--warm-up-steps", str(given.warm_up), *ours],
         env=os.environ | {"PYTHONPATH": str(tree)},
         cwd=tree,
         stdout=subprocess.DEVNULL,
