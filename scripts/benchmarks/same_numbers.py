@@ -3,8 +3,8 @@
     python scripts/benchmarks/same_numbers.py --against COMMIT [--warm-up 250] [--steps 5] [key=value ...]
 
 Warm-up, shorter than the quickstart's, and GRPO of examples/quickstart, by the code of both commits (the other one in a
-worktree) and with the packages of one environment. Compared, to the last bit, are the numbers of metrics.jsonl that both have,
-but for times and memory, and the weights that both runs export. Ends with 1 if any differs.
+worktree) and with the packages of one environment. Compared, to the last bit, are the numbers of metrics.jsonl that
+both have, but for times and memory, and the weights that both runs export. Ends with 1 if any differs.
 """
 
 from __future__ import annotations
