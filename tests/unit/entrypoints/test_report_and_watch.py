@@ -21,7 +21,8 @@ from skyrl_train.entrypoints.watch import main as watch
 from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import write_rollouts
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
-from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
+from tests.support.page import needs_page
+from tests.support.run_folders import made_up_metrics, make_run, write_metrics
 
 pytestmark = needs_page
 

@@ -17,7 +17,8 @@ from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import RolloutFiles, step_file, write_rollouts
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
-from tests.support.run_folders import HOSTILE, made_up_metrics, make_run, needs_page, write_metrics
+from tests.support.page import needs_page
+from tests.support.run_folders import HOSTILE, made_up_metrics, make_run, write_metrics
 
 pytestmark = needs_page
 
