@@ -88,6 +88,13 @@ def test_a_folder_that_is_no_run_s_is_refused(main: Any, tmp_path: Path, capsys:
     assert "is no run's folder: it has neither metrics.jsonl nor config.yaml" in said and "\x1b" not in said
 
 
+@pytest.mark.parametrize("main", [report, watch])
+def test_files_that_cannot_be_asked_for_are_said(main: Any, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(["x" * 300])
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = make_run(tmp_path / "run", 1, rollouts=0)
     with pytest.raises(SystemExit):
