@@ -15,7 +15,7 @@ from setuptools.errors import SetupError
 
 ROOT = Path(__file__).parent
 PAGE = [ROOT / "skyrl_train" / "report" / "page" / name for name in ("page.js", "page.css")]
-NOT_BUILT = "the page of `skyrl-train report` is not built: install Node.js 20 or later and run scripts/viewer."
+NOT_BUILT = "the page of `skyrl-train report` is not built: install Node.js 18 or later and run scripts/viewer."
 
 
 def build_page(needed: bool) -> None:

@@ -93,7 +93,7 @@ def export(asked: Export) -> tuple[str, Agreement | None]:
         if asked.adapter and not config.trainer.policy.model.lora.rank:
             raise ConfigError("--adapter: the run has trained the whole model, so there is no adapter: leave it out.")
         if not asked.to.startswith(HUB):
-            with _appearing(Path(asked.to)) as folder:
+            with _appearing(asked.to, asked.overwrite) as folder:
                 agreement = _write(asked, found, config, folder)
             return str(Path(asked.to).absolute()), agreement
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -120,18 +120,23 @@ def _check(asked: Export) -> None:
         raise ConfigError("--public is for hub:NAME; a folder is as public as you make it.")
     if is_address(asked.to):
         raise ConfigError(f"--to {asked.to}: must be a folder of this machine or hub:NAME.")
-    target = Path(asked.to)
+    _check_folder(asked.to, asked.overwrite)
+
+
+def _check_folder(to: str, overwrite: bool) -> None:
+    """Raises ConfigError for what must not be replaced: only models are, and only if asked."""
+    target = Path(to)
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError(f"--to {asked.to}: is a file; give the name of a folder.")
+        raise ConfigError(f"--to {to}: is a file; give the name of a folder.")
     if not any(target.iterdir()):
         return
-    if not asked.overwrite:
-        raise ConfigError(f"--to {asked.to}: is not empty: give another folder, or --overwrite to replace all of it.")
+    if not overwrite:
+        raise ConfigError(f"--to {to}: is not empty: give another folder, or --overwrite to replace all of it.")
     if not _is_model(target):
         raise ConfigError(
-            f"--to {asked.to} --overwrite: holds no model, so it is not replaced: give another folder, or empty it."
+            f"--to {to} --overwrite: holds no model, so it is not replaced: give another folder, or empty it."
         )
 
 
@@ -142,14 +147,18 @@ def _is_model(folder: Path) -> bool:
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place when all went well, and is deleted otherwise."""
-    target = target.resolve()
+def _appearing(to: str, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `to` that takes its place when all went well, and is deleted otherwise.
+
+    Raises ConfigError in the end if what is there then must not be replaced.
+    """
+    target = Path(to).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     try:
         yield folder
+        _check_folder(to, overwrite)  # an export takes minutes
         if target.exists() and any(target.iterdir()):
             replaced = target.with_name(folder.name.replace(".partial-", ".replaced-"))
             target.rename(replaced)

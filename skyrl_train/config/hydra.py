@@ -25,7 +25,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobRuntime
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.version import VersionBase
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -116,8 +116,6 @@ def parse_override(text: str) -> Override:
 
 def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
     """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
-    if (name or "").endswith(".yml"):
-        raise ConfigError(f"--config-name={name}: presets end in .yaml; rename it.")
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
     try:
@@ -128,8 +126,17 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
             f"The configuration {name or BASE} cannot be composed: presets include each other."
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        if isinstance(error, MissingConfigException) and directory is not None:
+            _refuse_yml(directory, error.missing_cfg_file or "")
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
+
+
+def _refuse_yml(directory: str, missing: str) -> None:
+    """Raise ConfigError if the preset that was not found, or one that it builds on, is a .yml."""
+    file = os.path.join(directory, missing).removesuffix(".yaml").removesuffix(".yml") + ".yml"
+    if os.path.isfile(file):
+        raise ConfigError(f"{file}: presets end in .yaml; rename it.")
 
 
 @contextmanager

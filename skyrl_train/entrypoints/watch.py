@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
         asyncio.run(_watch([working_folder(run) for run in given.runs], given.port))
-    except SkyRLError as error:
+    except (SkyRLError, OSError) as error:
         to_stderr(f"skyrl-train watch: {error}")
         sys.exit(2)
 

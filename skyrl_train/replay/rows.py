@@ -22,7 +22,7 @@ _LISTS = ("prompt_ids", "response_ids", "rollout_logprobs", *_OF_THE_BATCH)
 _PLAIN = (
     *("step", "uid", "group", "sample", "data_source", "env_class", "reward", "raw_reward", "turns", "status"),
     *("error", "detail", "stop_reason", "temperature", "env_metrics", "messages", "text", "env_extras"),
-    *("scored_spans", "restarts"),
+    *("scored_spans", "loss_spans", "restarts"),
 )
 
 
@@ -42,6 +42,9 @@ class KeptStep:
 
     step: int
     rollouts: list[KeptRollout]
+    knows_scored: bool
+    """Whether the files say what was in the loss before corrections; those of before there were `scored_spans` have
+    only what these left."""
 
     @property
     def groups(self) -> list[TrajectoryGroup]:
@@ -94,7 +97,8 @@ def read_step(files: RolloutFiles, step: int) -> KeptStep:
         arrays = {name: values[index] for name, values in lists.items()}
         trajectory = _trajectory(row, arrays, prompts)
         found.append(KeptRollout(row["group"], trajectory, {name: arrays[name] for name in _OF_THE_BATCH}))
-    return KeptStep(step, found)
+    knows_scored = all(row["scored_spans"] is not None for row in rows)
+    return KeptStep(step, found, knows_scored)
 
 
 def answers_of(trajectory: Trajectory) -> list[int]:
@@ -111,12 +115,13 @@ def opening_of(trajectory: Trajectory) -> list[Message]:
 
 def _trajectory(row: dict[str, Any], arrays: dict[str, Any], prompts: dict[int, Prompt]) -> Trajectory:
     messages = json.loads(row["messages"] or "[]")
+    spans = row["loss_spans"] if row["scored_spans"] is None else row["scored_spans"]
     made = Trajectory(
         prompt=Prompt(row["uid"], [], row["env_class"]),
         sample=row["sample"],
         prompt_ids=_present(arrays["prompt_ids"]),
         response_ids=_present(arrays["response_ids"]),
-        loss_spans=[(span["start"], span["stop"]) for span in row["scored_spans"] or ()],
+        loss_spans=[(span["start"], span["stop"]) for span in spans or ()],
         logprobs=_present(arrays["rollout_logprobs"]),
         turns=[Turn(**turn) for turn in row["turns"] or ()],
         reward=row["reward"],

@@ -111,10 +111,12 @@ class _Replay:
             answer.note("sample", _PARTLY)
         if batch.old_logprobs is None:
             answer.note("old_logprobs", _NO_OLD)
+        if self.own.corrections and not kept.knows_scored:
+            answer.note("scored_spans", _CORRECTED)
         coef = recorded.get("policy/kl_coef")
         old = self.own(batch, advantages if self.own.reads_values else None, coef)
-        # Advantages of tokens may be normalised over the whole step; those of sequences compare a group's.
-        if not self.own.reads_values and advantages is not None and (whole or old.batch.advantages is None):
+        by_group = self.own.compares_groups and old.batch.advantages is None  # those of tokens are normalised over all
+        if not self.own.reads_values and advantages is not None and (whole or by_group):
             self._check(old, advantages)
         if whole:
             self._check_metrics(old.metrics, recorded)
@@ -175,6 +177,10 @@ _PARTLY = (
 _NO_OLD = (
     "The trainer's log-probs from before an update are not kept, as nothing in the run read them; the engine's stand "
     "in for them, so that corrections and the gap between both show nothing."
+)
+_CORRECTED = (
+    "Rollouts of some steps were kept by a version without scored_spans: which tokens the run's off-policy correction "
+    "left out is not known, and the loss here is over those that it left in."
 )
 _UNSCORED = (
     "Some tokens count now that the run kept out of its loss, and so have no log-probs of the trainer; the engine's "

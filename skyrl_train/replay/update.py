@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantage_step import TENSORS, AdvantageStep
+from skyrl_train.algorithms.advantages import compared
 from skyrl_train.algorithms.correction_step import OffPolicyCorrection
 from skyrl_train.algorithms.corrections import effective_sample_size
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import weigh
-from skyrl_train.algorithms.registry import keywords_of
+from skyrl_train.algorithms.registry import advantage_estimators, keywords_of
 from skyrl_train.assembly.algorithm import (
     build_advantage_step,
     build_choice,
@@ -108,6 +109,8 @@ class Algorithm:
     name: str
     reads_values: bool
     """Whether its advantages need a critic's values, which nobody keeps."""
+    compares_groups: bool
+    """Whether its estimator compares only samples of one prompt; not said of a user's own, of which nobody knows."""
 
     @classmethod
     def of(cls, cfg: Config) -> Algorithm:
@@ -125,6 +128,7 @@ class Algorithm:
             mini_batch_groups=cfg.trainer.policy_mini_batch_size,
             name=f"{algorithm.advantage_estimator}, {algorithm.policy_loss_type}, {algorithm.loss_reduction}",
             reads_values=values is True or (values is False and cfg.trainer.critic.model.path is not None),
+            compares_groups=compared(advantage_estimators.get(algorithm.advantage_estimator)) == "group",
         )
 
     def missing(self, batch: TrainBatch, *, advantages_known: bool) -> str | None:

@@ -25,8 +25,8 @@ from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 
 MOST_BYTES = 5_000_000
-_FOR_METRICS = 0.4
-"""Of the bytes that the page leaves."""
+_FOR_METRICS, _FOR_SHORT_METRICS = 0.4, 0.99
+"""Of the bytes that the page leaves; the second for curves of fewer points than they should have."""
 _MOST_POINTS, _LEAST_POINTS, _DIGITS = 2000, 50, 6
 _STEPS, _MOST_ROLLOUTS = 24, 1000
 _FOR_A_GROUP = 0.2
@@ -51,8 +51,8 @@ class Report:
 def make_report(folders: Sequence[Path], page: Callable[[Any], str], most_bytes: int = MOST_BYTES) -> Report:
     """A report of the runs in these folders; `page`: what makes HTML of its data (page_files.page).
 
-    Rollouts of files that cannot be read are left out. Raises ConfigError for a folder that is no run's and for so many
-    runs that their curves alone have more than `most_bytes`, and OSError for other files that cannot be read.
+    Rollouts of files that cannot be read are left out. Raises ConfigError for a folder that is no run's and for curves
+    that have more than `most_bytes` even with one point each, and OSError for other files that cannot be read.
     """
     runs = open_runs(folders)
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def _make_report(
     left = most_bytes - len(page({}).encode())
     head = {"runs": overview(runs), "diagnosis": {str(n): run.diagnosis() for n, run in enumerate(runs)}}
     left -= _size(head)
-    metrics = _metrics(runs, views, int(left * _FOR_METRICS))
+    metrics = _metrics(runs, views, left)
     left -= _size(metrics)
     rollouts: dict[str, list[Any]] = {}
     for number, (run, view) in enumerate(zip(runs, views, strict=True)):
@@ -76,21 +76,23 @@ def _make_report(
         left -= size
     html = page(plain({**head, "metrics": metrics, "rollouts": rollouts}))
     if (size := len(html.encode())) > most_bytes:
+        fewer = "name fewer runs, or look at them" if len(runs) > 1 else "look at it"
         raise ConfigError(
-            f"RUN: the report of {len(runs)} runs would have {size:,} bytes, and may have {most_bytes:,}: name fewer "
-            "runs, or look at them with skyrl-train watch."
+            f"RUN: the report would have {size:,} bytes, and may have {most_bytes:,}: {fewer} with skyrl-train watch."
         )
     return Report(html, sum(map(len, rollouts.values())), sum(len(view.index.table) for view in views))
 
 
 def _metrics(runs: Sequence[RunFiles], views: Sequence[RolloutViews], most_bytes: int) -> dict[str, Any]:
+    """Curves of as many points as leave room for rollouts; if they would be few, of as many as fit, at least one."""
     points = _MOST_POINTS
     while True:
         found = {
             str(number): run.metrics(points, _DIGITS, view.index.quantiles)
             for number, (run, view) in enumerate(zip(runs, views, strict=True))
         }
-        if points <= _LEAST_POINTS or _size(found) <= most_bytes:
+        share = _FOR_METRICS if points > _LEAST_POINTS else _FOR_SHORT_METRICS
+        if points == 1 or _size(found) <= most_bytes * share:
             return found
         points //= 2
 

@@ -7,10 +7,12 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ FOLDER = Path(__file__).with_name("page")
 SCRIPT, STYLE = FOLDER / "page.js", FOLDER / "page.css"
 CHECKOUT = Path(__file__).resolve().parents[2]
 _BUILD_S = 300
+_failed: dict[Path, str] = {}
+"""What went wrong with a build, which this process does not try again."""
 _log = logging.getLogger(__name__)
 _HTML = """<!doctype html>
 <html lang="en">
@@ -49,9 +53,9 @@ _POLICY = (
 def page(data: Any = None) -> str:
     """The HTML. It shows `data`, which JSON must be able to hold; without it, what /api says of where it came from.
 
-    In a checkout the script and the style are built with npm first, if what they are made of is newer; if that fails,
-    those that are there are taken. Raises ConfigError if there are none, and ValueError for a number that is not
-    finite.
+    In a checkout the script and the style are built with npm first, if what they are made of is newer; if that cannot
+    be, those that are there are taken, with a warning. Raises ConfigError if there are none, and ValueError for a
+    number that is not finite.
     """
     _ensure_built()
     script, style = SCRIPT.read_text(encoding="utf-8"), STYLE.read_text(encoding="utf-8")
@@ -72,27 +76,45 @@ def _hash(text: str) -> str:
 
 def _ensure_built() -> None:
     build = CHECKOUT / "scripts" / "viewer"
-    if not _old() or not build.is_file():
+    if not build.is_file():
         _check(f"this installation lacks {FOLDER}: install a wheel, which has it, or build it in a checkout")
         return
-    if shutil.which("npm") is None:
-        _check("npm builds it, and is not on PATH: install Node.js 20 or later")
+    if not _old():
         return
-    with _alone():
-        if not _old():  # another process has built it meanwhile
-            return
-        if trouble := _build(build):
-            _check(f"{build} failed: {trouble}")
-            _log.warning("the page of reports is an older one than viewer/; %s failed: %s", build, trouble)
+    if build in _failed:
+        _check(_failed[build])
+    elif trouble := _build(build):
+        _failed[build] = trouble
+        _check(trouble)
+        _log.warning("the page of reports is an older one than viewer/; %s", trouble)
 
 
 def _build(build: Path) -> str:
-    """Run it; what went wrong, or ""."""
+    """Build it, unless another process has meanwhile; what went wrong, or ""."""
+    if shutil.which("npm") is None:
+        return "npm builds it, and is not on PATH: install Node.js 18 or later"
     try:
-        done = subprocess.run([build], capture_output=True, text=True, timeout=_BUILD_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr)[-2000:].strip() or f"status {done.returncode}"
+        with _alone():
+            trouble = _run(build) if _old() else ""
+    except OSError as error:  # of a checkout that this user may not write, too
+        trouble = str(error)
+    return f"{build} failed: {trouble}" if trouble else ""
+
+
+def _run(build: Path) -> str:
+    """What went wrong, or "". None of its processes outlives this call."""
+    with subprocess.Popen(
+        [build], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=_BUILD_S)
+        except BaseException as error:  # Ctrl-C reaches this process alone
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"it took more than {_BUILD_S} s"
+            raise
+    return "" if process.returncode == 0 else said[-2000:].strip() or f"status {process.returncode}"
 
 
 def _check(reason: str) -> None:

@@ -119,7 +119,8 @@ class RunFiles:
             rules.append(NO_DIFFERENCE)
         ahead = _mapping(trainer.get("fully_async"))
         if ahead.get("enabled"):
-            rules += async_rules(int(ahead.get("max_staleness_steps", 1)))
+            bound = ahead.get("max_staleness_steps")
+            rules += async_rules(bound if isinstance(bound, int) and bound >= 0 else 1)
         file = self.folder / METRICS_FILE
         return findings_of(read_jsonl(file) if file.exists() else [], rules, self.total_steps() or 0)
 

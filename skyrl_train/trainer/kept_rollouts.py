@@ -154,10 +154,8 @@ class KeptRollouts:
         if self._most_bytes is None:
             return
         files = [step_file(self._run, one) for one in RolloutFiles(self._run).steps()]
-        newest, sizes = step_file(self._run, step), {file: file.stat().st_size for file in files}
-        room = self._most_bytes - sum(sizes.values())
-        if vocabulary_file(self._run).exists():
-            room -= vocabulary_file(self._run).stat().st_size
+        newest, sizes = step_file(self._run, step), {file: _size(file) for file in files}
+        room = self._most_bytes - sum(sizes.values()) - _size(vocabulary_file(self._run))
         others = [file for file in files if file != newest]
         if room + sum(sizes[file] for file in others) < 0:
             self._delete(newest)
@@ -172,6 +170,14 @@ class KeptRollouts:
         file.unlink(missing_ok=True)
         if self._deleted is not None:
             self._deleted(file)
+
+
+def _size(file: Path) -> int:
+    """Bytes; 0 of one that is not there, perhaps because somebody has just deleted it."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 async def _ended(written: asyncio.Task[None]) -> None:

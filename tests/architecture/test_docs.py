@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.pages import FENCE, PAGES, REPOSITORY, blocks
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+NAME = re.compile(r"\bskyrl_train(?:\.[A-Za-z_]\w*)+")
 
 
 def test_links_between_pages_lead_somewhere():
@@ -26,6 +29,24 @@ def test_links_between_pages_lead_somewhere():
 def test_python_in_the_documentation_imports_what_exists(page: str, code: str):
     imports: list[ast.stmt] = [n for n in ast.parse(code).body if isinstance(n, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), page, "exec"), {})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if NAME.search(page.read_text())], ids=lambda page: page.name)
+def test_names_of_this_package_in_the_documentation_exist(page: Path):
+    for name in sorted({*NAME.findall(page.read_text())}):
+        if not _is_written(name):
+            pkgutil.resolve_name(name)
+
+
+def _is_written(name: str) -> bool:
+    """Whether it is the name of a file, or of what one defines: an engine need not be imported for that."""
+    module, _, last = name.rpartition(".")
+    whole, outer = (REPOSITORY.joinpath(*one.split(".")) for one in (name, module))
+    if (whole / "__init__.py").is_file() or whole.with_suffix(".py").is_file():
+        return True
+    file = outer.with_suffix(".py")
+    body = ast.parse(file.read_text()).body if file.is_file() else []
+    return any(isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == last for one in body)
 
 
 def test_the_layout_in_the_readme_names_every_package():

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from skyrl_train.report.diagnosis import RULES, SAID, Diagnosis
 from skyrl_train.report.jsonl import JsonlTracker
-from skyrl_train.report.page_files import SCRIPT
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.testing.made_up_rollouts import made_up_run
 from skyrl_train.trainer.run_directory import RunDirectory
 
-needs_page = pytest.mark.skipif(
-    not (SCRIPT.is_file() or shutil.which("npm")), reason="the page is not built, and there is no npm to build it"
-)
 HOSTILE = (
     "</script><script>alert(1)</script>",
     "<!--<script>",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.report.page_files import SCRIPT, page
+from skyrl_train.report.page_files import page
+from tests.support.page import LACKS_PAGE, lacks_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +26,8 @@ def build_wheel(folder: Path) -> Path:
 
 def copied_source(source: Path, with_page: bool = True) -> Path:
     """What packages are made of, in a new folder. Without viewer/: the page is what was built of it, or missing."""
-    if not (SCRIPT.is_file() or shutil.which("npm")):
-        pytest.skip("the page is not built, and there is no npm to build it")
+    if lacks_page():
+        pytest.skip(LACKS_PAGE)
     page()  # builds it
     for name in ("skyrl_train", "config"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

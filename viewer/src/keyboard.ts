@@ -23,6 +23,12 @@ export const KEYS: Binding[] = [
   { key: "Escape", what: "leave the search, the help, the sample", run: leave },
 ];
 
+/** What the help says: also of keys that only an element with the focus takes. */
+export const HELP: Pick<Binding, "key" | "what">[] = [
+  ...KEYS,
+  { key: "← →", what: "in the token view, once it is clicked: the token before, the next one" },
+];
+
 export function onKeyDown(event: KeyboardEvent): void {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = event.target instanceof HTMLElement && event.target.matches("input, select, textarea");

@@ -16,7 +16,7 @@ import pytest
 
 from skyrl_train.entrypoints import report as report_command
 from skyrl_train.environments.tools.browser import PROGRAMS
-from tests.support.run_folders import needs_page
+from tests.support.page import needs_page
 from tests.support.viewed_runs import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api")

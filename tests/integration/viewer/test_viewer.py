@@ -148,6 +148,8 @@ def test_keys_change_the_view_and_are_text_where_someone_types(window: Shown, th
     page.keyboard.press("Escape")
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    for key in ("j", "k", "c", "t", "g", "← →", "/", "?", "Escape"):
+        expect(page.get_by_role("dialog", name="Keys").get_by_text(key, exact=True)).to_be_visible()
     page.keyboard.press("t")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog", name="Keys")).to_be_hidden()

@@ -248,10 +248,21 @@ def test_what_is_there_is_only_replaced_when_asked_and_never_what_is_no_model(wh
 
 def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").touch()
-    with pytest.raises(FileNotFoundError), _appearing(tmp_path / "model") as folder:
+    for name in ("config.json", "old.safetensors"):
+        (tmp_path / "model" / name).touch()
+    with pytest.raises(FileNotFoundError), _appearing(str(tmp_path / "model"), overwrite=True) as folder:
         folder.rmdir()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (tmp_path / "model" / "old").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "old.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("overwrite", "says"), [(False, "is not empty"), (True, "holds no model")])
+def test_what_has_come_during_an_export_is_not_replaced(overwrite: bool, says: str, tmp_path: Path):
+    notes = tmp_path / "model" / "notes.txt"
+    notes.parent.mkdir()
+    with pytest.raises(ConfigError, match=says), _appearing(str(notes.parent), overwrite):
+        notes.write_text("mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and notes.read_text() == "mine"
 
 
 def test_what_cannot_be_exported_is_said_before_anything_is_written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,10 +50,15 @@ def test_threads_compose_at_once(tmp_path: Path):
     assert {one.hydra.job.config_name for one in found} == {"own"}
 
 
-def test_a_preset_that_ends_in_yml_is_refused_with_what_to_do(tmp_path: Path):
-    (tmp_path / "own.yml").write_text("defaults: [ppo_base_config, _self_]\n")
-    with pytest.raises(ConfigError, match=r"--config-name=own\.yml: presets end in \.yaml; rename it\."):
-        compose([], "own.yml", str(tmp_path))
+@pytest.mark.parametrize("entry", ["", "own", "/own", "own.yml", "own@trainer", "mine: own", "/mine: own.yml"])
+def test_a_preset_that_ends_in_yml_is_refused_with_what_to_do(entry: str, tmp_path: Path):
+    file = tmp_path / "mine" / "own.yml" if "mine" in entry else tmp_path / "own.yml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("defaults: [ppo_base_config, _self_]\n")
+    (tmp_path / "other.yaml").write_text(f"defaults: [ppo_base_config, {entry or '_self_'}]\n")
+    for name in ["other"] if entry else ["own", "own.yml", "own.yaml"]:
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}: presets end in \.yaml; rename it\.$"):
+            compose([], name, str(tmp_path))
 
 
 def test_a_folder_of_presets_is_listed_as_hydra_lists_its_own(tmp_path: Path):

@@ -21,7 +21,8 @@ from skyrl_train.entrypoints.watch import main as watch
 from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import write_rollouts
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
-from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
+from tests.support.page import needs_page
+from tests.support.run_folders import made_up_metrics, make_run, write_metrics
 
 pytestmark = needs_page
 
@@ -85,6 +86,13 @@ def test_a_folder_that_is_no_run_s_is_refused(main: Any, tmp_path: Path, capsys:
     assert exit.value.code == 2
     said = capsys.readouterr().err
     assert "is no run's folder: it has neither metrics.jsonl nor config.yaml" in said and "\x1b" not in said
+
+
+@pytest.mark.parametrize("main", [report, watch])
+def test_files_that_cannot_be_asked_for_are_said(main: Any, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(["x" * 300])
+    assert "File name too long" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

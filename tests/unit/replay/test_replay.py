@@ -16,7 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch import Tensor
 
+from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.config.hydra import load, save_resolved
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
@@ -100,8 +102,10 @@ def ask(tmp_path: Path) -> Callable[..., Answer]:
         *,
         own: dict[str, Any] | None = None,
         reward: str | None = None,
+        without: tuple[str, ...] = (),
     ) -> Answer:
-        write_rollouts(tmp_path, 1, pa.Table.from_pylist(given, COLUMNS).drop_columns("trained"))
+        table = pa.Table.from_pylist(given, COLUMNS).drop_columns(["trained", *without])
+        write_rollouts(tmp_path, 1, table)
         question = Question(tmp_path, of_run(own or {}), of_run({**(own or {}), **(changed or {})}), reward)
         return asyncio.run(replay(question))
 
@@ -204,6 +208,17 @@ def test_tokens_that_the_run_itself_masked_count_again(ask: Callable[..., Answer
     assert of(answer, "trained_tokens_old")[0] == 0 and of(answer, "trained_tokens_new")[0] == 1
 
 
+def test_files_of_before_scored_spans_have_the_loss_that_corrections_left(ask: Callable[..., Answer]):
+    answer = ask(rows(), without=("scored_spans",))
+    assert (answer.tokens, answer.differing_tokens, answer.old[0]["tokens/trained"]) == (16, 0, 16)
+    assert "scored_spans" not in answer.notes
+    masks = {f"{CORRECTION}.token_mask_is_threshold_high": 2.5}
+    kept = rows(old_logprobs=[-1.0 + math.log(3)], loss_spans=[])
+    answer = ask(kept, own=masks, without=("scored_spans",))
+    assert (answer.tokens, answer.differing_tokens) == (15, 0) and "scored_spans" in answer.notes
+    assert "scored_spans" not in ask(kept, own=masks).notes
+
+
 def test_advantages_normalised_over_a_step_are_compared_if_all_of_it_was_kept(
     ask: Callable[..., Answer], tmp_path: Path
 ):
@@ -212,6 +227,19 @@ def test_advantages_normalised_over_a_step_are_compared_if_all_of_it_was_kept(
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollouts/trajectories": 9}) + "\n")
     assert ask(rows(), own=own).tokens == 0
     assert ask(rows()).tokens == 16, "those of samples compare a group's"
+
+
+def test_ones_own_advantages_may_compare_a_step_and_are_compared_if_all_of_it_was_kept(
+    ask: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def of_the_step(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+        return rewards - rewards.mean()
+
+    monkeypatch.setitem(advantage_estimators._items, "of_the_step", of_the_step)
+    own = {f"{ALGORITHM}.advantage_estimator": "of_the_step"}
+    assert ask(rows(), own=own).tokens == 16
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollouts/trajectories": 9}) + "\n")
+    assert ask(rows(), own=own).tokens == 0
 
 
 def test_clipping_is_none_in_the_first_pass_and_shown_for_the_gap_to_the_engine(ask: Callable[..., Answer]):

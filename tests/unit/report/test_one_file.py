@@ -17,7 +17,8 @@ from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import RolloutFiles, step_file, write_rollouts
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
-from tests.support.run_folders import HOSTILE, made_up_metrics, make_run, needs_page, write_metrics
+from tests.support.page import needs_page
+from tests.support.run_folders import HOSTILE, made_up_metrics, make_run, write_metrics
 
 pytestmark = needs_page
 
@@ -123,11 +124,21 @@ def test_a_small_budget_is_kept_and_shows_what_it_can(tmp_path: Path, tokens: in
 
 
 def test_more_runs_than_fit_are_refused(tmp_path: Path):
-    folders = [make_run(tmp_path / str(number), 60, rollouts=0) for number in range(9)]
+    folders = [make_run(tmp_path / str(number), 60, rollouts=0) for number in range(30)]
     most = len(make_report(folders[:2], page).html.encode()) + 100
     assert len(make_report(folders[:2], page, most).html.encode()) <= most
-    with pytest.raises(ConfigError, match=r"the report of 9 runs would have .* name fewer runs"):
+    with pytest.raises(ConfigError, match=r"the report would have .*: name fewer runs, or look at them with"):
         make_report(folders, page, most)
+
+
+def test_many_metrics_have_few_points_before_their_run_is_refused(tmp_path: Path):
+    numbers = {f"my/{index}": index / 7 for index in range(300)}
+    write_metrics(tmp_path, [numbers] * 60, 60)
+    empty = len(page().encode())
+    data = data_of(make_report([tmp_path], page, empty + 30_000).html)["metrics"]["0"]
+    assert data["steps_per_point"] > 5 and len(data["columns"]) == 300
+    with pytest.raises(ConfigError, match=r"the report would have .*: look at it with skyrl-train watch"):
+        make_report([tmp_path], page, empty + 5_000)
 
 
 def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.report import page_files
+from skyrl_train.report.page_files import page
 
 
-@pytest.mark.parametrize("script", ["#!/bin/sh\necho no network\nexit 1\n", "#!/nowhere/sh\n"])
-def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with an npm, and a file of viewer/ that is newer than any page."""
     folder = tmp_path / "page"
     for name, value in {
         "CHECKOUT": tmp_path,
@@ -24,19 +27,68 @@ def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
         "STYLE": folder / "page.css",
     }.items():
         monkeypatch.setattr(page_files, name, value)
-    for path in ("scripts/viewer", "bin/npm"):
-        (tmp_path / path).parent.mkdir()
-        (tmp_path / path).write_text(script)
-        (tmp_path / path).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    with pytest.raises(ConfigError, match=r"is not built; .*scripts/viewer"):
-        page_files.page()
-    page_files.SCRIPT.write_text("an_older_one()")
-    page_files.STYLE.write_text("")
-    (tmp_path / "viewer" / "src").mkdir(parents=True)
     newer = tmp_path / "viewer" / "src" / "main.tsx"
+    newer.parent.mkdir(parents=True)
     newer.write_text("")
     os.utime(newer, (2e9, 2e9))
+    for path in ("scripts/viewer", "bin/npm"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text('#!/bin/sh\necho ran >> "$0.ran"\necho no network\nexit 1\n')
+        (tmp_path / path).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    return tmp_path
+
+
+def older_page() -> None:
+    page_files.FOLDER.mkdir(exist_ok=True)
+    page_files.SCRIPT.write_text("an_older_one()")
+    page_files.STYLE.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("cause", "says"),
+    [
+        ("it fails", "scripts/viewer failed: no network"),
+        ("it does not begin", "scripts/viewer failed: .*No such file"),
+        ("it cannot be locked", r"scripts/viewer failed: .*\.lock"),
+        ("no npm", "npm builds it, and is not on PATH"),
+    ],
+)
+def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
+    cause: str, says: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    build = checkout / "scripts" / "viewer"
+    if cause == "it does not begin":
+        build.write_text("#!/nowhere/sh\n")
+    elif cause == "it cannot be locked":
+        (page_files.FOLDER / ".lock").mkdir(parents=True)  # root may write every file, but no folder
+    elif cause == "no npm":
+        monkeypatch.setenv("PATH", str(checkout))
+    with pytest.raises(ConfigError, match=f"is not built; .*{says}"):
+        page()
+    older_page()
+    monkeypatch.setattr(page_files, "_failed", {})  # as in another process
     with caplog.at_level(logging.WARNING):
-        assert page_files._old() and "an_older_one()" in page_files.page()
-    assert "is an older one than viewer/" in caplog.text
+        assert "an_older_one()" in page() and "an_older_one()" in page()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert re.match(f"the page of reports is an older one than viewer/; .*{says}", warning)
+    assert cause != "it fails" or Path(f"{build}.ran").read_text() == "ran\n" * 2, "once a process"
+
+
+def test_a_build_that_takes_too_long_ends_with_all_its_processes(checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    (checkout / "scripts" / "viewer").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$0.child"\nwait\n')
+    monkeypatch.setattr(page_files, "_BUILD_S", 0.5)
+    with pytest.raises(ConfigError, match=r"scripts/viewer failed: it took more than 0\.5 s"):
+        page()
+    child = int((checkout / "scripts" / "viewer.child").read_text())
+    until = time.monotonic() + 10
+    while _lives(child):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

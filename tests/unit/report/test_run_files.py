@@ -219,8 +219,15 @@ def test_a_folder_that_is_no_run_s_is_refused_and_one_that_is_given_twice(tmp_pa
         open_runs([])
 
 
+STALE = "trainer: {fully_async: {enabled: true, max_staleness_steps: %s}}"
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "- 1", "a: &a [*a]", "\xff", "trainer: 3", "trainer: {algorithm: x, fully_async: [1]}"]
+    "text",
+    [
+        *("{", "- 1", "a: &a [*a]", "\xff", "trainer: 3", "trainer: {algorithm: x, fully_async: [1]}"),
+        *(STALE % value for value in ("many", "null", "[1]", "-1")),
+    ],
 )
 def test_a_run_whose_configuration_cannot_be_read_is_shown_without(tmp_path: Path, text: str):
     make_run(tmp_path, 1, rollouts=0)

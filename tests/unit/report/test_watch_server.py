@@ -20,7 +20,8 @@ from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
-from tests.support.run_folders import made_up_metrics, make_run, needs_page, write_metrics
+from tests.support.page import needs_page
+from tests.support.run_folders import made_up_metrics, make_run, write_metrics
 
 pytestmark = needs_page
 

@@ -152,6 +152,18 @@ def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog
     assert caplog.text.count("trainer.keep_rollouts_gb has no room") == 1
 
 
+def test_files_that_somebody_deletes_meanwhile_take_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    groups = groups_of_all_kinds()
+    kept, steps = KeptRollouts(tmp_path, most_bytes=1e9), RolloutFiles.steps
+    keep(kept, 1, groups, learnt(groups))
+    monkeypatch.setattr(RolloutFiles, "steps", lambda files: [1, *steps(files)])  # as it was a moment ago
+    step_file(tmp_path, 1).unlink()
+    keep(kept, 2, groups, learnt(groups))
+    assert steps(RolloutFiles(tmp_path)) == [2] and caplog.text == ""
+
+
 def test_a_full_disk_costs_one_warning_and_those_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     groups = groups_of_all_kinds(more=30)
     batch, kept = learnt(groups), KeptRollouts(tmp_path, vocabulary=lambda: ["a"])

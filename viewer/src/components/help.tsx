@@ -1,5 +1,5 @@
 import { useEffect, useRef } from "preact/hooks";
-import { KEYS } from "../keyboard";
+import { HELP } from "../keyboard";
 import { helpShown } from "../state";
 
 export function Help() {
@@ -13,7 +13,7 @@ export function Help() {
     <dialog ref={dialog} aria-label="Keys" onClose={() => (helpShown.value = false)}>
       <h2>Keys</h2>
       <dl>
-        {KEYS.map(({ key, what }) => (
+        {HELP.map(({ key, what }) => (
           <div key={key}>
             <dt>
               <kbd>{key}</kbd>
