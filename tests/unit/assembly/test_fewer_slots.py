@@ -76,3 +76,9 @@ def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes
     found = next(candidates(config, Uses(), lambda one: has_room(one, Uses(), free, cpus=24.0)))
     slots = slots_of(found, Uses())
     assert (slots.policy, slots.engines, found.environment.hosts) == wanted
+
+
+def test_slots_share_the_cpus_that_hosts_leave():
+    config = configured("environment.hosts=1", "environment.host_cpus=2")
+    assert has_room(config, Uses(), [FreeNode({"CPU": 6.0})], cpus=6.0)
+    assert not has_room(config, Uses(), [FreeNode({"CPU": 2.0})], cpus=2.0), "they leave none"
