@@ -8,7 +8,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:TERM@600
+#SBATCH --signal=B:USR1@600
 #SBATCH --requeue
 #SBATCH --no-kill
 set -euo pipefail
@@ -73,10 +73,15 @@ python -m skyrl_train.entrypoints.main_base \
   trainer.logger="${LOGGER:-console}" \
   "$@" &
 driver=$!
-trap 'kill -TERM "$driver" 2>/dev/null' TERM # the last step is saved; --requeue and the same command go on from it
+trap 'kill -TERM "$driver" 2>/dev/null' TERM # the last step is saved, and the same command goes on from it
+out_of_time=
+trap 'out_of_time=yes; kill -TERM "$driver" 2>/dev/null' USR1 # what --signal sends ten minutes before the time is over
 status=0
 while kill -0 "$driver" 2>/dev/null; do
   status=0
   wait "$driver" || status=$?
 done
+if [ -n "$out_of_time" ] && [ "$status" -eq 143 ]; then # it was saved; --requeue alone is for lost nodes and preemption
+  scontrol requeue "$SLURM_JOB_ID"                           # ends this job, which waits for its turn again
+fi
 exit "$status"

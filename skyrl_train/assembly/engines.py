@@ -69,10 +69,11 @@ async def build_engine(
 
     `place`: which member of `role_slots` it is; None for the `index`-th.
     """
-    first = (index if place is None else place) * role_slots.stride
+    indices = _slots_of(index, role_slots, place)
+    first = indices[0]
     devices = None
     if device == "cuda" and role_slots.stride > role_slots.slots.together:  # its ranks are processes of its own
-        places = await places_of(role_slots.slots, range(first, first + role_slots.stride), timeouts.engine_start_s)
+        places = await places_of(role_slots.slots, indices, timeouts.engine_start_s)
         ranks = generator.inference_engine_tensor_parallel_size
         devices = visible_devices(places, f"generator.inference_engine_tensor_parallel_size={ranks}")
     engine = spawn(
@@ -91,10 +92,12 @@ async def build_engine(
     )
     try:
         started = engine.read("capabilities", timeouts.engine_start_s)
-        engine.know(capabilities=await unless_lost(started, role_slots.slots))
+        capabilities = await unless_lost(started, role_slots.slots, indices)
     except BaseException:
         engine.kill()  # an engine that has not started still occupies its slot
         raise
+    # A run that began on one node has ranks that meet on loopback, to which an engine of a node that came later cannot.
+    engine.know(capabilities=replace(capabilities, other_machine=not cluster.single_machine))
     return engine
 
 
@@ -115,13 +118,20 @@ async def build_engine_again(
 
     Ray may not know yet that the node is lost: then the first start ends when it does.
     """
+    indices = _slots_of(index, role_slots, place)
     if not cluster.single_machine:
-        await placed_again(role_slots.slots, patience_s)
+        await placed_again(role_slots.slots, indices, patience_s)
     try:
         return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
     except ClusterLost:
-        await placed_again(role_slots.slots, patience_s)
+        await placed_again(role_slots.slots, indices, patience_s)
     return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
+
+
+def _slots_of(index: int, role_slots: RoleSlots, place: int | None) -> range:
+    """The slots of engine `index`: see build_engine."""
+    first = (index if place is None else place) * role_slots.stride
+    return range(first, first + role_slots.stride)
 
 
 async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:

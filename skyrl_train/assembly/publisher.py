@@ -235,20 +235,14 @@ def build_supervisor(
     cfg, learner = base.cfg, base.learner
     assert learner is not None
     one_memory = shares_memory(cfg)
-    homeless: set[str] = set()
-    """Engines for which there was no room: it is looked for again after each step, and not waited for."""
 
-    async def start(name: str) -> Any:
+    async def start(name: str, patient: bool) -> Any:
         client.kill(name)
         if seats is None:
             return await connect_engine(name, cfg)  # restarting a server is up to its operator
         if one_memory:
             await learner.offload()
-        patience_s = 0.0 if name in homeless else cfg.trainer.timeouts.placement_s
-        homeless.add(name)
-        engine = await seats.start_again(name, patience_s)
-        homeless.discard(name)
-        return engine
+        return await seats.start_again(name, cfg.trainer.timeouts.placement_s if patient else 0.0)
 
     async def sync(engine: Any) -> None:
         if one_memory:

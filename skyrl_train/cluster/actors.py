@@ -30,6 +30,8 @@ from skyrl_train.registry import load_object
 
 _CALLS = "calls"
 """The row of an actor's time line that has its calls."""
+_CALLS_AT_A_TIME = 1_000_000
+"""Of a concurrent actor: no limit, as what waits for one keeps health checks, pauses and aborts waiting behind it."""
 
 
 class _Shell:
@@ -243,7 +245,7 @@ def spawn(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
         num_cpus=math.floor(slots.cpus * share * 10_000) / 10_000 if not slots.gpus else 0,
         num_gpus=slots.gpus * share if devices is None else 0,
-        max_concurrency=1000 if concurrent else 1,
+        max_concurrency=_CALLS_AT_A_TIME if concurrent else 1,
         scheduling_strategy=in_slot(slots, index),
     ).remote(name, target, dict(kwargs), plugins, environment, cluster.single_machine, log, trace.on())
     cluster.owns_actor(handle)

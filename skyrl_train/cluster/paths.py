@@ -33,17 +33,18 @@ class SharedPath:
 def check_paths(paths: Iterable[SharedPath], within_s: float) -> None:
     """Raises ConfigError that names the nodes that do not see a path, ClusterLost if a node does not answer in time.
 
-    What the driver does not see either is left to whoever reads it: a model's name on the hub, for one.
+    What neither the driver nor a node sees is left to whoever reads it: a model's name on the hub, for one.
     """
-    asked = [path for path in paths if os.path.exists(path.path)]
+    asked = [path for path in paths if os.path.isabs(path.path) or os.path.exists(path.path)]
     with _marks(asked) as probes:
         nodes = sorted(frozenset[str]().union(*(path.nodes for path in asked)))
         missing = _missing(nodes, sorted(set(probes)), within_s)
     found = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     problems = []
     for path, probe in zip(asked, probes, strict=True):
+        somebody = os.path.exists(path.path) or any(probe not in lacks for lacks in missing.values())
         blind = sorted(found.get(node, node) for node in path.nodes if probe in missing[node])
-        if blind:
+        if blind and somebody:
             problems.append(_problem(path, blind))
     if problems:
         raise ConfigError("\n".join(problems))

@@ -24,8 +24,6 @@ from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, NoRoo
 T = TypeVar("T")
 _LOOKS_EVERY_S = 2.0
 _ANSWERS_WITHIN_S = 5.0
-_PLACED = "CREATED"
-"""Ray's word for a placement group whose bundles are reserved, all of them."""
 _GPU_SHARE = 0.001
 """Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
 
@@ -249,36 +247,35 @@ def in_slot(slots: Slots, index: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(slots.group, placement_group_bundle_index=slots.bundle(index))
 
 
-async def unless_lost(work: Awaitable[T], slots: Slots) -> T:
-    """Await `work`, which needs these slots. Raises ClusterLost once a node of theirs has died: it would never end."""
+async def unless_lost(work: Awaitable[T], slots: Slots, indices: Sequence[int]) -> T:
+    """Await `work`, which needs these of the slots. Raises ClusterLost once their node has died: it would never end."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=_LOOKS_EVERY_S))[0]:
-            if (state := await _state(slots)) != _PLACED:
-                raise ClusterLost(f"a node with slots of this run died (its placement group is {state.lower()}).")
+            if not await _have_nodes(slots, indices):
+                raise ClusterLost("a node with slots of this run died.")
         return task.result()
     finally:
         task.cancel()
 
 
-async def placed_again(slots: Slots, within_s: float) -> None:
-    """Wait until all slots have a node, those of a lost one a new one. Raises NoRoom if they have none by then.
+async def placed_again(slots: Slots, indices: Sequence[int], within_s: float) -> None:
+    """Wait until these of the slots have a node, those of a lost one a new one. Raises NoRoom if they have none then.
 
     Ray moves the bundles of a lost node by itself, and what is in the others goes on.
     """
     deadline = time.monotonic() + within_s
-    while (state := await _state(slots)) != _PLACED:
+    while not await _have_nodes(slots, indices):
         if time.monotonic() > deadline:
-            raise NoRoom(
-                f"a node with slots of this run was lost, and the others have no room for them (the placement group "
-                f"is {state.lower()})."
-            )
+            raise NoRoom("a node with slots of this run was lost, and the others have no room for them.")
         await asyncio.sleep(min(_LOOKS_EVERY_S, max(within_s, 0.1)))
 
 
-async def _state(slots: Slots) -> str:
-    """Of the placement group, as Ray says it."""
-    return str((await asyncio.to_thread(placement_group_table, slots.group))["state"])
+async def _have_nodes(slots: Slots, indices: Sequence[int]) -> bool:
+    """Whether each of these slots is on a living node. Of a group as a whole Ray knows only whether all are."""
+    table, nodes = await asyncio.to_thread(lambda: (placement_group_table(slots.group), ray.nodes()))
+    living = {node["NodeID"] for node in nodes if node["Alive"]}
+    return all(table["bundles_to_node_id"].get(slots.bundle(index)) in living for index in indices)
 
 
 async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> list[tuple[str, str]]:

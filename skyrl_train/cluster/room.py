@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -14,49 +14,54 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class Need:
-    """Slots on nodes with these labels; `together` neighbouring ones on one node each time."""
+    """Slots that each take `slot` of a node's resources (CPU, GPU, custom ones), on nodes with these labels."""
 
     count: int
-    labels: Mapping[str, str]
+    slot: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
     together: int = 1
+    """So many neighbouring slots are on one node each time."""
+
+    @property
+    def demand(self) -> tuple[int, float]:
+        """How hard it is to place: by what a node must have, then by size."""
+        return len(self.labels) + len(self.slot), self.together * self.slot.get("CPU", 0.0)
 
 
 @dataclass(frozen=True)
 class FreeNode:
-    """What is free on a living node."""
+    """What is free on a living node, by the names of Ray's resources."""
 
-    cpus: float
-    gpus: float
-    labels: Mapping[str, str]
-
-    def slots(self, cpus: float, gpus: float) -> int:
-        """How many slots of this size it has room for."""
-        by_cpu = int((self.cpus + _ROUNDING) / cpus)
-        return min(by_cpu, int((self.gpus + _ROUNDING) / gpus)) if gpus else by_cpu
+    free: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def fits(needs: Iterable[Need], nodes: Sequence[FreeNode], cpus: float, gpus: float) -> bool:
-    """Whether all slots, each of so many CPUs and GPUs, have a place; the most demanding are placed first."""
-    left = [node.slots(cpus, gpus) for node in nodes]
-    for need in sorted(needs, key=lambda one: (len(one.labels), one.together), reverse=True):
-        for _ in range(need.count // need.together):
-            able = (
-                index
-                for index, node in enumerate(nodes)
-                if left[index] >= need.together and need.labels.items() <= node.labels.items()
-            )
-            place = next(able, None)
-            if place is None:
-                return False
-            left[place] -= need.together
+def fits(needs: Iterable[Need], nodes: Sequence[FreeNode]) -> bool:
+    """Whether all slots have a place; the most demanding are placed first."""
+    left = [dict(node.free) for node in nodes]
+    for need in sorted(needs, key=lambda one: one.demand, reverse=True):
+        missing = need.count // need.together
+        for node, free in zip(nodes, left, strict=True):
+            if missing and need.labels.items() <= node.labels.items():
+                placed = min(missing, slots_on(free, need.slot) // need.together)
+                missing -= placed
+                for name, amount in need.slot.items():
+                    free[name] = free.get(name, 0.0) - placed * need.together * amount
+        if missing:
+            return False
     return True
+
+
+def slots_on(free: Mapping[str, float], slot: Mapping[str, float]) -> int:
+    """How many slots of this size there is room for in what is free on a node."""
+    return min(int((free.get(name, 0.0) + _ROUNDING) / amount) for name, amount in slot.items() if amount > 0)
 
 
 def free_nodes() -> list[FreeNode]:
     """What is free now on each node that Ray takes for living."""
     free = available_resources_per_node()
     return [
-        FreeNode(found.get("CPU", 0.0), found.get("GPU", 0.0), dict(node["Labels"]))
+        FreeNode(found, dict(node["Labels"]))
         for node in ray.nodes()
         if node["Alive"] and (found := free.get(node["NodeID"])) is not None
     ]

@@ -119,7 +119,7 @@ class Capabilities:
     max_model_len: int = 0
     """The most tokens of a prompt and its completion together; 0: not known."""
     other_machine: bool = False
-    """Whether it may run on a machine outside of the trainer's cluster, to which loopback does not lead."""
+    """Whether it may run on another machine than the trainer's ranks, to which loopback does not lead."""
     lora: bool = False
     """Whether it supports `load_adapter`."""
     synced_adapter_rank: int = 0

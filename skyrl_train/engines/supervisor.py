@@ -22,12 +22,13 @@ class EngineSupervisor:
         self,
         client: EngineClient,
         *,
-        start: Callable[[str], Awaitable[Any]],
+        start: Callable[[str, bool], Awaitable[Any]],
         sync: Callable[[Any], Awaitable[None]],
         stop: Callable[[Any], Awaitable[None]],
         budget: int,
     ):
-        """`start` kills the rest of the engine of that name and starts it again; `stop` ends one whose `sync` failed.
+        """`start` kills the rest of the engine of that name and starts it again, and waits for a node for it if it is
+        told to (True); `stop` ends one whose `sync` failed.
 
         `budget`: restarts allowed in the whole run, including failed ones. On a shared accelerator `start` must make
         room in its memory first, and `sync` must load the trainer's weights. Either raises WorkerDied if a rank of the
@@ -51,7 +52,8 @@ class EngineSupervisor:
         async with self._restarting:
             homeless: set[str] = set()
             while left := {name: cause for name, cause in self._client.dead.items() if name not in homeless}:
-                name, cause = next(iter(left.items()))
+                # Those that may well start come first: where no engine is left, one without a node would end the run.
+                name, cause = min(left.items(), key=lambda one: one[0] in self._homeless)
                 if not await self._restart_within_budget(name, cause):
                     homeless.add(name)
 
@@ -122,7 +124,9 @@ class EngineSupervisor:
         return True
 
     async def _restart(self, name: str) -> None:
-        engine = await self._start(name)
+        # One engine waits for a node, for all that have none: requests may be held meanwhile.
+        patient = not (self._homeless and self._client.any_lives)
+        engine = await self._start(name, patient)
         try:
             async with self._weights:
                 await self._sync(engine)

@@ -3,7 +3,8 @@
 FOLDER is the run's (trainer.ckpt_path). Newcomers are started beside the run, on free slots of its Ray cluster, and get
 the current weights before any request; those that leave answer what they have. The run says when each has come or
 gone; `engines/count` is their number. It is what a file in the folder asks for, engines.json, which can be written by
-hand, too. A run that is resumed has the number of its configuration again.
+hand, too. A run that is resumed has the number of its configuration again; one that starts its ranks
+again by itself (trainer.restarts) has the number that was asked for last.
 """
 
 from __future__ import annotations

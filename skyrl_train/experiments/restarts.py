@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.presence import slots_of
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ClusterLost, Stopped, WorkerDied
+from skyrl_train.engines.wanted import read_wanted, stamp, why_fixed
+from skyrl_train.errors import ClusterLost, ConfigError, Stopped, WorkerDied
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
 from skyrl_train.storage.places import working_folder
@@ -29,9 +30,10 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
     Each further attempt resumes from the run's newest checkpoint, with as many ranks as have room. Raises what the last
     attempt did, or NoRoom. One's own Ray that died ends the run in any case: it takes the driver with it.
     """
-    configured = experiment.config
+    configured = wanted = experiment.config
     found = last_commit(configured)
     while True:
+        unasked = _asked(configured)
         try:
             return await attempt()
         except Exception as error:
@@ -40,7 +42,9 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
                 raise
             cause = f"{type(error).__name__}: {error}"
         experiment.restarts += 1
-        goes_on = resuming(configured) if last_commit(configured) != found else configured
+        if _asked(configured) != unasked:
+            wanted = as_wanted(wanted, experiment.config)
+        goes_on = resuming(wanted) if last_commit(configured) != found else wanted
         await _start_over(experiment, configured, goes_on, cause)
 
 
@@ -51,19 +55,42 @@ async def _start_over(experiment: Experiment, configured: Config, goes_on: Confi
     count = f"RESTART {experiment.restarts} of the {configured.trainer.restarts} of trainer.restarts"
     say("restart", f"{count}: {cause}")
     experiment.cluster.connect()
-    config = await fit_to_nodes(goes_on, experiment.uses, experiment.cluster)
+    added = goes_on.generator.num_inference_engines - configured.generator.num_inference_engines
+    config = await fit_to_nodes(goes_on, experiment.uses, experiment.cluster, max(0, added))
     before, after = (slots_of(one, experiment.uses) for one in (configured, config))
     fewer = "" if after.policy == before.policy else f" ({before.policy} are configured)"
     engines = config.generator.num_inference_engines if after.engines else 0
     missing = configured.generator.num_inference_engines - engines if after.engines else 0
+    hosts = config.environment.hosts if config.environment.hosts != configured.environment.hosts else 0
     say(
         "restart",
         f"{after.policy} ranks{fewer}"
         + (f" and {engines} engines" if engines else "")
-        + (f" ({missing} fewer than configured)" if missing else "")
+        + (f" ({missing} fewer than configured)" if missing > 0 else "")
+        + (f" and {hosts} hosts of environments ({configured.environment.hosts} are configured)" if hosts else "")
         + f" on the {experiment.cluster.nodes} nodes that are left, from the newest checkpoint",
     )
     experiment.adopt(config)
+
+
+def as_wanted(config: Config, running: Config) -> Config:
+    """`config`, with as many engines as `running` has been asked for (`skyrl-train engines`) since it began.
+
+    It writes its own number when it begins.
+    """
+    placement, generator = running.trainer.placement, running.generator
+    fixed = why_fixed(colocate_all=placement.colocate_all, run_engines_locally=generator.run_engines_locally)
+    with suppress(ConfigError, OSError):
+        if fixed is None:
+            wanted = read_wanted(working_folder(running.trainer.ckpt_path))
+            if wanted != generator.num_inference_engines:
+                return with_value_at(config, "generator.num_inference_engines", wanted)
+    return config
+
+
+def _asked(config: Config) -> tuple[int, int] | None:
+    """Another value once a run has written, or was asked for, a number of engines."""
+    return stamp(working_folder(config.trainer.ckpt_path))
 
 
 def last_commit(config: Config) -> int | None:

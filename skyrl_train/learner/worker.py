@@ -160,7 +160,7 @@ class LearnerWorker:
             _add_in_one_order()
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:
-        """(host, free port) at which the run's other processes can meet it, or also machines outside of its cluster."""
+        """(host, free port) at which the processes that the run began with can meet it, or also any other machine."""
         variable = NODE_ADDRESS if other_machines else GROUP_ADDRESS
         return free_address(os.environ.get(variable, LOOPBACK))
 

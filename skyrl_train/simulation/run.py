@@ -143,7 +143,7 @@ def _publish(
 ) -> tuple[Callable[[int], Awaitable[dict[str, float]]], EngineScaler]:
     """How weights get to the engines, and what changes their number."""
 
-    async def start(name: str) -> SimulatedEngine:
+    async def start(name: str, patient: bool = True) -> SimulatedEngine:
         await asyncio.sleep(timings.engine.start_s)
         return engine(name)
 

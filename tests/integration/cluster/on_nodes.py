@@ -46,16 +46,19 @@ def check_placement(cluster: Cluster) -> tuple[Slots, Slots]:
 def check_seen(ranks: Slots) -> None:
     """/proc/self/cwd is a folder of each node's own."""
     nodes = frozenset(ranks.nodes)
-    here = Path("/proc/self/cwd/one-node-lacks-it")
+    here, there = (Path("/proc/self/cwd") / name for name in ("one-node-lacks-it", "one-node-has-it"))
+    nowhere = SharedPath("hub", "/proc/self/cwd/nobody-has-it", nodes)
     check_paths([SharedPath("model", os.getcwd(), nodes), SharedPath("ckpts", os.getcwd(), nodes, True)], 60)
     assert not list(Path.cwd().glob(".seen*"))
+    ckpts, resumed = SharedPath("ckpts", "/proc/self/cwd", nodes, True), SharedPath("resume", str(there), nodes)
     with pytest.raises(ConfigError) as caught:
-        check_paths([SharedPath("model", str(here), nodes), SharedPath("ckpts", "/proc/self/cwd", nodes, True)], 60)
-    first, second = str(caught.value).splitlines()
+        check_paths([SharedPath("model", str(here), nodes), ckpts, resumed, nowhere], 60)
+    first, second, third = str(caught.value).splitlines()
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     assert f"model='{here}': 1 of the 2 nodes that use it do not see it: 127." in first
     assert "2 of the 2 nodes that use it do not see the driver's folder" in second
     assert all(addresses[node] in second for node in nodes)
+    assert f"resume='{there}': 1 of the 2 nodes that use it do not see it: 127." in third
 
 
 def rank_on(cluster: Cluster, slots: Slots, index: int) -> Remote:
@@ -77,10 +80,14 @@ async def check_loss(cluster: Cluster, ranks: Slots) -> None:
     with pytest.raises(WorkerDied, match=rf"its node {addresses[lost]} \(Ray's id {lost[:12]}\) was lost"):
         await dead.hang()
     with pytest.raises(NoRoom, match="the others have no room for them"):
-        await placed_again(ranks, 1.0)
-    assert not fits([Need(1, TRAINER)], free_nodes(), ranks.cpus, 0.0)
+        await placed_again(ranks, [0, 1], 1.0)
+    kept = 1 - ranks.nodes.index(lost)
+    workers[kept].kill()
+    await placed_again(ranks, [kept], 0.0)
+    assert await rank_on(cluster, ranks, kept).add(1) == 1, "Ray starts actors in bundles whose node lives"
+    assert not fits([Need(1, {"CPU": ranks.cpus}, TRAINER)], free_nodes())
     ray.util.remove_placement_group(beside.group)
-    await placed_again(ranks, 20.0)
+    await placed_again(ranks, [0, 1], 20.0)
     again = rank_on(cluster, ranks, ranks.nodes.index(lost))
     assert await again.add(2) == 2
 

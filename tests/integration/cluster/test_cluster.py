@@ -215,6 +215,23 @@ def test_a_concurrent_actor_overlaps_its_calls(cluster: Cluster):
     assert asyncio.run(run()) < 7.0
 
 
+@pytest.mark.defect("a-thousand-calls-kill-an-engine")
+def test_thousands_of_calls_that_wait_keep_no_health_check_waiting(cluster: Cluster):
+    subject = start(cluster, concurrent=True)
+
+    async def run() -> None:
+        await subject.add(1)
+        waiting = [asyncio.ensure_future(subject.wait(600.0)) for _ in range(3000)]
+        await asyncio.sleep(0)  # now they are sent
+        assert await subject.call_within(10.0, "add", 2) == 2
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(run())
+    subject.kill()
+
+
 def test_a_method_may_have_a_deadline_of_its_own(cluster: Cluster):
     subject = start(cluster, deadlines={"hang": 0.3})
 

@@ -17,6 +17,7 @@ def test_slots_are_where_they_should_be_and_a_lost_node_is_named_and_replaced(tm
         folder.mkdir()
     for one in (folders[0], folders[-1]):
         (one / "one-node-lacks-it").touch()
+    (folders[1] / "one-node-has-it").touch()
     roles = [{"role": "trainer"}, {"role": "trainer"}, {"role": "engine"}]
     with raylets([{}, {}, {}], cpus=[2, 2, 2], labels=roles, folders=[str(folder) for folder in folders]) as nodes:
         program = subprocess.Popen(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ exec "$@"
 """
 SCONTROL = """#!/usr/bin/env bash
 [ "$1 $2 $3" = "show hostnames node[1-2]" ] && printf 'node1\\nnode2\\n'
+[ "$1" = requeue ] && echo "requeued $2"
+exit 0
 """
 HOSTNAME = """#!/usr/bin/env bash
 [ "$1" = --ip-address ] && echo "127.76.1.${FAKE_NODE#node} 10.0.0.1"
@@ -66,6 +70,46 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         "SLURM_CPUS_PER_TASK": "2",
     }
     shutil.rmtree(folder, ignore_errors=True)
+
+
+PYTHON = """#!/usr/bin/env bash
+# A driver that saves its last step when it is told to end, and then ends by that signal.
+case "$1" in
+  -c) echo token ;;
+  -) cat >/dev/null ;;
+  -m) trap 'echo saved; exit 143' TERM; echo training; for ((i = 0; i < 300; i++)); do sleep 0.1; done ;;
+esac
+"""
+RAY = """#!/usr/bin/env bash
+[ "$1" = health-check ] || exec sleep 60
+"""
+
+
+@pytest.mark.defect("out-of-time-is-not-requeued")
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_job_that_is_out_of_time_saves_and_waits_for_its_turn_again_and_one_that_is_stopped_does_not(
+    slurm: dict[str, str], tmp_path: Path, sent: signal.Signals
+):
+    """The first signal is what the script asks SLURM for, the other one is a person's."""
+    assert "#SBATCH --signal=B:USR1@600\n#SBATCH --requeue\n" in (CLUSTERS / "slurm.sh").read_text()
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    for name, text in {"python": PYTHON, "ray": RAY}.items():
+        (tmp_path / "venv" / "bin" / name).write_text(text)
+        (tmp_path / "venv" / "bin" / name).chmod(0o755)
+    job = subprocess.Popen(
+        ["bash", CLUSTERS / "slurm.sh"],
+        env=slurm | {"VENV": str(tmp_path / "venv")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None
+    with job, job.stdout:
+        said = [next(job.stdout)]
+        time.sleep(0.3)  # the script has not waited for it yet
+        job.send_signal(sent)
+        said += job.stdout
+    requeued = [f"requeued {slurm['SLURM_JOB_ID']}\n"] if sent == signal.SIGUSR1 else []
+    assert (said, job.returncode) == (["training\n", "saved\n", *requeued], 143)
 
 
 @pytest.mark.on_demand

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from skyrl_train.assembly.fewer_slots import candidates
+import pytest
+
+from skyrl_train.assembly.fewer_slots import candidates, has_room
+from skyrl_train.cluster.room import FreeNode
 from skyrl_train.config.hydra import load
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.schema import Config
@@ -27,8 +30,8 @@ def configured(*overrides: str) -> Config:
     )
 
 
-def shapes(config: Config, uses: Uses | None = None) -> list[tuple[int, int]]:
-    found = list(candidates(config, uses or Uses()))
+def shapes(config: Config, uses: Uses | None = None, added: int = 0) -> list[tuple[int, int]]:
+    found = list(candidates(config, uses or Uses(), lambda one: True, added))
     assert found[0] is config, "what is configured comes first"
     slots = [slots_of(one, uses or Uses()) for one in found]
     return [(one.policy, one.engines) for one in slots]
@@ -45,3 +48,37 @@ def test_ranks_stay_a_multiple_of_what_shares_a_model_or_a_sequence():
 
 def test_a_run_without_engines_gives_up_ranks_alone():
     assert shapes(configured(), Uses(val_data=False, engines=False, rewards=False)) == [(4, 0), (3, 0), (2, 0), (1, 0)]
+
+
+def test_engines_that_were_added_meanwhile_are_given_up_before_ranks():
+    assert shapes(configured("generator.num_inference_engines=4"), added=2)[:5] == [
+        (4, 4),
+        (4, 3),
+        (4, 2),
+        (3, 2),
+        (4, 1),
+    ]
+
+
+@pytest.mark.defect("hosts-of-environments-have-no-room-after-a-restart")
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        (3, (4, 2, 3)),
+        (2, (4, 2, 2)),
+        (1, (2, 2, 1)),
+    ],
+)
+def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes: int, wanted: tuple[int, int, int]):
+    """Each node has room for a host, and for four slots of a whole CPU beside it."""
+    config = configured("environment.hosts=3", "environment.host_cpus=2", "environment.host_resources={games: 1}")
+    free = [FreeNode({"CPU": 6.0, "games": 1.0}) for _ in range(nodes)]
+    found = next(candidates(config, Uses(), lambda one: has_room(one, Uses(), free, cpus=24.0)))
+    slots = slots_of(found, Uses())
+    assert (slots.policy, slots.engines, found.environment.hosts) == wanted
+
+
+def test_slots_share_the_cpus_that_hosts_leave():
+    config = configured("environment.hosts=1", "environment.host_cpus=2")
+    assert has_room(config, Uses(), [FreeNode({"CPU": 6.0})], cpus=6.0)
+    assert not has_room(config, Uses(), [FreeNode({"CPU": 2.0})], cpus=2.0), "they leave none"

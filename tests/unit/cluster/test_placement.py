@@ -8,26 +8,28 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster import placement
-from skyrl_train.cluster.placement import Slots, unless_lost
-from skyrl_train.errors import ClusterLost
+from skyrl_train.cluster.placement import Slots, placed_again, unless_lost
+from skyrl_train.errors import ClusterLost, NoRoom
 
 
-def slots_of(monkeypatch: pytest.MonkeyPatch, *states: str) -> Slots:
-    """Slots whose placement group has these states, one after another; the last one stays."""
-    left = list(states)
+def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> Slots:
+    """Two slots whose bundles are on these nodes, at one look after another; the last one stays. Node `a` lives."""
+    left = list(looks)
 
-    def table(group: Any) -> dict[str, str]:
-        return {"state": left.pop(0) if len(left) > 1 else left[0]}
+    def table(group: Any) -> dict[str, Any]:
+        return {"bundles_to_node_id": left.pop(0) if len(left) > 1 else left[0]}
 
     monkeypatch.setattr(placement, "placement_group_table", table)
+    monkeypatch.setattr(placement.ray, "nodes", lambda: [{"NodeID": one, "Alive": one == "a"} for one in "ab"])
     monkeypatch.setattr(placement, "_LOOKS_EVERY_S", 0.01)
     group: Any = None
-    return Slots(group, count=1, cpus=1.0, gpus=0.0, tenants=1, cores=1)
+    return Slots(group, count=2, cpus=1.0, gpus=0.0, tenants=1, cores=1, order=(1, 0))
 
 
 @pytest.mark.defect("C2-a-dead-node-is-restarted")
-def test_a_start_in_slots_of_a_dead_node_ends_at_once_and_names_it(monkeypatch: pytest.MonkeyPatch):
-    slots = slots_of(monkeypatch, "CREATED", "CREATED", "RESCHEDULING")
+@pytest.mark.parametrize("lost", ["", "b"], ids=["Ray knows", "Ray does not know yet"])
+def test_a_start_in_slots_of_a_dead_node_ends_at_once(monkeypatch: pytest.MonkeyPatch, lost: str):
+    slots = slots_of(monkeypatch, {0: "a", 1: "a"}, {0: "a", 1: "a"}, {0: "a", 1: lost})
     ended = asyncio.Event()
 
     async def start() -> None:
@@ -37,16 +39,26 @@ def test_a_start_in_slots_of_a_dead_node_ends_at_once_and_names_it(monkeypatch: 
             ended.set()
 
     async def run() -> None:
-        with pytest.raises(ClusterLost, match=r"a node with slots of this run died .* is rescheduling"):
-            await unless_lost(start(), slots)
+        with pytest.raises(ClusterLost, match=r"a node with slots of this run died"):
+            await unless_lost(start(), slots, [0])
         await asyncio.wait_for(ended.wait(), 5)
 
     asyncio.run(run())
 
 
-def test_a_start_that_takes_its_time_is_waited_for_while_the_node_lives(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.defect("an-engine-waits-for-the-nodes-of-others")
+def test_a_start_that_takes_its_time_is_waited_for_while_its_own_node_lives(monkeypatch: pytest.MonkeyPatch):
+    """That of the other slot is lost, and there is no room for another one."""
+
     async def start() -> str:
         await asyncio.sleep(0.05)
         return "capabilities"
 
-    assert asyncio.run(unless_lost(start(), slots_of(monkeypatch, "CREATED"))) == "capabilities"
+    async def run() -> None:
+        slots = slots_of(monkeypatch, {0: "a", 1: ""})
+        await placed_again(slots, [1], 0.0)
+        assert await unless_lost(start(), slots, [1]) == "capabilities"
+        with pytest.raises(NoRoom, match="the others have no room for them"):
+            await placed_again(slots, [0, 1], 0.0)
+
+    asyncio.run(run())

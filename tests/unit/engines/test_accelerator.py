@@ -53,7 +53,7 @@ async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Comple
     """One request to the first engine; the others are those that a restart starts."""
     client, spare = EngineClient([engines[0]], deadline_s=20), engines[1:]
 
-    async def start(name: str) -> TransformersEngine:
+    async def start(name: str, patient: bool) -> TransformersEngine:
         return spare.pop()
 
     async def nothing(engine: Any) -> None:

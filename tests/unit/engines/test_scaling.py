@@ -65,7 +65,7 @@ class Scaled:
             self.client, self.supervisor, start=self.start, stop=self.stop, drain_s=drain_s, tell=self.said.append
         )
 
-    async def start(self, name: str) -> Newcomer:
+    async def start(self, name: str, patient: bool = True) -> Newcomer:
         await self.may_start.wait()
         if self.no_room:
             raise ConfigError("no slot is free")

@@ -41,7 +41,7 @@ def supervised(
     """Engines start once they may; the names of those that begin to are added to `started`."""
     client = EngineClient(engines, deadline_s=5)
 
-    async def start(name: str) -> Mortal:
+    async def start(name: str, patient: bool) -> Mortal:
         if started is not None:
             started.append(name)
         if may_start is not None:
@@ -84,7 +84,7 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
     client = EngineClient([Mortal("a")], deadline_s=5)
     started: list[Mortal] = []
 
-    async def start(name: str) -> Mortal:
+    async def start(name: str, patient: bool) -> Mortal:
         started.append(Mortal(name, lives=True))
         return started[-1]
 
@@ -120,9 +120,9 @@ def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(
 def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_it():
     started: list[str] = []
 
-    async def start(name: str) -> Mortal:
+    async def start(name: str, patient: bool) -> Mortal:
         started.append(name)
-        raise ClusterLost("a node with slots of this run died (its placement group is rescheduling).")
+        raise ClusterLost("a node with slots of this run died.")
 
     async def never(engine: Mortal) -> None:
         raise AssertionError("there is no engine")
@@ -138,7 +138,7 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
 def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
     started: list[str] = []
 
-    async def start(name: str) -> Mortal:
+    async def start(name: str, patient: bool) -> Mortal:
         started.append(name)
         return Mortal(name, lives=True)
 
@@ -265,7 +265,7 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
         client = EngineClient([Mortal("a"), Mortal("b")], deadline_s=5)
         others_may_start = asyncio.Event()
 
-        async def start(name: str) -> Mortal:
+        async def start(name: str, patient: bool) -> Mortal:
             if name == "b":
                 await others_may_start.wait()
             return Mortal(name, lives=True)
@@ -294,7 +294,7 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
 ):
     room = False
 
-    async def start(name: str) -> Mortal:
+    async def start(name: str, patient: bool) -> Mortal:
         if not room:
             raise NoRoom("the others have no room.")
         return Mortal(name, lives=True)
@@ -329,3 +329,39 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
         away, back = [one.message for one in caplog.records if one.name == "skyrl_train.engines.supervisor"]
         assert "a was killed) and stays away: the others have no room." in away
         assert "was restarted" in back
+
+
+@pytest.mark.defect("each-engine-of-a-lost-node-waited-for-another")
+def test_of_engines_without_a_node_one_waits_for_another_node_and_none_ends_a_run_that_others_can_go_on_with():
+    told: list[tuple[str, bool]] = []
+    homes = {"d"}
+
+    async def start(name: str, patient: bool) -> Mortal:
+        told.append((name, patient))
+        if name not in homes:
+            raise NoRoom("the others have no room.")
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        engine.synced = True
+
+    last = Mortal("d", lives=True)
+    client = EngineClient([Mortal("a"), Mortal("b"), Mortal("c"), last], deadline_s=5)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, budget=9)
+    client.revive = supervisor.revive
+
+    async def run() -> None:
+        await client.health()
+        await supervisor.revive()
+        assert told == [("a", True), ("b", False), ("c", False)]
+        told.clear()
+        last.lives = False
+        await client.health()
+        await supervisor.revive()
+        assert (told[0], list(client.dead)) == (("d", True), ["a", "b", "c"])
+        told.clear()
+        homes.update("abc")
+        await supervisor.revive()
+        assert client.dead == {}
+
+    asyncio.run(run())

@@ -11,6 +11,7 @@ import pytest
 
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
+from skyrl_train.engines.wanted import write_wanted
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, NoRoom, WorkerDied
 from skyrl_train.experiments import restarts
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
@@ -131,3 +132,40 @@ def test_it_goes_on_from_what_it_has_committed_itself(
     experiment.config = with_value_at(experiment.config, "trainer.resume_mode", mode)
     assert run(experiment) == "done"
     assert experiment.modes == [mode, "latest"]
+
+
+@pytest.mark.defect("engines-that-were-added-are-forgotten")
+def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where one of three found no room after the first restart, all are looked for again after the second."""
+    numbers: list[int] = []
+
+    async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
+        numbers.append(goes_on.generator.num_inference_engines)
+        assert configured.generator.num_inference_engines == 1
+        fitting = min(2, numbers[-1])
+        experiment.config = with_value_at(goes_on, "generator.num_inference_engines", fitting)
+
+    monkeypatch.setattr(restarts, "_start_over", start_over)
+
+    class Announces(Ended):
+        """Writes how many engines it has when it begins, if it gets that far; somebody asks the first one for three."""
+
+        async def attempt(self) -> str:
+            if self.attempts < 2:
+                write_wanted(tmp_path, self.config.generator.num_inference_engines)
+            if not self.attempts:
+                write_wanted(tmp_path, 3)
+            return await super().attempt()
+
+    experiment = Announces([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
+    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(tmp_path))
+    experiment.config = with_value_at(experiment.config, "trainer.placement.colocate_all", False)
+    assert run(experiment) == "done"
+    assert numbers == [3, 3, 3]
+    write_wanted(tmp_path, 7)  # an earlier run's
+    fixed = Announces([WorkerDied("before it began")], allowed=1)
+    fixed.attempts, fixed.config = 2, with_value_at(experiment.config, "generator.num_inference_engines", 1)
+    assert run(fixed) == "done"
+    assert numbers[3:] == [1]
