@@ -89,7 +89,7 @@ class KeptRollouts:
             unread = dict.fromkeys(("routing", "values", "returns", "importance_weights", "selected"))
             rows = range(sum(len(list(item.sequences())) for _, item in _numbered(groups)))
             batch = batch.with_tokens(**unread).select(rows)
-        written = asyncio.create_task(asyncio.to_thread(self._write, step, groups, batch))
+        written = asyncio.create_task(asyncio.to_thread(self._write, step, list(groups), batch))
         del groups, batch  # what the update does not read is the thread's alone
         try:
             yield
