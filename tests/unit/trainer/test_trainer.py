@@ -81,7 +81,9 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
         """A message that can be watched."""
 
     class Watching(Fakes):
-        said: list[weakref.ref[Said]] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.said: list[weakref.ref[Said]] = []
 
         async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
             group = await super().rollout(prompt, position)
