@@ -1,19 +1,24 @@
 """What the driver takes for a step: rollouts to a batch to the parts of ranks, and many conversations at once.
 
-    python scripts/benchmarks/control_plane.py [--against COMMIT] [--json FILE]
+    python scripts/benchmarks/control_plane.py [--against COMMIT] [--scored] [--json FILE]
     python scripts/benchmarks/control_plane.py --sizes 2048x4096 1024x16384 --conversations 16384x64 16384x1000
 
-Engines are scripted and answer at once; no model is run. Ledger, batches, `ConversationGenerator`, `EngineClient` and
-`EnvironmentHost` are a run's own. Every measurement is a process of its own.
+Engines are scripted, in this process, and answer after 5 ms, each request with arrays of its own; no model is run.
+Ledger, batches, `ConversationGenerator`, `EngineClient` and `EnvironmentHost` are a run's own. Token ids are beyond
+1,000, as most are: Python has one object for each integer up to 256, and makes one for each time that a larger one
+occurs. Every measurement is a process of its own.
 
 - batch: SEQUENCESxTOKENS, 8 of a prompt: bytes a token that the rollouts hold, and that are held at most, of the
   process's own memory, until GRPO's advantages are there and through an update by 8 ranks, Ray actors that do
   nothing; million tokens a CPU-second of `collate` and of the whole way from rollouts to ranks; the longest time for
   which the event loop stood still.
+- scored, with `--scored`: the same, and old and reference log-probs before the advantages, from those ranks: how much
+  of what is held is theirs, and million tokens a CPU-second of both scores.
 - shards: the same rollouts to the parts of 8 ranks, sequence by sequence, without Ray and advantages: million tokens a
   CPU-second, the median of seven times.
 - conversations: NUMBERxTOKENS of each of 3 turns, all at once over 256 engines: turns a CPU-second of the driver (what
-  the environments' processes take is not in it), and the driver's memory at its peak.
+  the environments' processes take is not in it), the driver's memory at its peak, and the longest time for which the
+  event loop stood still.
 
 `--against` measures another commit too, in a worktree, by turns with this one.
 """
@@ -31,7 +36,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -44,19 +49,24 @@ from worktrees import trees
 SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
 SAMPLES, RANKS, PROMPT_TOKENS = 8, 8, 128
 ENGINES, TURNS = 256, 3
+ANSWER_S, BEYOND_SMALL = 0.005, 1000
 
 
 # -- one measurement, in a process of its own ------------------------------------------------------------------------
 
 
-def batch(sequences: int, tokens: int) -> dict[str, float]:
+def scored(sequences: int, tokens: int) -> dict[str, float]:
+    return batch(sequences, tokens, scores=True)
+
+
+def batch(sequences: int, tokens: int, scores: bool = False) -> dict[str, float]:
     from skyrl_train.cluster.runtime import Cluster
     from skyrl_train.data import batch as module
 
     with_arrays = hasattr(module, "rewards_by_token")
     total = sequences * tokens
     with Cluster(workers=RANKS, preload=["torch"]) as cluster:
-        learner = idle_learner(cluster)
+        learner = idle_learner(cluster, scores)
         asyncio.run(
             learned(learner, rollouts(8, 2 * PROMPT_TOKENS, with_arrays), with_arrays)
         )  # starts threads, imports
@@ -66,19 +76,24 @@ def batch(sequences: int, tokens: int) -> dict[str, float]:
             held = own_memory() - watch.at_first
             watch.begin()
             spent = time.process_time()
-            found, collated_for, stood_still = asyncio.run(learned(learner, groups, with_arrays, watch))
+            taken = asyncio.run(learned(learner, groups, with_arrays, watch))
             spent = time.process_time() - spent
+    of_scores = {
+        "of these old and reference log-probs, bytes a token": taken["scored"] / total,
+        "both scores, million tokens a CPU-s": total / max(taken["score"], 1e-9) / 1e6,
+    }
     return {
         "rollouts, bytes a token": held / total,
-        "at most until advantages, bytes a token": found / total,
+        "at most until advantages, bytes a token": taken["until advantages"] / total,
         "at most in all, bytes a token": watch.most / total,
-        "collate, million tokens a CPU-s": total / collated_for / 1e6,
+        **(of_scores if scores else {}),
+        "collate, million tokens a CPU-s": total / taken["collate"] / 1e6,
         "rollouts to ranks, million tokens a CPU-s": total / spent / 1e6,
-        "event loop stood still, ms": 1000 * stood_still,
+        "event loop stood still, ms": 1000 * taken["stood still"],
     }
 
 
-def idle_learner(cluster: Any) -> Any:
+def idle_learner(cluster: Any, scores: bool) -> Any:
     from idle_rank import IdleRank
 
     from skyrl_train.cluster.actors import spawn
@@ -100,14 +115,17 @@ def idle_learner(cluster: Any) -> Any:
         )
         for rank in range(RANKS)
     ]
-    return Learner(WorkerGroup(ranks), None, BatchSizes(1 << 30, max_tokens=16_384))
+    group = WorkerGroup(ranks)
+    sizes = BatchSizes(1 << 30, max_tokens=16_384)
+    return Learner(group, group if scores else None, sizes, needs_old_logprobs=True if scores else None)
 
 
-async def learned(
-    learner: Any, groups: list[Any], with_arrays: bool, watch: Watch | None = None
-) -> tuple[int, float, float]:
-    """From rollouts to an update, as a run does it: the most memory until advantages are there (bytes), CPU-seconds of
-    `collate`, and how long the event loop stood still at most."""
+async def learned(learner: Any, groups: list[Any], with_arrays: bool, watch: Watch | None = None) -> dict[str, float]:
+    """From rollouts to an update, as a run does it.
+
+    `until advantages`: the most memory until they are there, bytes; `scored`: of these log-probs of the learner;
+    `collate` and `score`: CPU-seconds; `stood still`: the longest time for which the event loop did, seconds.
+    """
     from skyrl_train.algorithms.advantage_step import AdvantageStep
     from skyrl_train.algorithms.advantages import grpo
     from skyrl_train.data import batch as module
@@ -115,36 +133,45 @@ async def learned(
 
     step = AdvantageStep(partial(grpo, norm_by_std=True))
     in_thread = asyncio.to_thread if with_arrays else at_once
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            due = time.perf_counter() + 0.001
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - due)
-
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0.01)
-    spent = time.process_time()
     without: dict[str, Any] = (
         {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
     )
-    found = await in_thread(partial(module.collate, **without), groups)
-    spent = time.process_time() - spent
-    if not with_arrays:
-        groups.clear()  # lists do not go on as views of the batch
-    found = await in_thread(step, found, Metrics())
-    until_then = watch.most if watch else 0
-    if with_arrays:
-        from skyrl_train.data.arrays import give_back
+    async with ticking() as longest:
+        begun = time.process_time()
+        found = await in_thread(partial(module.collate, **without), groups)
+        collated = time.process_time()
+        groups.clear()  # as a run does, which has written them by then
+        found = await learner.score(found)
+        taken = {"collate": collated - begun, "score": time.process_time() - collated}
+        log_probs = [one for one in (found.old_logprobs, found.ref_logprobs) if one is not None]
+        taken["scored"] = sum(one.nbytes for one in log_probs)
+        found = await in_thread(step, found, Metrics())
+        taken["until advantages"] = watch.most if watch else 0
+        if with_arrays:
+            from skyrl_train.data.arrays import give_back
 
-        found = found.with_tokens(token_rewards=None)
-        await asyncio.to_thread(give_back)
-    await learner.update(found)
+            found = found.with_tokens(token_rewards=None)
+            await asyncio.to_thread(give_back)
+        await learner.update(found)
+    return taken | {"stood still": longest[0]}
+
+
+@contextlib.asynccontextmanager
+async def ticking() -> AsyncIterator[list[float]]:
+    """By how much a sleep of a few milliseconds was too long at most, in seconds: so long the loop stood still."""
+    longest = [0.0]
+
+    async def tick() -> None:
+        while True:
+            due = time.perf_counter() + 0.002
+            await asyncio.sleep(0.002)
+            longest[0] = max(longest[0], time.perf_counter() - due)
+
+    task = asyncio.create_task(tick())
     await asyncio.sleep(0.01)
-    ticking.cancel()
-    return until_then, spent, longest
+    yield longest
+    await asyncio.sleep(0.01)
+    task.cancel()
 
 
 async def at_once(function: Any, *args: Any) -> Any:
@@ -208,23 +235,27 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
     from skyrl_train.environments.host import EnvironmentHost
     from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
     from skyrl_train.testing.scripted_engine import ScriptedEngine
-    from skyrl_train.testing.tiny_models import byte_tokenizer
 
-    tokenizer = byte_tokenizer()
-    ids: Any = [*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id]
-    logprobs: Any = [-1.0] * tokens
-    if hasattr(Trajectory, "empty"):
-        ids, logprobs = np.array(ids, np.int32), np.array(logprobs, np.float32)
+    tokenizer = bytes_as_large_ids()
+    ids = np.array([*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id], np.int32)
+    logprobs, with_arrays = np.full(tokens, -1.0, np.float32), hasattr(Trajectory, "empty")
+    assert ids.min() >= BEYOND_SMALL and len(ids) == tokens
+
+    def its_own(values: Any) -> Any:
+        return values.copy() if with_arrays else values.tolist()
 
     class Answers(ScriptedEngine):
         async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-            await asyncio.sleep(0)
+            await asyncio.sleep(ANSWER_S)
             spans = [VersionSpan(0, tokens, 0)]
-            return [Completion(one.request_id, ids, logprobs, logprobs, "stop", spans) for one in requests]
+            return [
+                Completion(one.request_id, its_own(ids), its_own(logprobs), its_own(logprobs), "stop", spans)
+                for one in requests
+            ]
 
     settings = RolloutSettings(SamplingParams(max_tokens=tokens + 1), SAMPLES, 0, 1 << 20, 3600.0, max_turns=TURNS)
 
-    async def run() -> float:
+    async def run() -> tuple[float, float]:
         engines = [Answers(name=f"engine {index}") for index in range(ENGINES)]
         client = EngineClient(engines, deadline_s=3600.0)
         async with EnvironmentHost({}, 2, 3600.0) as host:
@@ -236,21 +267,44 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
             ]
             await generator.rollout(prompts[0], 0)  # starts processes
             reset_peak()
-            start = time.process_time()
-            found = await asyncio.gather(*(generator.rollout(one, at) for at, one in enumerate(prompts)))
-            spent = time.process_time() - start
+            async with ticking() as longest:
+                start = time.process_time()
+                found = await asyncio.gather(*(generator.rollout(one, at) for at, one in enumerate(prompts)))
+                spent = time.process_time() - start
         items = [item for group in found for item in group.trajectories]
         failed = {item.error for item in items if item.error}
         assert not failed and all(len(item.turns) == TURNS for item in items), failed
-        return number * TURNS / spent
+        return number * TURNS / spent, longest[0]
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError):  # as a run does since then
             from skyrl_train.experiments.collecting import collecting_seldom
 
             stack.enter_context(collecting_seldom())
-        turns = asyncio.run(run())
-    return {"turns a CPU-s": turns, "driver's memory at its peak, GiB": peak() / 2**30}
+        turns, stood_still = asyncio.run(run())
+    return {
+        "turns a CPU-s": turns,
+        "driver's memory at its peak, GiB": peak() / 2**30,
+        "event loop stood still, ms": 1000 * stood_still,
+    }
+
+
+def bytes_as_large_ids() -> Any:
+    """A token for each byte, whose ids are no small integers."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from skyrl_train.testing.tiny_models import byte_tokenizer
+
+    small = byte_tokenizer()
+    told = json.loads(small.backend_tokenizer.to_str())
+    told["model"]["vocab"] = {token: index + BEYOND_SMALL for token, index in told["model"]["vocab"].items()}
+    for added in told["added_tokens"]:
+        added["id"] += BEYOND_SMALL
+    names = {"eos_token": small.eos_token, "pad_token": small.pad_token, "clean_up_tokenization_spaces": False}
+    large = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told)), **names)
+    large.chat_template = small.chat_template
+    return large
 
 
 class Watch:
@@ -318,22 +372,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="SEQUENCESxTOKENS")
     parser.add_argument("--conversations", nargs="*", default=CONVERSATIONS, metavar="NUMBERxTOKENS")
+    parser.add_argument("--scored", action="store_true", help="also with old and reference log-probs")
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only:
         kind, size = given.only
-        print(
-            json.dumps(
-                {"batch": batch, "shards": shards, "conversations": conversations}[kind](*map(int, size.split("x")))
-            )
-        )
+        measure = {"batch": batch, "scored": scored, "shards": shards, "conversations": conversations}[kind]
+        print(json.dumps(measure(*map(int, size.split("x")))))
         return
     print(json.dumps(about()))
     rows: list[dict[str, Any]] = []
     with trees(given.against) as found:
-        for kind, sizes in (("batch", given.sizes), ("shards", given.sizes), ("conversations", given.conversations)):
+        sizes_of = {
+            "batch": given.sizes,
+            "scored": given.sizes if given.scored else (),
+            "shards": given.sizes,
+            "conversations": given.conversations,
+        }
+        for kind, sizes in sizes_of.items():
             for size in sizes:
                 for name, tree in found.items():
                     rows.append({"kind": kind, "size": size, "commit": name, **measured(tree, kind, size)})

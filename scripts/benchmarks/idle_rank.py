@@ -1,14 +1,19 @@
-"""A rank that takes its part of an update and does nothing with it, for control_plane.py."""
+"""A rank that takes its part of a score or an update and does nothing with it, for control_plane.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from skyrl_train.metrics import Metrics
 
 
 class IdleRank:
-    """The part of a LearnerWorker that an update calls."""
+    """The part of a LearnerWorker that a step calls."""
+
+    def score(self, micro_batches: list[Any], num_micro_batches: int, share_prompts: bool = False) -> torch.Tensor:
+        return torch.zeros(sum(len(batch.input_ids) for batch in micro_batches))
 
     def update(self, mini_batch: Any) -> dict[str, Any]:
         assert all(len(batch) for batch in mini_batch.micro_batches)

@@ -7,6 +7,7 @@ given the preceding tokens of its own sequence; a sequence's first token has non
 
 from __future__ import annotations
 
+import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -376,8 +377,9 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
     Failed trajectories keep their place with an all-zero loss mask, so that row counts and groups do not change. An
     episode with restarts becomes several adjacent rows with the same `episode_ids` and the whole reward in each.
 
-    Tokens are held once: trajectories of one sequence have views of the batch's tensors afterwards. A trajectory whose
-    log-probs are not known (`logprobs` is empty) leaves the batch without `rollout_logprobs`.
+    Tokens are held once: trajectories of one sequence have views of the batch's tensors afterwards, and all trajectories
+    of its `routing`. A trajectory whose log-probs are not known (`logprobs` is empty) leaves the batch without
+    `rollout_logprobs`.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
     rows = [
@@ -463,18 +465,24 @@ class _Row(NamedTuple):
 
 def _routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[int]) -> Tensor | None:
     """TrainBatch.routing of sequences with these offsets; None if no engine told."""
-    known = [one for _, item in trajectories for one in item.routing if len(one)]
-    if not known:
+    known = next((one for _, item in trajectories for one in item.routing if len(one)), None)
+    if known is None:
         return None
-    routing = torch.full((offsets[-1], *known[0].shape[1:]), -1, dtype=torch.int16)
+    shape = known.shape[1:]
+    routing = fresh(offsets[-1] * math.prod(shape), np.int16).reshape(-1, *shape)
     row = 0
     for _, item in trajectories:
         count = 1 + len(item.restarts)
-        for start, stop, one in zip(offsets[row : row + count], offsets[row + 1 :], item.routing, strict=False):
-            rows = torch.from_numpy(one[: stop - start].astype("int16"))
-            routing[start : start + len(rows)] = rows
+        for number, (start, stop) in enumerate(pairwise(offsets[row : row + count + 1])):
+            end = start
+            if number < len(item.routing):
+                told = item.routing[number][: stop - start]
+                end += len(told)
+                routing[start:end] = told
+                item.routing[number] = routing[start:end]  # what an engine told is let go of row by row
+            routing[end:stop] = -1
         row += count
-    return routing
+    return torch.from_numpy(routing)
 
 
 def token_rewards(item: Trajectory) -> list[float]:

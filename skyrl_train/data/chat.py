@@ -49,8 +49,9 @@ def render_continuation(
     Raises DataError if it rejects the messages.
     """
     if not verbatim:
+        own = set(answers)
         messages = [
-            {**message, "content": ANSWER} if place in answers else message for place, message in enumerate(messages)
+            {**message, "content": ANSWER} if place in own else message for place, message in enumerate(messages)
         ]
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     between = chat.after_answer(answers[-1])

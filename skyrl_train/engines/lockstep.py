@@ -19,7 +19,6 @@ class _Waiting:
     """One generate() that waits for those of the other episodes."""
 
     episode: int
-    order: int
     requests: Sequence[SampleRequest]
     answer: asyncio.Future[list[Completion]]
 
@@ -38,7 +37,8 @@ class Lockstep:
         self._client = client
         self._numbers = count()
         self._live: set[int] = set()
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[int, list[_Waiting]] = {}
+        """By episode, each one's in the order in which they came."""
         self._flights: set[asyncio.Task[None]] = set()
         self._check_scheduled = False
         self._here: ContextVar[int | None] = ContextVar("episode", default=None)
@@ -61,17 +61,19 @@ class Lockstep:
         number = self._here.get()
         one = _Waiting(
             next(self._numbers) if number is None else number,
-            len(self._waiting),
             requests,
             asyncio.get_running_loop().create_future(),
         )
-        self._waiting.append(one)
+        self._waiting.setdefault(one.episode, []).append(one)
         self._check_soon()
         try:
             return await one.answer
         finally:
-            if one in self._waiting:  # cancelled before its call went out
-                self._waiting.remove(one)
+            mine = self._waiting.get(one.episode, [])
+            if one in mine:  # cancelled before its call went out
+                mine.remove(one)
+                if not mine:
+                    del self._waiting[one.episode]
                 self._check_soon()
 
     def _check_soon(self) -> None:
@@ -82,9 +84,11 @@ class Lockstep:
 
     def _check(self) -> None:
         self._check_scheduled = False
-        if not self._waiting or not self._live <= {one.episode for one in self._waiting}:
+        # While fewer wait than live, which is nearly always, nobody is looked up: only the numbers are compared.
+        if not self._waiting or not self._waiting.keys() >= self._live:
             return
-        batch, self._waiting = sorted(self._waiting, key=lambda one: (one.episode, one.order)), []
+        batch = [one for episode in sorted(self._waiting) for one in self._waiting[episode]]
+        self._waiting = {}
         task = asyncio.get_running_loop().create_task(self._send(batch))
         self._flights.add(task)
         task.add_done_callback(self._flights.discard)

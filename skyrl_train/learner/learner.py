@@ -341,7 +341,7 @@ class Learner:
                 "trainer.algorithm.advantage_estimator asks for values and gives no returns for the critic to learn: "
                 "return TokenAdvantages(advantages, returns)."
             )
-        explained = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        explained = await asyncio.to_thread(explained_variance, batch.values, batch.returns, batch.loss_mask)
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
         for rows in await asyncio.to_thread(self._mini_batch_rows, batch, self.sizes.critic_mini_batch_groups):
@@ -356,7 +356,7 @@ class Learner:
         Returns [T] the log-probs before it of the sequences `wanted`, 0 for others; None if none are.
         """
         mini_batch = self._for(group, mini_batch)
-        tokens = int(mini_batch.loss_mask.sum())
+        tokens = int((await asyncio.to_thread(lambda: mini_batch.loss_tokens)).sum())
         share, shards = await asyncio.to_thread(self._shards, group, mini_batch, self.sizes.micro_train_sequences)
         count = max(len(rows) for rows in shards)
 

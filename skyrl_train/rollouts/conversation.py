@@ -183,6 +183,7 @@ class ConversationGenerator:
                 item.fail(failure.kind, failure.detail)
             finally:
                 await state.close()
+        item.text = state.said() or item.text  # a failure that answered with nothing has its detail there
         if item.status == OK:
             item.reward = math.fsum(turn.reward for turn in item.turns)
 
@@ -194,7 +195,6 @@ class ConversationGenerator:
         text = decode_answer(self._tokenizer, completion.token_ids)
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
-        item.text = text if len(state.answers) == 1 else _transcript(item.messages[state.answers[0] :])
         state.running_s += completion.running_s
         if completion.stop_reason == "abort":
             raise EnvironmentFailure(CUT, f"its turns ran for {state.running_s:.3g} s in the engine without an end")
@@ -297,6 +297,11 @@ class _EpisodeState:
     """Whether a stop string ended the last turn."""
     running_s: float = 0.0
     """Seconds that its turns have run in an engine's batch."""
+
+    def said(self) -> str:
+        """What the model said: its answer, or the conversation from its first answer to its last."""
+        messages, first, last = self.trajectory.messages, self.answers[0], self.answers[-1]
+        return str(messages[first]["content"]) if first == last else _transcript(messages[first : last + 1])
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:

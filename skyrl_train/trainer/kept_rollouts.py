@@ -97,9 +97,10 @@ class KeptRollouts:
         if self._groups == 0:
             yield
             return
-        if self._groups is not None and self._groups < len(groups):
+        partly = self._groups is not None and self._groups < len(groups)
+        groups = list(groups[: self._groups])  # whoever calls lets go of theirs
+        if partly:
             rows = range(self.num_sequences(groups))
-            groups = groups[: self._groups]
             unread = dict.fromkeys(("routing", "values", "returns", "importance_weights", "selected"))
             batch = batch.with_tokens(**unread).select(rows)
         if batch.old_logprobs is None:

@@ -113,16 +113,17 @@ class Trainer(TrainingLoop):
     async def _collect(self) -> list[TrajectoryGroup]:
         with self.metrics.timed("generate"):
             groups = await self.collector.next_groups(self.step, self.metrics)
-        add_rollout_metrics(groups, self.step, self.metrics)
+        await asyncio.to_thread(add_rollout_metrics, groups, self.step, self.metrics)
         return groups
 
-    async def _learn(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps."""
+    async def _learn(self, groups: list[TrajectoryGroup]) -> None:
+        """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps.
+
+        The list is empty afterwards: conversations are let go of before the update, unless they are being written.
+        """
         for change in self.group_steps:
             change(groups, self.metrics)
-        self.samples_of_rows = [
-            (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
-        ]
+        self.samples_of_rows = await asyncio.to_thread(_samples_of_rows, groups)
         batch = await asyncio.to_thread(collate, groups, token_rewards=self._reads_token_rewards(groups))
         with self.metrics.timed("score"):
             batch = await to_its_end(self.learner.score(batch))
@@ -137,6 +138,7 @@ class Trainer(TrainingLoop):
             self.learner.tells_logprobs_of = kept.num_sequences(groups)
         learner = self.learner
         async with kept.writing(self.step + 1, groups, batch, lambda: learner.logprobs) if kept else nullcontext():
+            groups.clear()
             batch = batch.with_tokens(token_rewards=None)  # no update reads them
             if len(batch.input_ids) > MANY:
                 await asyncio.to_thread(give_back)
@@ -187,3 +189,9 @@ class Trainer(TrainingLoop):
                 ):
                     self._add(await evaluator.run(self.step))
         self._done("evaluate")
+
+
+def _samples_of_rows(groups: Sequence[TrajectoryGroup]) -> list[tuple[str, int]]:
+    return [
+        (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
+    ]

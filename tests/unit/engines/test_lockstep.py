@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -151,3 +152,31 @@ def test_the_rest_is_the_clients():
     engine = ScriptedEngine()
     _run(lambda lockstep: lockstep.pause(), engine)
     assert engine.calls == ["pause"]
+
+
+def test_who_waits_is_not_counted_anew_whenever_one_more_does():
+    """Numbers of episodes count how often they are looked up: some times each, whoever else waits."""
+
+    class Number(int):
+        looked_up = 0
+
+        def __hash__(self) -> int:
+            Number.looked_up += 1
+            return super().__hash__()
+
+    engine, episodes, turns = ScriptedEngine(), 300, 3
+
+    async def episode(lockstep: Lockstep, index: int) -> None:
+        async with lockstep.episode():
+            for turn in range(turns):
+                for _ in range(index):  # they come one by one
+                    await asyncio.sleep(0)
+                await lockstep.generate([_request(f"{index}.{turn}")])
+
+    async def work(lockstep: Lockstep) -> None:
+        lockstep._numbers = map(Number, count())  # type: ignore[assignment]
+        await asyncio.gather(*(episode(lockstep, index) for index in range(episodes)))
+
+    _run(work, engine)
+    assert [len(batch) for batch in engine.batches] == [episodes] * turns
+    assert Number.looked_up < 20 * episodes * turns

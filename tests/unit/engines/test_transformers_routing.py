@@ -108,3 +108,8 @@ def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -
     assert batch.routing.flatten().tolist() == [0, 1, 2, 4, 5, -1, 6, 7, 8, -1, -1, -1]
     assert batch.select([2, 0]).routing.flatten().tolist() == [-1, -1, 0, 1, 2, 4, 5, -1]  # type: ignore[union-attr]
     assert collate([TrajectoryGroup(plain.prompt, [plain])]).routing is None
+    held = batch.routing.numpy()
+    assert len(item.routing) == 2 and all(np.shares_memory(one, held) for one in item.routing), "it is held once"
+    again = collate([TrajectoryGroup(item.prompt, [item, plain]), TrajectoryGroup(item.prompt, [item, plain])])
+    assert again.routing is not None, "a group that sampling repeats is in a batch twice"
+    assert again.routing.flatten().tolist() == 2 * batch.routing.flatten().tolist()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.value_objective import ValueObjective
+from skyrl_train.algorithms.value_objective import ValueObjective, explained_variance
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
@@ -120,6 +122,31 @@ def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_ba
     assert metrics["critic/explained_variance"] <= 1
     mask = batch.loss_mask
     assert float((scored.values + 1 - after)[mask].square().mean()) < 1
+
+
+def test_an_update_goes_through_all_tokens_in_threads_only(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, seen = valued_batch(), []
+
+    def watched(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def watching(*args: Any) -> Any:
+            seen.append(threading.current_thread() is threading.main_thread())
+            return compute(*args)
+
+        return watching
+
+    monkeypatch.setattr("skyrl_train.learner.learner.explained_variance", watched(explained_variance))
+    monkeypatch.setattr(TrainBatch, "loss_tokens", property(watched(TrainBatch.loss_tokens.fget)))  # type: ignore[arg-type]
+    learner = learner_of(tiny_model_path, critic_worker(tiny_model_path), BatchSizes(100, 100))
+
+    async def run() -> None:
+        await setup(learner)
+        await learner.update(batch)
+        await learner.close()
+
+    asyncio.run(run())
+    assert len(seen) >= 5 and not any(seen), "explained variance, and which rows learn and how many tokens, twice"
 
 
 def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -> None:

@@ -146,6 +146,29 @@ def test_three_turns_are_one_growing_sequence_whose_sampled_tokens_alone_count()
     assert environments.episodes[0].texts == ["ab"] * 3 and environments.episodes[0].closed
 
 
+@pytest.mark.parametrize(
+    ("turns", "answer", "text"),
+    [
+        (1, "ab", "ab"),
+        (3, "ab", "assistant: ab\nuser: more 1\nassistant: ab\nuser: more 2\nassistant: ab"),
+        (1, "", "it raised"),
+        (2, "", "assistant: \nuser: more 1\nassistant: "),
+    ],
+)
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_text_of_an_episode_goes_from_its_first_answer_to_its_last(turns: int, answer: str, text: str, fails: bool):
+    """What an environment said last, or how it failed, is in no text but that of a model that said nothing."""
+
+    def step(turn: int, said: str) -> StepOutput:
+        if fails and turn == turns:
+            raise EnvironmentFailure("ToolServerDied", "it raised")
+        return until(turns)(turn, said)
+
+    group, _ = play(says(answer), Talks(step))
+    (item,) = group.trajectories
+    assert item.text == (text if fails or text != "it raised" else "")
+
+
 def test_what_the_model_read_is_what_the_template_would_have_written():
     group, engine = play(says("ab"), Talks(until(3)))
     messages = group.trajectories[0].messages

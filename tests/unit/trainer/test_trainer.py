@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import Metrics
+from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.trainer import trainer as trainer_module
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
+from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from skyrl_train.trainer.residency import TimeShared
 from tests.support.trainer_fakes import Fakes, trainer_of
 
@@ -66,6 +73,69 @@ def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_t
         assert batch.rewards.mean() == 0.5
     first = {uid for file in files for uid in read_batch(file)[1]}
     assert first == {"0", "1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_path: Path, keeps: bool):
+    class Said(dict[str, Any]):
+        """A message that can be watched."""
+
+    class Watching(Fakes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.said: list[weakref.ref[Said]] = []
+
+        async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+            group = await super().rollout(prompt, position)
+            for item in group.trajectories:
+                item.messages = [Said(role="assistant", content=f"answer {position}.{item.sample}")]
+                self.said += map(weakref.ref, item.messages)
+            return group
+
+        async def update(self, batch: Any) -> dict[str, float]:
+            while keeps and any(one() for one in self.said):
+                await asyncio.sleep(0.001)  # a thread is writing
+            assert not any(one() for one in self.said)
+            return await super().update(batch)
+
+        async def publish(self, version: int) -> dict[str, float]:
+            assert not any(one() for one in self.said)
+            return await super().publish(version)
+
+    fakes = Watching()
+    trainer = trainer_of(fakes, batch_dump=BatchDump(tmp_path))
+    if keeps:
+        trainer.kept_rollouts = KeptRollouts(tmp_path)
+
+    async def run() -> None:
+        async with asyncio.timeout(60):
+            await trainer.fit()
+
+    asyncio.run(run())
+    assert fakes.events.count("update 4") == 2 and len(fakes.said) == 10
+    if keeps:
+        told = RolloutFiles(tmp_path).table().to_pylist()
+        answers = [f"answer {position}.{sample}" for position in range(5) for sample in range(2)]
+        assert [json.loads(row["messages"])[0]["content"] for row in told] == answers
+    assert len(read_batch(tmp_path / "global_step_3_training_input.safetensors")[1]) == 2
+
+
+def test_what_goes_through_all_rollouts_does_so_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, bool] = {}
+
+    def watch(name: str) -> None:
+        compute = getattr(trainer_module, name)
+
+        def watching(*args: Any, **options: Any) -> Any:
+            seen[name] = threading.current_thread() is threading.main_thread()
+            return compute(*args, **options)
+
+        monkeypatch.setattr(trainer_module, name, watching)
+
+    for name in ("add_rollout_metrics", "_samples_of_rows", "collate"):
+        watch(name)
+    asyncio.run(trainer_of(Fakes()).fit())
+    assert seen == dict.fromkeys(seen, False) and len(seen) == 3
 
 
 @pytest.mark.parametrize("reads", [True, False])
