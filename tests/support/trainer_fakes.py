@@ -28,6 +28,7 @@ class Fakes:
         self.version = -1
         self.resumed_at = resumed_at
         self.fail_at_version: int | None = None
+        self.logprobs: Any = None
         self.saved_step = 0
         self.skipped = SkippedUpdates()
         self.marked = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
@@ -75,8 +76,10 @@ def test_the_batch_of_every_step_is_written_with_its_advantages_under_the_step_t
     assert first == {"0", "1", "2", "3", "4"}
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_path: Path, keeps: bool):
+@pytest.mark.parametrize("written", ["beside the update", "after it", "not"])
+def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_path: Path, written: str):
+    """If the update tells the trainer's log-probs, those that are kept are held until it has."""
+
     class Said(dict[str, Any]):
         """A message that can be watched."""
 
@@ -92,8 +95,15 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
                 self.said += map(weakref.ref, item.messages)
             return group
 
+        async def score(self, batch: Any) -> Any:
+            known = torch.zeros(len(batch.input_ids)) if written == "beside the update" else None
+            return batch.with_tokens(old_logprobs=known)
+
         async def update(self, batch: Any) -> dict[str, float]:
-            while keeps and any(one() for one in self.said):
+            if written == "after it":
+                self.logprobs = torch.full((len(batch.input_ids),), -0.5)
+                return await super().update(batch)
+            while written == "beside the update" and any(one() for one in self.said):
                 await asyncio.sleep(0.001)  # a thread is writing
             assert not any(one() for one in self.said)
             return await super().update(batch)
@@ -104,7 +114,7 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
 
     fakes = Watching()
     trainer = trainer_of(fakes, batch_dump=BatchDump(tmp_path))
-    if keeps:
+    if written != "not":
         trainer.kept_rollouts = KeptRollouts(tmp_path)
 
     async def run() -> None:
@@ -113,10 +123,12 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
 
     asyncio.run(run())
     assert fakes.events.count("update 4") == 2 and len(fakes.said) == 10
-    if keeps:
+    if written != "not":
         told = RolloutFiles(tmp_path).table().to_pylist()
         answers = [f"answer {position}.{sample}" for position in range(5) for sample in range(2)]
         assert [json.loads(row["messages"])[0]["content"] for row in told] == answers
+        known = {"beside the update": 0.0, "after it": -0.5}[written]
+        assert {value for row in told for value in row["old_logprobs"]} == {known}
     assert len(read_batch(tmp_path / "global_step_3_training_input.safetensors")[1]) == 2
 
 
