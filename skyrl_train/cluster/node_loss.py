@@ -18,8 +18,11 @@ _ALIVE = "ALIVE"
 async def lost_node(actor: str, within_s: float = KNOWN_WITHIN_S) -> str | None:
     """What to say of an actor (Ray's id) that does not answer if its node is lost; None if the node lives.
 
-    Waits until Ray knows: either that the actor's process has ended, or that its node has.
+    Waits until Ray knows: either that the actor's process has ended, or that its node has. Ray has no such tables for a
+    driver behind a Ray client (`ray://`): None.
     """
+    if ray.util.client.ray.is_connected():
+        return None
     deadline = time.monotonic() + within_s
     while True:
         known, alive = await asyncio.to_thread(_look, actor)

@@ -4,8 +4,8 @@
         program = subprocess.Popen(command, env=os.environ | nodes.environment)
         nodes.kill(2)
 
-Node 0 is the head, where the driver is: it has no CPU, so that ranks and engines are on the others. What joins is a
-program of its own: Ray reads the variables that say how when it is imported.
+Node 0 is the head, where the driver is: it has no CPU unless it is given some, so that ranks and engines are on the
+others. What joins is a program of its own: Ray reads the variables that say how when it is imported.
 """
 
 from __future__ import annotations
@@ -43,11 +43,25 @@ class Raylets:
 
     address: str
     """Of the cluster, "host:port": its RAY_ADDRESS."""
-    addresses: tuple[str, ...]
+    addresses: list[str]
     """Of the nodes: what Ray calls their IP address."""
     environment: dict[str, str]
     """Environment variables with which a program joins this cluster."""
-    host: psutil.Process
+    program: subprocess.Popen[str]
+    """Has started the nodes, and starts others that it is told of."""
+
+    @property
+    def host(self) -> psutil.Process:
+        return psutil.Process(self.program.pid)
+
+    def add(self, **node: Any) -> None:
+        """Have one more node join, described as Ray's `Cluster.add_node` takes it, at the next address."""
+        assert self.program.stdin is not None and self.program.stdout is not None
+        prefix, _, last = self.addresses[-1].rpartition(".")
+        self.addresses.append(f"{prefix}.{int(last) + 1}")
+        self.program.stdin.write(json.dumps(node | {"node_ip_address": self.addresses[-1]}) + "\n")
+        self.program.stdin.flush()
+        assert any(line.startswith("JOINED") for line in self.program.stdout), "it did not join: see above"
 
     def raylet(self, index: int) -> psutil.Process:
         """The node's own process. Raises StopIteration if it has ended."""
@@ -82,6 +96,8 @@ def raylets(
     cpus: Sequence[float] | float = 2,
     labels: Sequence[Mapping[str, str]] = (),
     folders: Sequence[str] = (),
+    head_cpus: float = 0,
+    client_port: int | None = None,
     system: Mapping[str, Any] | None = None,
 ) -> Iterator[Raylets]:
     """A head and one more node for each of `nodes`, which are their custom resources, in a Ray session of their own.
@@ -90,6 +106,8 @@ def raylets(
         cpus: Of each of `nodes`, which are made up: slots are counted in them.
         labels: Of each of `nodes`.
         folders: Working folders of the processes of each of `nodes`: /proc/self/cwd is another folder on each node.
+        head_cpus: Of the head.
+        client_port: Where the head listens for Ray clients (`ray://`).
         system: Settings of Ray's own (`_system_config`) besides how soon a node counts as lost.
     """
     folder = tempfile.mkdtemp(prefix="ray-")
@@ -99,9 +117,11 @@ def raylets(
     first, second = divmod(os.getpid() % 50_000, 250)
     addresses = [f"127.{first + 1}.{second + 1}.{index + 1}" for index in range(len(nodes) + 1)]
     described: list[dict[str, Any]] = [
-        {"num_cpus": 0, "resources": {"driver": 1.0}},
+        {"num_cpus": head_cpus, "resources": {"driver": 1.0}},
         *({"num_cpus": count, "resources": dict(one)} for count, one in zip(counts, nodes, strict=True)),
     ]
+    if client_port is not None:
+        described[0]["ray_client_server_port"] = client_port
     for node, own_folder in zip(described[1:], folders, strict=False):
         node["folder"] = own_folder
     for node, own_labels in zip(described[1:], labels, strict=False):
@@ -123,7 +143,7 @@ def raylets(
     try:
         joined = next((line.split()[1] for line in host.stdout if line.startswith("CLUSTER ")), None)
         assert joined is not None, "the cluster did not start: see above"
-        yield Raylets(joined, tuple(addresses), environment | {"RAY_ADDRESS": joined}, process)
+        yield Raylets(joined, addresses, environment | {"RAY_ADDRESS": joined}, host)
     finally:
         family = process.children(recursive=True) if process.is_running() else []
         with suppress(BrokenPipeError):
@@ -152,14 +172,17 @@ def _host(folder: str, nodes: Sequence[dict[str, Any]], system: Mapping[str, Any
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     cluster = Cluster()
+    common = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     for index, node in enumerate(nodes):
         head = {"temp_dir": folder, "_system_config": dict(system)} if index == 0 else {}
         os.chdir(node.pop("folder", folder))
-        common = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         cluster.add_node(wait=False, **(common | head | node))
     cluster.wait_for_nodes(STARTS_WITHIN_S)
     print(f"CLUSTER {cluster.address}", flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        cluster.add_node(**(common | json.loads(line)))
+        cluster.wait_for_nodes(STARTS_WITHIN_S)
+        print("JOINED", flush=True)
     cluster.shutdown()
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.cluster.sockets import free_address
+from skyrl_train.entrypoints.engines import main as engines
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.raylets import Raylets, raylets
 
@@ -65,6 +67,14 @@ def run_and_lose(
     return log.read_text()
 
 
+def until(driver: subprocess.Popen[bytes], pattern: str, file: Path, log: Path) -> None:
+    """Wait until this is in the file."""
+    deadline = time.monotonic() + 120
+    while not (file.exists() and re.search(pattern, file.read_text())):
+        assert driver.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.1)
+
+
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
@@ -114,6 +124,62 @@ def test_a_lost_head_ends_the_run_and_the_same_command_resumes_it(easy: Callable
     assert re.search(r"resumed at step [2-4] of 5", said[1])
     assert not list((tmp_path / "ckpts").glob("*.partial"))
     assert set(metrics_of(tmp_path)) == set(range(6))
+
+
+@pytest.mark.defect("newcomers-on-other-nodes-are-told-loopback")
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
+    easy: Callable[[Path], list[str]], tmp_path: Path
+):
+    """All nodes are this machine, whose loopback leads to every one: where rank 0 listens is what counts."""
+    endless = ["device=cpu", "trainer.epochs=5000", "trainer.ckpt_interval=0", "trainer.placement.colocate_all=false"]
+    folder, log = tmp_path / "ckpts", tmp_path / "run.log"
+    with raylets([], head_cpus=3) as nodes, log.open("w") as output:
+        driver = subprocess.Popen(
+            command("main_base", [*easy(tmp_path), *endless]),
+            stdout=output,
+            stderr=output,
+            env=os.environ | nodes.environment,
+        )
+        try:
+            until(driver, '"step": 1,', folder / "metrics.jsonl", log)
+            nodes.add(num_cpus=2)
+            engines(["add", "2", str(folder)])  # the head has room for one
+            until(driver, "engine [12] joined(.|\n)*engine [12] joined", log, log)
+            workers = [one for one in nodes.processes(0) if one.name().startswith("ray::_Shell")]
+            listening = {one.laddr.ip for rank in workers for one in rank.net_connections() if one.status == "LISTEN"}
+            assert nodes.addresses[0] in listening
+            assert len([one for one in nodes.processes(1) if "AsyncShell" in one.name()]) == 1
+        finally:
+            driver.terminate()
+            driver.wait()
+
+
+@pytest.mark.defect("an-engine-s-death-ends-a-run-behind-a-ray-client")
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
+    small: Callable[[Path], list[str]], tmp_path: Path
+):
+    log, port = tmp_path / "run.log", free_address()[1]
+    steps = ["device=cpu", "trainer.max_steps=40", "trainer.epochs=40", "trainer.eval_before_train=false"]
+    with raylets([], head_cpus=2, client_port=port) as nodes, log.open("w") as output:
+        driver = subprocess.Popen(
+            command("main_base", [*small(tmp_path), *steps]),
+            stdout=output,
+            stderr=output,
+            env=os.environ | nodes.environment | {"RAY_ADDRESS": f"ray://{nodes.addresses[0]}:{port}"},
+        )
+        try:
+            until(driver, '"step": 2,', tmp_path / "ckpts" / "metrics.jsonl", log)
+            (engine,) = [one for one in nodes.processes(0) if "AsyncShell" in one.name()]
+            engine.kill()
+            assert driver.wait(timeout=120) == 0, log.read_text()[-6000:]
+        finally:
+            driver.kill()
+            driver.wait()
+    assert metrics_of(tmp_path)[40]["engines/restarts"] == 1
 
 
 @pytest.mark.on_demand
