@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import is_address, split_of
-from skyrl_train.errors import StorageError
+from skyrl_train.errors import RunDirectoryError, StorageError
 from skyrl_train.report.phases import phase
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import IDENTITY_FILE, refuse_other_run
+from skyrl_train.trainer.run_directory import IDENTITY_FILE, RunDirectory, refuse_other_run
 
 _log = logging.getLogger(__name__)
 
@@ -32,27 +32,46 @@ class Mirrors:
     run: Mirror | None = None
     exports: Mirror | None = None
 
+    async def enter(self, stack: AsyncExitStack, directory: RunDirectory) -> RunDirectory:
+        """Enter the run's folder beside the event loop, which hears signals meanwhile.
+
+        Whether a process that has claimed the address still lives takes a while to see, and so do downloads.
+        """
+        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, directory))
+        try:
+            return await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            if self.run is not None:
+                self.run.stop()
+            await asyncio.wait([entering])  # what it has entered, `stack` leaves
+            raise
+
     @asynccontextmanager
-    async def kept(self, deadline_s: float) -> AsyncIterator[None]:
+    async def kept(
+        self, deadline_s: float, begins_again: Callable[[BaseException], bool] = lambda error: False
+    ) -> AsyncIterator[None]:
         """Inside, they are kept up to date; on exit the last uploads are waited for.
 
+        `begins_again`: whether after this error the run begins again by itself, with the uploads that are left.
         Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
         """
         mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
         for mirror in mirrors:
             mirror.start()
-        ended_well = False
+        failure: BaseException | None = None
         try:
             yield
-            ended_well = True
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             deadline = time.monotonic() + deadline_s
             try:
-                for mirror in mirrors:
+                for mirror in mirrors if failure is None or not begins_again(failure) else ():
                     with phase("upload", mirror.waits_for):
                         await asyncio.to_thread(mirror.finish, max(0.0, deadline - time.monotonic()))
             except StorageError as error:
-                if ended_well:
+                if failure is None:
                     raise
                 _log.error("%s", error)
             except asyncio.CancelledError:
@@ -60,7 +79,7 @@ class Mirrors:
                 raise
             finally:
                 for mirror in mirrors:
-                    mirror.stop()
+                    await asyncio.to_thread(mirror.stop)
 
 
 NO_MIRRORS = Mirrors()
@@ -75,8 +94,23 @@ def mirrors_of(cfg: Config, run_folder: Path) -> Mirrors:
         address = trainer.ckpt_path.rstrip("/") + ("" if below == "." else f"/{below}")
         run = Mirror(run_folder, address, trainer.max_ckpts_to_keep)
     if is_address(trainer.export_path):
-        exports = Mirror(working_folder(trainer.export_path), trainer.export_path)
+        exports = Mirror(working_folder(trainer.export_path), trainer.export_path, run=run)
     return Mirrors(run, exports)
+
+
+async def upload_rest(cfg: Config, run_folder: Path) -> None:
+    """Upload what a run of this process has left in its folders; what that fails for is logged."""
+    mirrors = mirrors_of(cfg, run_folder)
+    try:
+        if mirrors.run is not None:
+            await asyncio.to_thread(mirrors.run.take_over)
+        async with mirrors.kept(cfg.trainer.timeouts.upload_s):
+            pass
+    except (StorageError, RunDirectoryError) as error:
+        _log.error("%s", error)
+    finally:
+        if mirrors.run is not None:
+            mirrors.run.give_up()
 
 
 def check_addresses(cfg: Config, uses: Uses) -> None:

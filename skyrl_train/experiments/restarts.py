@@ -32,20 +32,31 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
     """
     configured = wanted = experiment.config
     found = last_commit(configured)
+
+    def begins_again(error: BaseException) -> bool:
+        spent = experiment.restarts == configured.trainer.restarts
+        return not spent and _lost_a_rank(error) and experiment.cluster.death() is None
+
+    experiment.begins_again = begins_again
     while True:
         unasked = _asked(configured)
         try:
             return await attempt()
         except Exception as error:
-            spent = experiment.restarts == configured.trainer.restarts
-            if spent or not _lost_a_rank(error) or experiment.cluster.death() is not None:
+            if not begins_again(error):
                 raise
             cause = f"{type(error).__name__}: {error}"
         experiment.restarts += 1
         if _asked(configured) != unasked:
             wanted = as_wanted(wanted, experiment.config)
         goes_on = resuming(wanted) if last_commit(configured) != found else wanted
-        await _start_over(experiment, configured, goes_on, cause)
+        try:
+            await _start_over(experiment, configured, goes_on, cause)
+        except BaseException:
+            from skyrl_train.assembly.storage import upload_rest
+
+            await upload_rest(configured, working_folder(configured.trainer.ckpt_path))  # the attempt before left it
+            raise
 
 
 async def _start_over(experiment: Experiment, configured: Config, goes_on: Config, cause: str) -> None:

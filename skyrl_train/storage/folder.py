@@ -78,6 +78,55 @@ class StoredFolder:
             self._files.pipe_file(self._beside(target), content)
             self._in_place(target)
 
+    def version(self, name: str) -> str | None:
+        """That of a file, see Found; None if there is none."""
+        with explained(f"{self.address}/{name}: cannot be looked at"):
+            try:
+                return _version(self._files.info(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def write_if(self, name: str, content: bytes, seen: str | None) -> bool:
+        """Write a small file if what is there is of this version, None for nothing; whether it was written.
+
+        One of several writers that have seen the same is the one that writes. A bucket whose server does not know
+        conditions is written without one, and on a disk only a file that is new has one writer for certain. After a
+        write whose answer was lost this is False: read what is there.
+        """
+        with explained(f"{self.address}/{name}: cannot be written"):
+            if not self._on_disk:
+                written = self._put_object_if(self._path(name), content, seen)
+                if written is not None:
+                    return written
+            elif seen is None:
+                target = Path(self._path(name))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    with target.open("xb") as file:
+                        file.write(content)
+                except FileExistsError:
+                    return False
+                return True
+            elif self.version(name) != seen:
+                return False
+        self.write(name, content)
+        return True
+
+    def _put_object_if(self, target: str, content: bytes, seen: str | None) -> bool | None:
+        """Whether an object was written; None where the server does not know conditions."""
+        bucket, _, key = target.partition("/")
+        condition = {"IfNoneMatch": "*"} if seen is None else {"IfMatch": seen}
+        try:
+            self._files.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
+        except OSError as error:
+            status = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if status == 501:  # not implemented
+                return None
+            if status in (409, 412) or (status == 404 and seen is not None):  # being written, another one, deleted
+                return False
+            raise
+        return True
+
     def put(self, name: str, local: Path) -> None:
         """Upload a file. Raises FileNotFoundError if it is not there locally."""
         size = local.stat().st_size

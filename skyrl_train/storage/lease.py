@@ -44,52 +44,79 @@ class Lease:
         """Claim the address, and renew the claim from now on.
 
         Raises RunDirectoryError if another process holds it: after ENDS_AFTER_S of that process's silence it does not.
+        So it does once `leave` was called meanwhile, by another thread.
         """
-        seen, since = self._held(), time.monotonic()
+        (version, seen), since = self._found(), time.monotonic()
         if seen is not None and seen.get("folder") != self._mine["folder"]:
-            _log.warning("%s was in use by %s: looking whether it still is.", self._store.address, seen.get("holder"))
-            while (now := self._held()) is not None and time.monotonic() - since < ENDS_AFTER_S:
-                if now != seen:
+            _log.warning(
+                "%s was in use by %s: looking whether it still is.",
+                self._store.address,
+                seen.get("holder", "another process"),
+            )
+            now: dict[str, Any] | None = seen
+            while now is not None and time.monotonic() - since < ENDS_AFTER_S:
+                if now != seen or self._left.wait(_LOOKS_EVERY_S):
                     raise self._taken(now)
-                time.sleep(_LOOKS_EVERY_S)
-        self._write()
-        if (now := self._held()) is None or now.get("id") != self._mine["id"]:
+                version, now = self._found()
+        self._write(version)
+        if not self._is_mine(now := self._found()[1]):  # also where the answer to a write that succeeded was lost
             raise self._taken(now or {})
         self.taken = True
         self._renewing.start()
 
+    def leave(self) -> None:
+        """Wait no longer, and renew no more."""
+        self._left.set()
+
     def give_up(self) -> None:
         """End a claim that was taken, as far as storage can be reached."""
-        self._left.set()
+        self.leave()
         self._renewing.join()
-        if self.lost_to:
-            return
         try:
-            self._store.delete([LEASE_FILE])
+            if not self.is_lost():
+                self._store.delete([LEASE_FILE])
         except StorageError as error:
             _log.warning("%s", error)
+
+    def is_lost(self) -> bool:
+        """Whether somebody else has taken the address since, by what is there: a process that slept knows of nothing.
+
+        Raises StorageError if that cannot be seen.
+        """
+        if self.taken and not self.lost_to and not self._is_mine(now := self._found()[1]):
+            # Nobody deletes a claim but its holder: without one, whoever took the address has ended since.
+            self.lost_to = str(now.get("holder")) if now else "another process, which has ended since"
+            _log.error("%s was taken by %s: nothing more is uploaded.", self._store.address, self.lost_to)
+        return bool(self.lost_to)
 
     def _renew(self) -> None:
         while not self._left.wait(RENEWED_EVERY_S):
             try:
-                if (now := self._held()) is not None and now.get("id") != self._mine["id"]:
-                    self.lost_to = str(now.get("holder"))
+                version = self._store.version(LEASE_FILE)
+                if self.is_lost():
                     return
-                self._write()
+                self._write(version)
             except StorageError as error:
                 _log.debug("The claim was not renewed: %s", error)
 
-    def _write(self) -> None:
+    def _write(self, seen: str | None) -> None:
+        """Claim, if what is there is of the version `seen`; whose the address is then, is seen by reading it."""
         self._count += 1
-        self._store.write(LEASE_FILE, json.dumps({**self._mine, "renewed": self._count}).encode())
+        self._store.write_if(LEASE_FILE, json.dumps({**self._mine, "renewed": self._count}).encode(), seen)
 
-    def _held(self) -> dict[str, Any] | None:
-        content = self._store.read(LEASE_FILE)
+    def _is_mine(self, held: dict[str, Any] | None) -> bool:
+        return held is not None and held.get("id") == self._mine["id"]
+
+    def _found(self) -> tuple[str | None, dict[str, Any] | None]:
+        """(version, claim) of what is there; a version that is older than the claim makes a write fail."""
+        version, content = self._store.version(LEASE_FILE), self._store.read(LEASE_FILE)
+        if content is None:
+            return None, None
         try:
-            held = json.loads(content) if content is not None else None
+            held = json.loads(content)
         except ValueError:
-            held = None
-        return held if isinstance(held, dict) else None
+            held = {}
+        return version, held if isinstance(held, dict) else {}
 
     def _taken(self, holder: dict[str, Any]) -> RunDirectoryError:
         return RunDirectoryError(

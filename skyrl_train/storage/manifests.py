@@ -62,11 +62,20 @@ def write_manifest(folder: Path) -> None:
     write_durably(folder / MANIFEST_FILE, json.dumps({"files": entries}, indent=1))
 
 
-def upload(store: StoredFolder, name: str, local: Path, before_manifest: Callable[[], None] = lambda: None) -> bool:
+def upload(
+    store: StoredFolder,
+    name: str,
+    local: Path,
+    before_manifest: Callable[[], None] = lambda: None,
+    before_write: Callable[[], None] = lambda: None,
+    arrived: dict[str, Written] | None = None,
+) -> bool:
     """Upload the folder `local`, which has a manifest, as `name`; False if it changed or went away, or is damaged.
 
     Files that are there already, by the manifest there, are not sent again. What the new manifest does not list is
-    deleted afterwards. Raises StorageError; what was whole before then still is.
+    deleted afterwards. `before_write` is called before each file and the manifest: what it raises ends the upload.
+    `arrived`: name -> what earlier attempts at this upload have sent; added to. Raises StorageError; what was whole
+    before then still is.
     """
     try:
         manifest = (local / MANIFEST_FILE).read_bytes()
@@ -77,20 +86,26 @@ def upload(store: StoredFolder, name: str, local: Path, before_manifest: Callabl
             _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
     wanted, old = listed_in(manifest), _known(store, name)
+    arrived = {} if arrived is None else arrived
     taken = {one.key for one in old.values()}
     keys: dict[str, str] = {}
     for file, one in sorted(wanted.items()):
         if file in old and old[file].held == one.held:
             keys[file] = old[file].key
             continue
-        keys[file] = f"{file}.{one.held.sha256[:16]}" if file in taken else file
+        key = keys[file] = f"{file}.{one.held.sha256[:16]}" if file in taken else file
+        if arrived.get(f"{name}/{key}") == one.held:
+            continue
+        before_write()
         try:
-            store.put(f"{name}/{keys[file]}", local / file)
+            store.put(f"{name}/{key}", local / file)
         except (StorageError, FileNotFoundError):
             if not _is_still(local, manifest):
                 return False
             raise
+        arrived[f"{name}/{key}"] = one.held
     before_manifest()
+    before_write()
     if not _is_still(local, manifest):
         return False
     content = json.loads(manifest)

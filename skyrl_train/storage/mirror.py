@@ -9,6 +9,7 @@ a folder, or RECORDS_EVERY_S · unblocked by: `offer`, `finish`
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.durable import sync_folder
+from skyrl_train.durable import Written, sync_folder, write_durably
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.lease import LEASE_FILE, Lease
@@ -40,6 +41,8 @@ _LAST_FILE_S = 10.0
 SAID_ANEW_AFTER = 5
 """Attempts of one upload after which its failure is said again."""
 LATEST_FILE = "latest_ckpt_global_step.txt"
+LEFT_BEHIND_FILE = ".left_behind.json"
+"""In the folder of this machine: step -> version of the manifest at the address, of checkpoints of another attempt."""
 _STEP = re.compile(r"global_step_(\d+)")
 _NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|mlflow|\..*")
 """Folders with manifests, with what is not finished, with what only processes of the run read, or with a database whose
@@ -51,17 +54,22 @@ class Mirror:
     """Keeps the files of `local` at an address. Any thread may call every method; `keep` is that of Checkpoints.
 
     Call `take_over` where the folder has checkpoints, then `start`, then `offer` for each finished folder; `finish`,
-    and whatever happened `stop` and `give_up`.
+    and whatever happened `stop` and `give_up`. `run`: of the run that writes this folder, if it claims its own address:
+    once that is lost nothing is uploaded here, either.
     """
 
-    def __init__(self, local: Path, address: str, keep: int = -1):
+    def __init__(self, local: Path, address: str, keep: int = -1, run: Mirror | None = None):
         self.local = local
         self.store = StoredFolder(address)
         self._keep = keep
-        self._lease = Lease(self.store, local)
+        self._lease = Lease(self.store, local) if run is None else run._lease
         self._turn = threading.Condition()
-        self._pending: list[tuple[Path, bool]] = []
-        """Folders to upload, and whether later steps are of another attempt."""
+        self._pending: list[Path] = []
+        """Folders to upload."""
+        self._arrived: dict[str, Written] = {}
+        """What attempts that failed have uploaded of the folder that is tried again."""
+        self._there: dict[int, str] = {}
+        """What `_stored` last found."""
         self._current: Path | None = None
         self._closing = self._given_up = False
         self._failure = ""
@@ -81,24 +89,35 @@ class Mirror:
         ahead = max(self.steps(), default=0) > max(self._finished_steps(), default=0)
         if ahead or not any(self._record_files()):
             for name in filter(self._is_record, self.store.find()):
+                if self._given_up:
+                    raise StorageError(f"{self.store.address}: nothing more is downloaded.")
                 self.store.get(name, self.local / name)
         self._clean()
 
     def start(self) -> None:
         """Upload from now on; first what an earlier attempt finished and did not upload."""
-        stored, here = self.steps(), self._finished_steps()
-        newest = max((*stored, *here), default=0)
+        self._there = stored = self._stored()
+        newest = max((*stored, *self._finished_steps()), default=0)
         for folder in sorted(self._finished_folders(), key=lambda path: path.stat().st_mtime):
             step = self._step_of(folder)
-            if step is None or step == newest or step not in stored:  # the newest one may have been saved once more
-                self._pending.append((folder, False))
+            if step is None or step == newest or step not in stored:  # what follows a manifest may not be done
+                self._pending.append(folder)
         self._worker.start()
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are whole at the address, oldest first."""
-        names = (name.partition("/") for name in self.store.find())
-        found = (_STEP.fullmatch(folder) for folder, _, file in names if file == MANIFEST_FILE)
-        return sorted(int(match[1]) for match in found if match)
+        """The steps of the checkpoints that are whole at the address, oldest first; without those left behind."""
+        return [*self._stored()]
+
+    def leave_behind(self, step: int) -> None:
+        """Whatever an earlier attempt has at the address of this step and of later ones counts no more.
+
+        To be called before a checkpoint of this step is committed. Raises OSError.
+        """
+        with self._turn:
+            left = self._left_behind()
+            more = {one: version for one, version in self._there.items() if one >= step and left.get(one) != version}
+            if more:
+                write_durably(self.local / LEFT_BEHIND_FILE, json.dumps(left | more))
 
     def fetch(self, step: int, folder: Path) -> str | None:
         """Download what `folder` lacks of the checkpoint of a step; returns what is wrong with it at the address.
@@ -118,8 +137,8 @@ class Mirror:
         if not (folder / MANIFEST_FILE).exists():
             (folder / FINISHED_FILE).touch()
         with self._turn:
-            self._pending = [one for one in self._pending if one[0] != folder]
-            self._pending.append((folder, True))
+            self._pending = [one for one in self._pending if one != folder]
+            self._pending.append(folder)
             self._turn.notify_all()
 
     def withdraw(self, folder: Path) -> None:
@@ -140,12 +159,12 @@ class Mirror:
         in_time = self._done.wait(deadline_s)
         if taker := self._lease.lost_to:
             raise StorageError(
-                f"{self.store.address} is in use by {taker}, as this process was silent for too long: nothing was "
+                f"{self.store.address} was taken by {taker}, as this process was silent for too long: nothing was "
                 f"uploaded since. What this run wrote is in {self.local}."
             )
         if not in_time:
             with self._turn:
-                missing = [path for path in (self._current, *(path for path, _ in self._pending)) if path is not None]
+                missing = [path for path in (self._current, *self._pending) if path is not None]
             names = [path.relative_to(self.local).as_posix() for path in missing] or ["metrics and logs"]
             raise StorageError(
                 f"{self.store.address} lacks {', '.join(names)}, which could not be uploaded in {deadline_s:g} s "
@@ -154,10 +173,14 @@ class Mirror:
             )
 
     def stop(self) -> None:
-        """Upload nothing more; a file that is on its way may still arrive, but no manifest will."""
+        """Upload nothing more; a file that is on its way may still arrive, but no other, and no manifest.
+
+        A `take_over` in another thread waits for nobody any more, and raises.
+        """
         with self._turn:
             self._given_up = True
             self._turn.notify_all()
+        self._lease.leave()
         if self._worker.is_alive():
             self._worker.join(_LAST_FILE_S)
         self._done.set()  # whoever waits for the end need not wait for a file that is on its way
@@ -181,16 +204,15 @@ class Mirror:
                 elif not self._pending and not self._closing:
                     self._turn.wait(RECORDS_EVERY_S)
                 closing = self._closing
-                folder, fresh = self._pending.pop(0) if self._pending else (None, False)
-                self._current = folder
+                folder = self._current = self._pending.pop(0) if self._pending else None
             try:
-                self._upload(folder, fresh)
+                self._upload(folder)
                 failed, self._failure = 0, ""
             except Exception as error:  # of the network, of the disk: this thread goes on whatever it is
-                if self._given_up:
+                if self._given_up or self._lease.lost_to:
                     break
                 failed += 1
-                self._note(folder, fresh, failed, error)
+                self._note(folder, failed, error)
                 continue
             finally:
                 self._current = None
@@ -198,7 +220,7 @@ class Mirror:
                 break
         self._done.set()
 
-    def _note(self, folder: Path | None, fresh: bool, failed: int, error: Exception) -> None:
+    def _note(self, folder: Path | None, failed: int, error: Exception) -> None:
         self._failure = f"{error}" if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
         if failed == 1:
             _log.warning("An upload failed and is tried again: %s", self._failure)
@@ -206,33 +228,69 @@ class Mirror:
             _log.error("AN UPLOAD HAS FAILED %d TIMES. The run goes on. %s", failed, self._failure)
         if folder is not None:
             with self._turn:
-                if all(one != folder for one, _ in self._pending):  # else it was offered anew
-                    self._pending.insert(0, (folder, fresh))
+                if folder not in self._pending:  # else it was offered anew
+                    self._pending.insert(0, folder)
 
-    def _upload(self, folder: Path | None, fresh: bool) -> None:
+    def _upload(self, folder: Path | None) -> None:
         if folder is None:
             self._put_records()
             return
         if (folder / FINISHED_FILE).exists() and not (folder / MANIFEST_FILE).exists():
             write_manifest(folder)
         # A checkpoint is worth nothing without the metrics of its steps, so they are there before it is.
-        if upload(self.store, folder.relative_to(self.local).as_posix(), folder, self._put_records):
-            step = self._step_of(folder)
-            if step is not None:
-                self._after_checkpoint(step, fresh)
+        name = folder.relative_to(self.local).as_posix()
+        whole = upload(
+            self.store,
+            name,
+            folder,
+            before_manifest=self._put_records,
+            before_write=self._check,
+            arrived=self._arrived,
+        )
+        self._arrived.clear()
+        if whole and (step := self._step_of(folder)) is not None:
+            self._check()
+            self._after_checkpoint(step)
 
-    def _after_checkpoint(self, step: int, fresh: bool) -> None:
-        """Checkpoints beyond `keep` are deleted, and those that a run left behind by going back are set aside."""
-        steps = self.steps()
-        if fresh:
-            for later in (one for one in steps if one > step and one not in self._finished_steps()):
-                set_aside(self.store, f"global_step_{later}")
-                _log.warning("%s/global_step_%d is from before this run went back to an earlier step: its manifest is "
-                             "now %s.", self.store.address, later, SET_ASIDE_FILE)  # fmt: skip
-            steps = self.steps()
-        self.store.write(LATEST_FILE, str(steps[-1]).encode())
+    def _check(self) -> None:
+        """Raises StorageError if nothing more shall be uploaded."""
+        if self._given_up or self._lease.is_lost():
+            raise StorageError(f"{self.store.address}: nothing more is uploaded.")
+
+    def _after_checkpoint(self, step: int) -> None:
+        """Checkpoints that a run left behind by going back are set aside, and those beyond `keep` are deleted."""
+        left = self._left_behind()
+        for other in (one for one, version in self._manifests().items() if one != step and left.get(one) == version):
+            set_aside(self.store, f"global_step_{other}")
+            _log.warning("%s/global_step_%d is from before this run went back to an earlier step: its manifest is "
+                         "now %s.", self.store.address, other, SET_ASIDE_FILE)  # fmt: skip
+        if left:
+            with self._turn:
+                more = {one: version for one, version in self._left_behind().items() if left.get(one) != version}
+                write_durably(self.local / LEFT_BEHIND_FILE, json.dumps(more))
+        self._there = self._stored()
+        steps = [*self._there]
+        self.store.write(LATEST_FILE, str(max(steps, default=step)).encode())
         for old in steps[: -self._keep] if self._keep > 0 else ():
             discard(self.store, f"global_step_{old}")
+
+    def _manifests(self) -> dict[int, str]:
+        """Step -> version of the manifest of the checkpoints that are whole at the address, oldest first."""
+        names = ((name.partition("/"), found) for name, found in self.store.find().items())
+        steps = ((_STEP.fullmatch(folder), found) for (folder, _, file), found in names if file == MANIFEST_FILE)
+        return dict(sorted((int(match[1]), found.version) for match, found in steps if match))
+
+    def _stored(self) -> dict[int, str]:
+        """The same without those left behind."""
+        left = self._left_behind()
+        return {step: version for step, version in self._manifests().items() if left.get(step) != version}
+
+    def _left_behind(self) -> dict[int, str]:
+        try:
+            left = json.loads((self.local / LEFT_BEHIND_FILE).read_text())
+        except FileNotFoundError:
+            return {}
+        return {int(step): version for step, version in left.items()}
 
     def _clean(self) -> None:
         """Delete what interrupted uploads of checkpoints left at the address: nobody can read it."""
@@ -245,13 +303,12 @@ class Mirror:
 
     def _put_records(self) -> None:
         for path in self._record_files():
-            if self._given_up:
-                raise StorageError(f"{self.store.address}: the run has ended.")
             name = path.relative_to(self.local).as_posix()
             try:
                 state = path.stat()
                 if self._seen.get(name) == (known := (state.st_size, state.st_mtime_ns)):
                     continue
+                self._check()
                 self.store.put(name, path)
                 self._seen[name] = known
             except (FileNotFoundError, StorageError):
@@ -259,6 +316,7 @@ class Mirror:
                     raise
         for name in [*self._dropped]:
             if not (self.local / name).exists():  # else it was written again meanwhile
+                self._check()
                 self.store.delete([name])
                 self._seen.pop(name, None)
             with self._turn:

@@ -140,7 +140,7 @@ class Checkpoints:
             )
         if root == self._root:
             self._bring_back()
-        stored = [] if mirror is None else _not_set_aside(root, mirror.steps())
+        stored = [] if mirror is None else mirror.steps()
         candidates = _candidates(root, stored, newest)
         for step, folder in candidates:
             problem = verify(folder)
@@ -188,6 +188,8 @@ class Checkpoints:
 
     def _set_later_aside(self, step: int) -> None:
         """Rename later checkpoints: a run resumed from an older step must never resume from them by mistake."""
+        if self._mirror is not None:
+            self._mirror.leave_behind(step)
         for later, old in _by_recorded_step(self._root, None):
             if later > step:
                 aside = next(
@@ -287,15 +289,12 @@ def _candidates(root: Path, stored: list[int], newest: int | None) -> list[tuple
     """(step, folder) of all checkpoints up to the one named `newest`, latest first; `stored` need not be here."""
     given = newest if newest is not None and (root / f"global_step_{newest}").is_dir() else None
     here = _by_recorded_step(root, given)
+    if given is None and newest is not None:  # it is only at the address, and later ones may be here
+        here = [one for one in here if one[0] <= newest]
     names = {folder.name for _, folder in here}
     wanted = [step for step in stored if f"global_step_{step}" not in names and (newest is None or step <= newest)]
     absent = [(step, root / f"global_step_{step}") for step in wanted]
     return sorted((*here, *absent), key=lambda one: one[0], reverse=True)
-
-
-def _not_set_aside(root: Path, steps: list[int]) -> list[int]:
-    """Without those that this folder has left behind, of which the address may not know yet."""
-    return [step for step in steps if not any(root.glob(f"global_step_{step}.set_aside_*"))]
 
 
 def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:

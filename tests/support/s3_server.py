@@ -25,7 +25,12 @@ class S3Server:
 
     port: int
     refused: str = ""
-    """Requests whose "METHOD /path" matches it are answered with 403, as with a token that has expired."""
+    """Requests whose "METHOD /path" matches it are answered with `refused_as`, as with a token that has expired."""
+    refused_as: str = "403 Forbidden"
+    refused_if: str = ""
+    """Those with a header that begins so (`HTTP_IF_`) are, too."""
+    unheard: str = ""
+    """The first that matches it is done, and answered with 500, as if the answer had been lost."""
     held: str = ""
     """Those that match it wait until `let_go`."""
     holding: threading.Event = field(default_factory=threading.Event)
@@ -58,7 +63,8 @@ class S3Server:
         """Forget all objects, and what was asked of it."""
         import s3fs
 
-        self.held = self.refused = ""
+        self.held = self.refused = self.refused_if = self.unheard = ""
+        self.refused_as = "403 Forbidden"
         bucket = s3fs.S3FileSystem(use_listings_cache=False)
         for key in self.objects():
             bucket.rm_file(f"{BUCKET}/{key}")
@@ -86,10 +92,17 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     application = DomainDispatcherApplication(create_backend_app)
 
     def gate(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        if state.pass_through(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"):
-            return application(environ, start_response)
-        start_response("403 Forbidden", [("Content-Length", "0")])
-        return []
+        request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
+        conditional = state.refused_if and any(name.startswith(state.refused_if) for name in environ)
+        if not state.pass_through(request) or conditional:
+            start_response(state.refused_as, [("Content-Length", "0")])
+            return []
+        if state.unheard and re.search(state.unheard, request):
+            state.unheard = ""
+            list(application(environ, lambda *answer: None))
+            start_response("500 Internal Server Error", [("Content-Length", "0")])
+            return []
+        return application(environ, start_response)
 
     server = make_server("127.0.0.1", 0, gate, threaded=True)
     state.port = server.server_port

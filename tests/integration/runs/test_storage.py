@@ -81,19 +81,21 @@ def metrics_in(content: bytes) -> list[dict[str, float]]:
 
 
 def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywhere(
-    server: S3Server, inputs: tuple[Path, Path], tmp_path: Path
+    server: S3Server, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data, model = inputs
     put(server, "data", data)
     put(server, "models/tiny", *model.iterdir())
     given = overrides(f"s3://{BUCKET}/data/{data.name}", f"s3://{BUCKET}/models/tiny", RUN, EXPORTS)
-    said = train([*given, "trainer.max_ckpts_to_keep=2", "trainer.logger=[console,tensorboard]"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = train([*given, "trainer.max_ckpts_to_keep=2", "trainer.logger=[console,tensorboard,wandb]"])
 
     stored = server.objects()
     steps = {key.split("/")[2] for key in stored if key.startswith("team/run/global_step_")}
     assert steps == {"global_step_4", "global_step_6"}, "two are kept there, too"
     assert stored["team/run/latest_ckpt_global_step.txt"] == b"6"
     assert [row["step"] for row in metrics_in(stored["team/run/metrics.jsonl"])] == [1, 2, 3, 4, 5, 6]
+    assert any(key.startswith("team/run/wandb/offline-run-") and key.endswith(".wandb") for key in stored)
     for name in ("global_step_6/trainer_state.json", "global_step_6/manifest.json", "run.json", "logs/driver.log"):
         assert f"team/run/{name}" in stored
     assert {"team/exports/global_step_6/policy/manifest.json", f"team/exports/{WEIGHTS}"} <= stored.keys()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.assembly.storage import Mirrors
-from skyrl_train.errors import RunDirectoryError, StorageError
+from skyrl_train.errors import RunDirectoryError, StorageError, WorkerDied
 from skyrl_train.storage import lease, mirror as mirrors
+from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
+from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.s3_server import BUCKET, S3Server, s3_server
 
 ADDRESS = f"s3://{BUCKET}/team/run"
@@ -76,6 +80,12 @@ class Machine:
         return (found.step, (found.path / "policy" / "rank_0").read_text()) if found is not None else None
 
 
+def puts(server: S3Server, name: str) -> list[str]:
+    """What was uploaded under this name, each time."""
+    names = (line.rpartition("run/")[2] for line in server.seen if line.startswith("PUT"))
+    return [one for one in names if re.match(name, one)]
+
+
 def until(condition: object, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
@@ -114,8 +124,7 @@ def test_the_manifest_and_the_metrics_of_its_steps_come_in_this_order_and_last(s
     with Machine(tmp_path / "a") as here:
         here.save(10)
         here.mirror.finish(20)
-    puts = [line.rpartition("run/")[2] for line in server.seen if line.startswith("PUT") and ".lock" not in line]
-    of_step = [name for name in puts if name.startswith(("global_step_10", "metrics"))]
+    of_step = puts(server, "(global_step_10|metrics)")
     assert of_step[-2:] == ["metrics.jsonl", "global_step_10/manifest.json"]
 
 
@@ -190,6 +199,68 @@ def test_a_failed_upload_is_repeated_said_and_named_if_it_still_lacks_at_the_end
         server.refused = ""
         here.mirror.finish(20)
         assert here.mirror.steps() == [10]
+
+
+def test_what_has_arrived_is_not_sent_again_when_a_checkpoint_is_tried_again(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mirrors, "LONGEST_PAUSE_S", 0.05)
+    with Machine(tmp_path / "a") as here:
+        server.refused = "PUT .*/global_step_10/trainer_state"
+        here.save(10)
+        until(lambda: len(puts(server, "global_step_10/trainer_state")) == 3)
+        server.refused = ""
+        until(lambda: here.mirror.steps() == [10])
+        assert len(puts(server, "global_step_10/policy/rank_0")) == 1
+        here.save(10, "other")
+        here.mirror.finish(20)
+    assert Machine(tmp_path / "b").loaded() == (10, "other of step 10")
+
+
+@pytest.mark.defect("gone-back-and-killed")
+@pytest.mark.parametrize(("address", "machine"), [("file", "a"), ("s3", "b")], indirect=["address"])
+def test_a_run_that_went_back_and_was_killed_before_its_upload_goes_on_from_there(
+    address: str, tmp_path: Path, machine: str
+):
+    """Also where it has never had the checkpoints that it left behind."""
+    with Machine(tmp_path / "a", address) as here:
+        for step in (10, 20, 30, 40):
+            here.save(step, "old")
+        here.mirror.finish(20)
+    with Machine(tmp_path / machine, address) as back:
+        back.mirror.stop()
+        found = back.checkpoints.load_path("from_path", f"{address}/global_step_20")
+        assert found is not None and found.step == 20
+        back.save(30, "new")
+    with Machine(tmp_path / machine, address) as again:
+        assert json.loads((again.folder / "metrics.jsonl").read_text()) == {"step": 30}, "not those of step 40"
+        assert again.loaded() == (30, "new of step 30")
+        until(lambda: again.mirror.store.read("global_step_40/manifest.set_aside.json") is not None)
+        assert again.mirror.steps() == [10, 20, 30]
+        again.save(40, "old")  # bit for bit what was left behind
+        again.mirror.finish(20)
+        assert again.mirror.steps() == [10, 20, 30, 40]
+    with Machine(tmp_path / "c", address) as there:
+        assert there.loaded() == (40, "old of step 40")
+        found = there.checkpoints.load_path("from_path", f"{address}/global_step_30")
+        assert found is not None and found.step == 30, "though 40 is here, and 30 is not"
+        assert (found.path / "policy" / "rank_0").read_text() == "new of step 30"
+
+
+def test_what_another_machine_has_saved_since_is_not_left_behind(tmp_path: Path):
+    address = f"file://{tmp_path}/elsewhere/run"
+    with Machine(tmp_path / "a", address) as here:
+        here.save(10)
+        here.save(20)
+        here.mirror.finish(20)
+    with Machine(tmp_path / "b", address) as back:
+        back.mirror.stop()
+        back.save(15)
+    with Machine(tmp_path / "a", address) as here:
+        here.save(20, "other")
+        here.mirror.finish(20)
+    with Machine(tmp_path / "b", address) as back:
+        assert back.loaded() == (20, "other of step 20")
 
 
 def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(server: S3Server, tmp_path: Path):
@@ -305,7 +376,155 @@ def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_mor
         with pytest.raises(StorageError, match="as this process was silent"):
             silent.mirror.finish(20)
         assert other.mirror.steps() == []
+        exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports", run=silent.mirror)
+        exports.start()
+        with pytest.raises(StorageError, match="as this process was silent"):
+            exports.finish(20)
     silent.mirror.give_up()
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.defect("uploads-of-who-was-taken-for-dead")
+@pytest.mark.parametrize(
+    ("late", "lives"),
+    [
+        ("global_step_20/policy/rank_0", True),
+        ("metrics.jsonl", False),
+        ("zone.log", True),
+        ("global_step_20/manifest.json", False),
+    ],
+)
+def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_successor_alone(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
+):
+    """`late` is what it was sending; its successor lives, or has ended since."""
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    stopped = Machine(tmp_path / "a", keep=1)
+    stopped.__enter__()
+    (stopped.folder / "zone.log").write_text("log")
+    server.held = f"PUT .*/{late}"
+    stopped.save(20)
+    assert server.holding.wait(10)
+    stopped.mirror._lease._left.set()  # its renewals end, too
+    stopped.mirror._lease._renewing.join(10)
+    with ExitStack() as running:
+        successor = running.enter_context(Machine(tmp_path / "b"))
+        (successor.folder / "zone.log").write_text("another log")
+        successor.save(10)
+        server.held = ""
+        successor.mirror.finish(20)
+        if not lives:
+            running.close()
+        before, sent = kept(server), len(server.seen)
+        server.let_go()
+        who = "process" if lives else "another process, which has ended since"
+        with pytest.raises(StorageError, match=f"was taken by {who}.*, as this process was silent"):
+            stopped.mirror.finish(20)
+        stopped.__exit__()
+        assert not lives or "team/run/.lock" in server.objects()
+    assert {line.split()[0] for line in server.seen[sent:] if ".lock" not in line} <= {"GET", "HEAD"}
+    after = kept(server)
+    assert {key for key in after | before if after.get(key) != before.get(key)} == {f"team/run/{late}"}
+
+
+def kept(server: S3Server) -> dict[str, bytes]:
+    """What is at the address, but for claims."""
+    return {key: content for key, content in server.objects().items() if ".lock" not in key}
+
+
+def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mirrors, "_LAST_FILE_S", 0.1)
+    with Machine(tmp_path / "a") as here:
+        server.held = "PUT .*/global_step_10/policy/"
+        here.save(10)
+        assert server.holding.wait(10)
+        here.mirror.stop()
+        server.let_go()
+        here.mirror._worker.join(10)
+    assert puts(server, "global_step_10") == ["global_step_10/policy/rank_0"]
+
+
+def test_one_of_those_who_have_seen_the_same_writes(address: str):
+    store = StoredFolder(address)
+    assert store.write_if("name", b"first", None) and not store.write_if("name", b"other", None)
+    seen = store.version("name")
+    assert seen is not None and store.write_if("name", b"second", seen)
+    assert not store.write_if("name", b"third", seen) and store.read("name") == b"second"
+    seen = store.version("name")
+    store.delete(["name"])
+    assert not store.write_if("name", b"third", seen) and store.version("name") is None
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.defect("two-runs-take-one-dead-claim")
+def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    dead = Machine(tmp_path / "a")
+    dead.mirror.take_over()
+    dead.mirror._lease._left.set()
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            Machine(tmp_path / "b").mirror.take_over()
+        except RunDirectoryError as error:
+            errors.append(error)
+
+    dead.mirror._lease._renewing.join(10)
+    server.held = "PUT .*/.lock"
+    slower = threading.Thread(target=take)
+    slower.start()
+    assert server.holding.wait(10)
+    server.held = ""  # for those who come from now on
+    with Machine(tmp_path / "c") as faster:
+        server.let_go()
+        slower.join(10)
+        assert "is in use by process" in str(errors[0])
+        time.sleep(0.3)
+        assert not faster.mirror._lease.lost_to
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("answer", ["lost", "501 Not Implemented"])
+def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditions(
+    server: S3Server, tmp_path: Path, answer: str
+):
+    if answer == "lost":
+        server.unheard = "PUT .*/.lock"
+    else:
+        server.refused_as, server.refused_if = answer, "HTTP_IF_"
+    with Machine(tmp_path / "a") as here:
+        content = server.objects()["team/run/.lock"]
+        until(lambda: server.objects()["team/run/.lock"] != content)
+        assert not here.mirror._lease.lost_to
+
+
+def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
+    address = f"file://{tmp_path}/elsewhere"
+    claim = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
+    StoredFolder(address).write(".lock", claim)
+
+    async def begin() -> None:
+        mirror = Mirror(tmp_path / "run", address)
+        async with AsyncExitStack() as stack:
+            await Mirrors(mirror).enter(stack, RunDirectory(tmp_path / "run", {}, True, mirror))
+
+    async def run() -> None:
+        beginning = asyncio.create_task(begin())
+        await asyncio.sleep(0.5)
+        assert not beginning.done()
+        beginning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beginning
+
+    began = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began < 5.0, "and not the 45 s after which a claim ends"
+    assert StoredFolder(address).read(".lock") == claim
+    with RunDirectory(tmp_path / "run", {}, True):
+        pass
 
 
 def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server: S3Server, tmp_path: Path):
@@ -320,3 +539,29 @@ def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server:
     with pytest.raises(StorageError, match="lacks global_step_10"):
         asyncio.run(run())
     assert here.mirror.steps() == [], "no manifest comes after the end"
+
+
+def test_a_run_that_begins_again_does_not_wait_for_its_uploads_and_finishes_them(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mirrors, "_LAST_FILE_S", 0.1)
+    here = Machine(tmp_path / "a")
+
+    async def run() -> None:
+        async with Mirrors(here.mirror).kept(10.0, lambda error: isinstance(error, WorkerDied)):
+            server.held = "PUT .*/global_step_10/policy/"
+            here.save(10)
+            await asyncio.to_thread(server.holding.wait, 10)
+            raise WorkerDied("learner 1 died")
+
+    here.mirror.take_over()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied):
+        asyncio.run(run())
+    assert time.monotonic() - began < 5.0
+    here.mirror.give_up()
+    with Machine(tmp_path / "a") as again:
+        server.let_go()
+        again.mirror.finish(20)
+        assert again.mirror.steps() == [10]
+    assert Machine(tmp_path / "b").loaded() == (10, "weights of step 10")
