@@ -377,8 +377,8 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
     Failed trajectories keep their place with an all-zero loss mask, so that row counts and groups do not change. An
     episode with restarts becomes several adjacent rows with the same `episode_ids` and the whole reward in each.
 
-    Tokens are held once: trajectories of one sequence have views of the batch's tensors afterwards, and all trajectories
-    of its `routing`. A trajectory whose log-probs are not known (`logprobs` is empty) leaves the batch without
+    Tokens are held once: trajectories of one sequence have views of the batch's tensors afterwards, and all of its
+    `routing`. A trajectory whose log-probs are not known (`logprobs` is empty) leaves the batch without
     `rollout_logprobs`.
     """
     trajectories = [(index, item) for index, group in enumerate(groups) for item in group.trajectories]
