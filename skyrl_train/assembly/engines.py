@@ -220,7 +220,7 @@ def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[st
 
 
 def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
-    """One client for all engines.
+    """One client for all engines. One of the run's own has at most twice the calls that fill its batch.
 
     Raises UnsupportedParameter for configured sampling that an engine does not support, ConfigError for
     weight_sync_only_changed with an engine that loads whole models only.
@@ -236,4 +236,6 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
                     f"generator.weight_sync_only_changed=true: the {generator.backend} engine loads whole models only; "
                     "leave it false."
                 )
-    return EngineClient(engines, deadline_s=timeouts.rollout_s)
+    batch = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
+    most_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
+    return EngineClient(engines, deadline_s=timeouts.rollout_s, most_calls=most_calls)

@@ -6,14 +6,15 @@ import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from skyrl_train import trace
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.engine_record import BusyClock, EngineRecord
 from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
+from skyrl_train.engines.seats import Call, Seats
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 from skyrl_train.tasks import unwatched
 
@@ -25,51 +26,6 @@ STEP_S = 300.0
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 
 
-class _BusyClock:
-    """Counts the seconds in which calls were running."""
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._seconds = self._until = 0.0
-
-    def change(self, calls: int) -> None:
-        self._seconds, self._until = self.seconds, now()
-        self._running += calls
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (now() - self._until if self._running else 0.0)
-
-
-@dataclass(eq=False, slots=True)
-class _EngineRecord:
-    """An engine and its state as the client knows it; a replacement under the same name gets a new record."""
-
-    engine: Any
-    name: str
-    progress: Progress
-    busy: _BusyClock
-    load: int = 0
-    """Tokens of running requests: their prompts and max_tokens."""
-    cause: str | None = None
-    """The first error, after which it gets no more requests; None while it is alive."""
-    since: float = field(default_factory=now)
-    empty: asyncio.Event | None = None
-    """Of one that is to leave, and gets no more requests: set when it has none left."""
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.cause is None and self.empty is None
-
-    def unload(self, tokens: int, _: object = None) -> None:
-        self.load -= tokens
-        if self.empty is not None and not self.load:
-            self.empty.set()
-
-    def mark_dead(self, error: BaseException) -> None:
-        self.cause = self.cause or f"{type(error).__name__}: {error}"
-
-
 class EngineClient:
     """Routes requests to InferenceEngines, in this process or remote, which are identified by their `name`.
 
@@ -78,20 +34,24 @@ class EngineClient:
     no more requests until `replace`.
     """
 
-    def __init__(self, engines: Sequence[Any], *, deadline_s: float, looks_every_s: float = LOOK_S):
+    def __init__(
+        self, engines: Sequence[Any], *, deadline_s: float, looks_every_s: float = LOOK_S, most_calls: int | None = None
+    ):
         """`deadline_s`: of requests that have none of their own, and of all other calls. `looks_every_s`: how often an
-        engine with requests is asked whether it gets on."""
+        engine with requests is asked whether it gets on. `most_calls`: how many calls of `generate` an engine has at a
+        time; None: as many as come."""
         self._looks_every_s = looks_every_s
         self._all = [self._record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
+        self._seats: Seats[EngineRecord] = Seats(most_calls, lambda record: record.takes_requests)
         self._background: set[asyncio.Task[Any]] = set()
         self._ended_first: list[Callable[[], Awaitable[None]]] = []
         self._reviving: asyncio.Task[None] | None = None
         self._came_back = asyncio.Event()
         """Set by `replace`."""
-        self._busy = _BusyClock()
+        self._busy = BusyClock()
         """Of all engines: runs while one of them does."""
         self._gone_busy_s = self._gone_s = 0.0
         """Of engines that are gone: in which they had requests, and in which they were there."""
@@ -154,18 +114,18 @@ class EngineClient:
             self._in_background(asyncio.wait_for(engine.close(), GRACE_S))
 
     def replace(self, name: str, engine: Any) -> None:
-        """Replace the engine called `name` by a new one, which must already have the current weights."""
+        """Replace the dead engine called `name` by a new one, which must already have the current weights."""
         old = self._named(name)
         self._count_gone(old)
         new = self._all[self._all.index(old)] = self._record(engine, name)
         new.empty = old.empty
-        self._came_back.set()
+        self._begins(new)
 
     def add(self, name: str, engine: Any) -> None:
         """Add an engine, which must already have the current weights; from now on it gets requests."""
         assert name not in self.names, f"there is an engine called {name} already"
         self._all.append(self._record(engine, name))
-        self._came_back.set()
+        self._begins(self._all[-1])
 
     def retire(self, name: str) -> asyncio.Event:
         """Send the engine called `name` no more requests; the event is set once it has none left.
@@ -176,11 +136,14 @@ class EngineClient:
         record.empty = asyncio.Event()
         if record.cause is not None or not record.load:
             record.empty.set()
+        self._ends(record)
         return record.empty
 
     def keep(self, name: str) -> None:
         """Send requests again to an engine that was to leave."""
-        self._named(name).empty = None
+        record = self._named(name)
+        record.empty = None
+        self._begins(record)
 
     def remove(self, name: str) -> Any:
         """Forget a retired engine, and return it. What it still has goes to the others as soon as its calls fail."""
@@ -192,51 +155,99 @@ class EngineClient:
         self._homes = OrderedDict((key, home - (home > index)) for key, home in homes if home != index)
         return record.engine
 
-    def _count_gone(self, record: _EngineRecord) -> None:
+    def _begins(self, record: EngineRecord) -> None:
+        """It takes requests from now on."""
+        self._came_back.set()
+        self._seats.offer(record)
+
+    def _ends(self, record: EngineRecord) -> None:
+        """It takes requests no more."""
+        self._seats.dissolve(record)
+        if not self.any_lives:
+            self._seats.dissolve(None)
+
+    def _mark_dead(self, record: EngineRecord, error: BaseException) -> None:
+        record.mark_dead(error)
+        self._ends(record)
+
+    def _count_gone(self, record: EngineRecord) -> None:
         self._gone_busy_s += record.busy.seconds
         self._gone_s += now() - record.since
 
-    def _record(self, engine: Any, name: str) -> _EngineRecord:
+    def _record(self, engine: Any, name: str) -> EngineRecord:
         progress = Progress(name, lambda: engine.health(), self._looks_every_s)
-        return _EngineRecord(engine, name, progress, _BusyClock())
+        return EngineRecord(engine, name, progress, BusyClock())
 
-    def _named(self, name: str) -> _EngineRecord:
+    def _named(self, name: str) -> EngineRecord:
         return next(record for record in self._all if record.name == name)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    async def generate(self, requests: Sequence[SampleRequest], *, at_once: bool = False) -> list[Completion]:
         """Completions in request order; every engine gets its share of the requests in one call.
+
+        The requests of one session, or of one group, wait until an engine has room for them unless they are to be sent
+        `at_once`; those of several are always sent at once.
 
         If an engine dies, its requests are sent once more: to the others or, if none is left, to those that `revive`
         restarts; if it was to leave, that does not count. Requests wait while engines sleep or take weights; so do
         requests that an engine refused because they arrived just as that began. Raises EngineError naming the engines
         if none is left, and the engine's own UnsupportedParameter.
         """
-        completions: dict[int, Completion] = {}
-        missing = dict(enumerate(requests))
-        lost_at: set[_EngineRecord] = set()
-        while missing:
+        call: Call[EngineRecord] = Call(dict(enumerate(requests)))
+        lost_at: set[EngineRecord] = set()
+        while call.missing:
             await self._until_serving()
             if not self.any_lives and self.revive is not None:
                 await self.revived()
-            before, aborts = self._interruptions, self._aborts
-            failed = await self._dispatch(missing, completions, avoid=lost_at)
-            if aborts != self._aborts:
-                self._take_back(missing, completions)
-            missing = {number: missing[number] for number in missing if number not in completions}
-            died = {record: error for record, error in failed.items() if not self._was_interrupted(before, error)}
-            for record, error in died.items():
-                if not (isinstance(error, EngineError) and await self._serves(record)):
-                    record.mark_dead(error)
-                    if self.revives_at_once and self.revive is not None:
-                        self._reviving_now()
-            died = {record: error for record, error in died.items() if record.empty is None}
-            if died and (lost_at or not (self.any_lives or self.revive)):
-                record, error = next(iter(died.items()))
-                raise EngineError(self._lost(record, error)) from error
-            lost_at |= died.keys()
-        return [completions[number] for number in range(len(requests))]
+            waits = self._seats.bounded and not (at_once or lost_at)  # what was lost has waited already
+            seat = await self._seat(call) if waits else None
+            try:
+                await self._until_serving()
+                if call.missing and (self.any_lives or self.revive is None):
+                    await self._attempt(call, lost_at, seat)
+            finally:
+                if seat is not None:
+                    self._seats.leave(seat)
+        return [call.completions[number] for number in range(len(requests))]
+
+    async def _seat(self, call: Call[EngineRecord]) -> EngineRecord | None:
+        """The engine that has room for `call`, once there is one; None if it does not wait, or none lives any more."""
+        names = {one.group or one.session or one.request_id for one in call.missing.values()}
+        if len(names) > 1:
+            return None
+        keys = _keys(next(iter(call.missing.values())))
+        while call.missing and self.any_lives:
+            home = self._home(keys, ())
+            those = self._all if home is None else [self._all[home]]
+            free = min(filter(self._seats.has_room, those), key=lambda one: one.load, default=None)
+            if free is not None:
+                self._seats.take(free)
+            else:
+                free = await self._seats.wait(call, None if home is None else self._all[home])
+            if free is not None:
+                return free
+        return None
+
+    async def _attempt(self, call: Call[EngineRecord], lost_at: set[EngineRecord], seat: EngineRecord | None) -> None:
+        """Send what is missing of a call; adds engines that failed to `lost_at`. `seat`: which engine is to have it."""
+        missing, completions = call.missing, call.completions
+        before, aborts = self._interruptions, self._aborts
+        failed = await self._dispatch(missing, completions, avoid=lost_at, seat=seat)
+        if aborts != self._aborts:
+            self._take_back(missing, completions)
+        call.update()
+        died = {record: error for record, error in failed.items() if not self._was_interrupted(before, error)}
+        for record, error in died.items():
+            if not (isinstance(error, EngineError) and await self._serves(record)):
+                self._mark_dead(record, error)
+                if self.revives_at_once and self.revive is not None:
+                    self._reviving_now()
+        died = {record: error for record, error in died.items() if record.empty is None}
+        if died and (lost_at or not (self.any_lives or self.revive)):
+            record, error = next(iter(died.items()))
+            raise EngineError(self._lost(record, error)) from error
+        lost_at.update(died)
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -248,12 +259,13 @@ class EngineClient:
         requests: dict[int, SampleRequest],
         completions: dict[int, Completion],
         *,
-        avoid: Collection[_EngineRecord],
-    ) -> dict[_EngineRecord, BaseException]:
+        avoid: Collection[EngineRecord],
+        seat: EngineRecord | None,
+    ) -> dict[EngineRecord, BaseException]:
         """Send `requests` and fill `completions` under their numbers; returns the engines that failed, with errors."""
-        parts: dict[_EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
+        parts: dict[EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
         for number, request in requests.items():
-            record = self._route(request, avoid)
+            record = self._route(request, avoid, seat)
             parts[record][number] = request
             record.load += _tokens(request)
         calls = []
@@ -262,7 +274,7 @@ class EngineClient:
             call.add_done_callback(partial(record.unload, sum(map(_tokens, part.values()))))  # even if it never began
             calls.append(call)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        failed: dict[_EngineRecord, BaseException] = {}
+        failed: dict[EngineRecord, BaseException] = {}
         for (record, part), result in zip(parts.items(), results, strict=True):
             if isinstance(result, UnsupportedParameter) or (
                 isinstance(result, BaseException) and not isinstance(result, _DEATHS)
@@ -288,7 +300,7 @@ class EngineClient:
         """Whether requests were refused because the engines began to sleep or to take weights."""
         return self._interruptions != before and isinstance(error, EngineError)
 
-    async def _generate(self, record: _EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
+    async def _generate(self, record: EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
         # Not less because these requests have little time left: the engine may be busy with the long ones of others.
         limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)]) + GRACE_S
         self._busy.change(1)
@@ -303,11 +315,20 @@ class EngineClient:
             self._busy.change(-1)
             record.busy.change(-1)
 
-    def _route(self, request: SampleRequest, avoid: Collection[_EngineRecord]) -> _EngineRecord:
-        keys = [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
+    def _home(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> int | None:
+        """The index of the engine that has the history of its session, or else the prompt of its group."""
         homes = [self._homes[key] for key in keys if key in self._homes]
-        index = next((home for home in homes if self._all[home].takes_requests and self._all[home] not in avoid), None)
+        return next((home for home in homes if self._all[home].takes_requests and self._all[home] not in avoid), None)
+
+    def _route(
+        self, request: SampleRequest, avoid: Collection[EngineRecord], seat: EngineRecord | None
+    ) -> EngineRecord:
+        keys = _keys(request)
+        index = self._home(keys, avoid)
+        if index is None and seat is not None and seat.takes_requests:
+            index = self._all.index(seat)
         if index is None:  # only then is there a look at all of them
+            homes = [self._homes[key] for key in keys if key in self._homes]
             index = self._least_loaded(homes, avoid)
         for key in keys:
             self._homes[key] = index
@@ -316,7 +337,7 @@ class EngineClient:
             self._homes.popitem(last=False)
         return self._all[index]
 
-    def _least_loaded(self, homes: Sequence[int], avoid: Collection[_EngineRecord]) -> int:
+    def _least_loaded(self, homes: Sequence[int], avoid: Collection[EngineRecord]) -> int:
         """The living engine with the least load that is not to be avoided; if all are, one of `homes` first."""
         alive = [index for index, one in enumerate(self._all) if one.cause is None and one.empty is None]
         if not alive:
@@ -325,7 +346,7 @@ class EngineClient:
         home = next((home for home in homes if home in welcome), None)
         return min(welcome, key=lambda one: (self._all[one].load, one)) if home is None else home
 
-    def _lost(self, record: _EngineRecord, error: BaseException) -> str:
+    def _lost(self, record: EngineRecord, error: BaseException) -> str:
         last = "" if record.cause else f" {record.name}: {type(error).__name__}: {error}"
         return (
             f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
@@ -335,7 +356,7 @@ class EngineClient:
     def _causes(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.dead.items())
 
-    async def _serves(self, record: _EngineRecord) -> bool:
+    async def _serves(self, record: EngineRecord) -> bool:
         """Whether an engine that failed a call is still healthy: then only these requests are lost, not the engine."""
         try:
             health = await asyncio.wait_for(record.engine.health(), GRACE_S)
@@ -343,11 +364,11 @@ class EngineClient:
             return False
         return not health.torn
 
-    async def _abort_quietly(self, record: _EngineRecord, request_ids: list[str]) -> None:
+    async def _abort_quietly(self, record: EngineRecord, request_ids: list[str]) -> None:
         try:
             await asyncio.wait_for(record.engine.abort(request_ids), GRACE_S)
         except Exception as error:
-            record.mark_dead(error)
+            self._mark_dead(record, error)
 
     async def revived(self) -> None:
         """Wait for one restart of what is dead that all share; it continues even if they are cancelled.
@@ -391,7 +412,9 @@ class EngineClient:
     # -- all engines -------------------------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine; on all living engines, as are the following methods."""
+        """See InferenceEngine; on all living engines, as are the following methods. What waits for room ends here."""
+        for call in self._seats.waiting:
+            call.abort(request_ids)
         await self._each("abort", request_ids)
 
     async def pause(self, mode: str = "keep") -> None:
@@ -448,6 +471,8 @@ class EngineClient:
             self._serving.set()
 
     async def _until_serving(self) -> None:
+        if self._serving.is_set():
+            return
         try:
             async with asyncio.timeout(self._deadline_s):
                 await self._serving.wait()
@@ -511,7 +536,7 @@ class EngineClient:
             "engines/wasted_tokens": since["wasted"],
             "engines/prefix_cache_hit_rate": since["cached_tokens"] / max(prompts, 1.0),
             "engines/running": float(sum(one.running for one in every)),
-            "engines/queued": float(sum(one.queued for one in every)),
+            "engines/queued": float(sum(one.queued for one in every) + self._seats.requests),
             "engines/count": float(sum(record.takes_requests for record in self._all)),
             "engines/dead": float(len(self.dead)),
             **_peaks(every),
@@ -539,17 +564,17 @@ class EngineClient:
         results = await asyncio.gather(*calls, return_exceptions=True)
         for record, result in zip(records, results, strict=True):
             if isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter):
-                record.mark_dead(result)
+                self._mark_dead(record, result)
         for result in results:
             fatal = not isinstance(result, _DEATHS) or isinstance(result, UnsupportedParameter)
             if isinstance(result, BaseException) and (fatal or not (self.any_lives or self.revive)):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _watched(self, record: _EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
+    async def _watched(self, record: EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
         return await record.progress.until_done(call, min(seconds, STEP_S), method)
 
-    async def _within(self, record: _EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
+    async def _within(self, record: EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
         try:
             async with asyncio.timeout(seconds) as deadline:
                 return await call
@@ -563,6 +588,10 @@ def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
     """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
     found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
     return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
+
+
+def _keys(request: SampleRequest) -> list[tuple[str, str]]:
+    return [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
 
 
 def _tokens(request: SampleRequest) -> int:

@@ -96,7 +96,7 @@ class Lockstep:
     async def _send(self, batch: Sequence[_Waiting]) -> None:
         requests = [request for one in batch for request in one.requests]
         try:
-            answers = iter(await self._client.generate(requests))
+            answers = iter(await self._client.generate(requests, at_once=True))
         except Exception as error:
             for one in batch:
                 if not one.answer.done():

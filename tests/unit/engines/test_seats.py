@@ -1,0 +1,233 @@
+"""An engine has a bounded number of calls; the others wait in the client, and none is lost there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.errors import EngineError
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+
+
+class Gated(ScriptedEngine):
+    """An engine of which each call ends when it is told to, in the order in which they came."""
+
+    def __init__(self, name: str):
+        super().__init__(name=name)
+        self.open: list[asyncio.Future[None]] = []
+        self.most = 0
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.open.append(gate)
+        self.most = max(self.most, len(self.open))
+        self.batches.append(list(requests))
+        try:
+            await gate
+        finally:
+            self.open.remove(gate)
+        return [Completion(one.request_id, [1], [-1.0], [-1.0], "stop", []) for one in requests]
+
+    def end(self, calls: int = 1, error: Exception | None = None) -> None:
+        for gate in self.open[:calls]:
+            gate.set_exception(error) if error else gate.set_result(None)
+
+    @property
+    def served(self) -> list[str]:
+        return [one.request_id for batch in self.batches for one in batch]
+
+
+Sent = dict[str, asyncio.Task[list[Completion]]]
+
+
+def send(client: EngineClient, names: str, session: str = "", group: str = "") -> Sent:
+    """A call of one request for each letter."""
+
+    async def call(name: str) -> list[Completion]:
+        request = SampleRequest(name, (1, 2), SamplingParams(4), 0, session=session, group=group)
+        return await client.generate([request])
+
+    return {name: asyncio.ensure_future(call(name)) for name in names}
+
+
+async def settle() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+def play(work: Callable[..., Awaitable[None]], engines: int = 2, most: int = 2) -> list[Gated]:
+    made = [Gated(f"e{index}") for index in range(engines)]
+
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            await work(EngineClient(made, deadline_s=30, most_calls=most), *made)
+
+    asyncio.run(run())
+    return made
+
+
+async def ended(calls: Sent, *engines: Gated) -> None:
+    while not all(call.done() for call in calls.values()):
+        for engine in engines:
+            engine.end(9)
+        await settle()
+    for name, call in calls.items():
+        assert call.result()[0].request_id == name
+
+
+def test_the_rest_waits_and_goes_where_there_is_room_first_in_the_order_in_which_it_came():
+    async def work(client: EngineClient, slow: Gated, fast: Gated) -> None:
+        calls = send(client, "abcdefgh")
+        await settle()
+        assert (slow.served, fast.served) == (["a", "c"], ["b", "d"])
+        assert (await client.metrics())["engines/queued"] == 4
+        fast.end()
+        await settle()
+        fast.end(2)
+        await settle()
+        assert (slow.served, fast.served) == (["a", "c"], ["b", "d", "e", "f", "g"])
+        await ended(calls, slow, fast)
+
+    slow, fast = play(work)
+    assert (slow.most, fast.most) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", ["session", "group"])
+def test_a_session_and_a_group_wait_for_the_engine_that_knows_them(kind: str):
+    async def work(client: EngineClient, home: Gated, other: Gated) -> None:
+        first = send(client, "a", **{kind: "s"})
+        await settle()
+        await ended(first, home)
+        calls = send(client, "bcd", **{kind: "s"}) | send(client, "x")
+        await settle()
+        assert (home.served, other.served) == (["a", "b", "c"], ["x"])
+        await ended(calls, home, other)
+
+    home, _ = play(work)
+    assert home.served == ["a", "b", "c", "d"]
+
+
+def test_a_newcomer_gets_what_waits_and_a_leaver_s_sessions_look_elsewhere():
+    async def work(client: EngineClient, old: Gated) -> None:
+        calls = send(client, "a", session="s")
+        await settle()
+        calls |= send(client, "bc", session="s") | send(client, "d")
+        await settle()
+        assert old.served == ["a"]
+        client.add("new", new := Gated("new"))
+        await settle()
+        assert new.served == ["d"], "the others wait for their engine"
+        client.retire("e0")
+        await settle()
+        new.end()
+        await settle()
+        assert new.served == ["d", "b"]
+        client.keep("e0")
+        await ended(calls, old, new)
+
+    play(work, engines=1, most=1)
+
+
+@pytest.mark.parametrize("revives", [True, False])
+def test_what_waits_for_a_dead_engine_goes_to_another_and_fails_only_with_the_last(revives: bool):
+    async def work(client: EngineClient, one: Gated, other: Gated) -> None:
+        again = Gated("e0")
+
+        async def revive() -> None:
+            client.replace("e0", again)
+
+        client.revive = revive if revives else None
+        calls = send(client, "a", session="s") | send(client, "b")
+        await settle()
+        calls |= send(client, "cd", session="s") | send(client, "efg")
+        await settle()
+        one.failures["health"] = other.failures["health"] = EngineError("gone")
+        one.end(1, EngineError("gone"))
+        await settle()
+        assert other.served == ["b", "a"], "what an engine had is sent at once, what waited for it waits"
+        other.end(2, EngineError("gone"))
+        await settle()
+        if revives:
+            lost = calls.pop("a")
+            await ended(calls, again)
+            assert sorted(again.served) == list("bcdefg")
+            assert again.most == 2, "what the last engine had, and one that waited"
+            with pytest.raises(EngineError, match="gone"):  # a second time
+                await lost
+        else:
+            results = await asyncio.gather(*calls.values(), return_exceptions=True)
+            assert all(isinstance(one, EngineError) for one in results)
+
+    play(work, most=1)
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_a_call_that_is_cancelled_while_it_waits_costs_no_seat(ticks: int):
+    async def work(client: EngineClient, engine: Gated) -> None:
+        calls = send(client, "a")
+        await settle()
+        calls |= send(client, "bc")
+        await settle()
+        engine.end()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        cut = calls.pop("b")
+        cut.cancel()
+        await asyncio.wait([cut])
+        await ended(calls | send(client, "de"), engine)
+
+    (engine,) = play(work, engines=1, most=1)
+    assert engine.most == 1 and engine.served[-3:] == ["c", "d", "e"]
+
+
+def test_what_is_aborted_while_it_waits_ends_without_an_engine():
+    async def work(client: EngineClient, engine: Gated) -> None:
+        calls = send(client, "a")
+        await settle()
+        calls |= send(client, "bc")
+        await settle()
+        await client.abort(["b"])
+        (completion,) = await calls.pop("b")
+        assert (completion.request_id, completion.stop_reason, len(completion.token_ids)) == ("b", "abort", 0)
+        await ended(calls, engine)
+
+    (engine,) = play(work, engines=1, most=1)
+    assert engine.served == ["a", "c"]
+
+
+def test_nothing_is_sent_while_engines_take_weights():
+    async def work(client: EngineClient, engine: Gated) -> None:
+        calls = send(client, "ab")
+        await settle()
+        async with client.held():
+            engine.end()
+            await settle()
+            assert engine.served == ["a"]
+        await ended(calls, engine)
+
+    play(work, engines=1, most=1)
+
+
+def test_a_lockstep_call_is_one_call_however_large():
+    async def work(client: EngineClient, engine: Gated) -> None:
+        lockstep: Any = Lockstep(client)
+
+        async def episode(name: str) -> None:
+            async with lockstep.episode():
+                await lockstep.generate([SampleRequest(name, (1,), SamplingParams(4), 0, group=name)])
+
+        busy = send(client, "x")
+        await settle()
+        episodes = [asyncio.ensure_future(episode(name)) for name in "abc"]
+        await settle()
+        assert [len(batch) for batch in engine.batches] == [1, 3]
+        await ended(busy, engine)
+        await asyncio.gather(*episodes)
+
+    play(work, engines=1, most=1)
