@@ -41,10 +41,10 @@ def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.parametrize("command", documented("scripts/chaos "), ids=str)
-def test_the_commands_of_the_page(command: Command, tmp_path: Path):
+def test_the_commands_of_the_page(command: Command):
     """What the script starts, until the first fault has struck."""
     words = [sys.executable, "-m", "tests.chaos", *command.words[1:], "--faults", "1"]
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"TMPDIR": str(tmp_path)}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "\n1 faults: " in done.stdout
