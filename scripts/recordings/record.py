@@ -1,6 +1,6 @@
 """Make the recorded runs of tests/unit/report/recorded anew: real tiny runs with and without each illness.
 
-    python scripts/recordings/record.py [NAME ...] [--work FOLDER]
+    python scripts/recordings/record.py [NAME ...] [--work FOLDER] [--output FOLDER]
 
 Of a run's metrics.jsonl a recording keeps what the rules of skyrl_train/report/diagnosis.py read. With a folder to work
 in, the warm-up of the quickstart is done once, and runs are there to be looked at.
@@ -56,6 +56,7 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"of {' '.join(runs.RUNS)}; all of them if none is given"
     )
     parser.add_argument("--work", type=Path, help="a folder to keep; without it a temporary one")
+    parser.add_argument("--output", type=Path, default=RECORDED, help="where recordings go, instead of to the tests")
     arguments = parser.parse_args()
     names = arguments.names or list(runs.RUNS)
     if unknown := sorted(set(names) - set(runs.RUNS)):
@@ -68,18 +69,18 @@ def main() -> None:
         workshop = Workshop(arguments.work.resolve() if arguments.work else Path(temporary))
         with Cluster():  # one Ray for all
             for name in names:
-                record(workshop, name)
+                record(workshop, name, arguments.output)
 
 
-def record(workshop: Workshop, name: str) -> None:
-    """Make the run and write its recording."""
+def record(workshop: Workshop, name: str, folder: Path) -> None:
+    """Make the run and write its recording into a folder."""
     begun, teacher = time.monotonic(), runs.RUNS[name].taught_by
     if teacher and not workshop.trained(teacher):
         make(workshop, teacher)
     make(workshop, name)
     rows = [json.dumps(dict(kept(row))) for row in read_jsonl(workshop.output(name) / METRICS_FILE)]
-    RECORDED.mkdir(exist_ok=True)
-    (RECORDED / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     print(f"recorded {name}: {len(rows)} rows in {time.monotonic() - begun:.0f} s", flush=True)
 
 

@@ -23,11 +23,13 @@ from tests.support.pages import REPOSITORY, Command, blocks, commands, commands_
 OWN_FLAGS = {"--plan", "--probe", "--elsewhere", "--resolve"}
 PLACEHOLDERS = {"key=value", "..."}
 Check = Callable[[Command], None]
+CONFIGURATIONS = "tests/unit/entrypoints/test_documented_commands.py"
 
 
 def keys(command: Command) -> None:
     """The arguments of an entrypoint compose, and nothing is wrong with them but what is missing on this machine."""
-    start = next(at for at, word in enumerate(command.words) if word == "skyrl-train" or "skyrl_train." in word)
+    programs = re.compile(r"skyrl-train$|skyrl_train\.|examples\.|integrations\.")
+    start = next(at for at, word in enumerate(command.words) if programs.match(word))
     words = [word for word in command.words[start + 1 :] if word not in OWN_FLAGS | PLACEHOLDERS]
     if command.words[start] == "skyrl-train":
         assert words.pop(0) in cli.main.commands
@@ -111,13 +113,45 @@ def of_a_run(command: Command) -> None:
 
 
 def run_by(test: str) -> Check:
-    """Run by a test that exists."""
+    """Run by a test that takes it from its page, by the page's name or by how it begins, or that writes its words."""
 
     def check(command: Command) -> None:
-        path, _, name = test.partition("::")
-        assert f"def {name}" in (REPOSITORY / path).read_text() if name else (REPOSITORY / path).is_file()
+        source = _test(test)
+        begins = re.findall(r'documented\(\s*r?"(.*?)"\s*\)', source)
+        page = command.page if command.page.endswith("README.md") else Path(command.page).name
+        reads = page in source and re.search(r"\b(blocks|snippets|read_text)\(", source)
+        if not reads and not any(re.match(start, str(command)) for start in begins):
+            missing = [word for word in _telling(command) if word not in source]
+            assert missing == [], f"{test} neither reads {command.page} nor has these words; is it only alike?"
 
     return check
+
+
+def alike(test: str, differs: str) -> Check:
+    """Not run itself: the test runs the same program, in the way that is said."""
+
+    def check(command: Command) -> None:
+        program = _telling(command)[0]
+        assert differs and program in _test(test), f"{test} does not name {program}"
+
+    return check
+
+
+def _test(test: str) -> str:
+    """The source of a file of tests, which must have the one that is named."""
+    path, _, name = test.partition("::")
+    source = (REPOSITORY / path).read_text()
+    assert f"def {name}" in source, f"{path} has no {name}"
+    return source
+
+
+def _telling(command: Command) -> list[str]:
+    """The program, then its options and keys without their values."""
+    first, *rest = command.words
+    if first in ("python", "skyrl-train"):
+        first, *rest = rest[1:] if rest[0] == "-m" else rest
+    names = [word.partition("=")[0] for word in rest if word.startswith("--") or "=" in word]
+    return [Path(first).name, *(name for name in names if name not in PLACEHOLDERS and name != "key")]
 
 
 def nowhere(reason: str) -> Check:
@@ -126,10 +160,11 @@ def nowhere(reason: str) -> Check:
 
 
 COMMANDS: dict[str, tuple[Check, ...]] = {
-    r"(export|cd|mkdir|cp|\.) ": (nowhere("of the shell"),),
+    r"(export|cd|mkdir|\.) ": (nowhere("of the shell"),),
+    "cp -r runs/first/": (run_by("tests/integration/quickstart/test_quickstart.py"),),
     "pip install 'skyrl-train": (extra,),
     r"scripts/test\b|scripts/lint\b|\.ci/run": (files_and_options,),  # what runs the tests
-    "scripts/viewer": (files_and_options, run_by("tests/integration/viewer/conftest.py")),
+    "scripts/viewer": (files_and_options, alike("tests/unit/report/test_page_files.py", "with its npm")),
     r"scripts/(bootstrap|cpu_engines|docs)\b": (
         files_and_options,
         nowhere("scripts/test begins with it, or builds as it"),
@@ -139,37 +174,64 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "scripts/gpu_check": (files_and_options, run_by("tests/integration/gpu_check/test_gpu_check.py")),
     "python -m pytest tests/gpu": (files_and_options, nowhere("needs a GPU")),
     "scripts/check_cuda_wheels": (files_and_options, nowhere("downloads 18 GB")),
-    "python scripts/recordings/record.py": (files_and_options, run_by("tests/unit/report/test_recorded_runs.py")),
+    "python scripts/recordings/record.py ": (files_and_options, run_by("tests/unit/report/test_recorded_runs.py")),
+    "python scripts/recordings/record.py$": (files_and_options, nowhere("takes an hour; with a name it is run")),
     "python make_rows.py": (run_by("tests/integration/quickstart/test_your_environment.py"),),
     "python examples/quickstart/tool.py": (files_and_options, run_by("tests/integration/quickstart/test_tool.py")),
     "python examples/tensordict_grpo/": (
         files_and_options,
-        run_by("tests/integration/tensordict/test_grpo_example.py"),
+        alike("tests/integration/tensordict/test_grpo_example.py", "its train(), as its main calls it"),
     ),
     r"python (-m )?examples[/.]\w+[/.]\w+_dataset": (
         files_and_options,
-        run_by("tests/integration/environments/test_dataset_scripts.py"),  # and of each environment, on local rows
+        run_by("tests/integration/environments/test_dataset_scripts.py"),
     ),
-    r"python -m (examples|integrations)\.": (run_by("tests/integration/runs/test_recipe_modules.py"),),
     r"examples/\w+/run\w*\.sh": (preset, run_by("tests/unit/config/test_examples.py")),
     "python -m skyrl_train.environments.tools.bm25": (run_by("tests/unit/environments/tools/test_search_tool.py"),),
-    r"python -m skyrl_train\.entrypoints\.serve": (keys, run_by("tests/unit/engines/test_serving_page.py")),
-    r"python -m skyrl_train\.entrypoints\.": (keys, run_by("tests/integration/runs/test_gsm8k_recipe.py")),
+    r"python -m skyrl_train\.entrypoints\.serve": (keys, run_by("tests/integration/runs/test_documented_runs.py")),
+    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train plan(?! --probe)": (keys, run_by(CONFIGURATIONS)),
+    r"python -m skyrl_train\.entrypoints\.main_base .*--cfg|skyrl-train train --help": (keys, run_by(CONFIGURATIONS)),
+    "skyrl-train plan --probe": (keys, run_by("tests/integration/runs/test_probe.py")),
+    r"python -m integrations\.verifiers": (nowhere("needs the verifiers library, which pins other versions"),),
+    r"skyrl-train train '?trainer\.logger=": (
+        keys,
+        alike("tests/integration/runs/test_tracker_libraries.py", "main_base, in an environment with the library"),
+    ),
+    r"skyrl-train train '?trainer\.plugins=": (keys, run_by("tests/integration/quickstart/test_your_environment.py")),
+    r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:": (
+        keys,
+        run_by("tests/integration/runs/test_storage.py"),
+    ),
+    r"python -m skyrl_train\.entrypoints\.|skyrl-train train ": (
+        keys,
+        run_by("tests/integration/runs/test_documented_runs.py"),
+    ),
+    r"python -m (examples\.\w*async|integrations\.openenv)\.": (
+        keys,
+        run_by("tests/integration/runs/test_documented_runs.py"),
+    ),
+    r"python -m (examples|integrations)\.": (run_by("tests/integration/runs/test_documented_runs.py"),),
     "skyrl-train doctor": (run_by("tests/unit/entrypoints/test_doctor.py"),),
     "skyrl-train engines": (run_by("tests/unit/entrypoints/test_engines.py"),),
-    "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py::test_the_commands_of_the_pages"),),
-    "skyrl-train plan": (keys, run_by("tests/integration/runs/test_probe.py")),
+    "skyrl-train env try show_work": (run_by("tests/integration/quickstart/test_your_environment.py"),),
+    "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py"),),
     "skyrl-train simulate": (keys, run_by("tests/unit/simulation/test_simulation.py")),
-    r"skyrl-train (report|watch|export|replay)\b": (of_a_run,),
-    "skyrl-train ": (keys,),
+    "skyrl-train replay": (of_a_run, run_by("tests/unit/replay/test_replay.py")),
+    r"skyrl-train (report|watch)": (of_a_run, run_by("tests/unit/entrypoints/test_report_and_watch.py")),
+    "skyrl-train export": (of_a_run, run_by("tests/unit/assembly/test_export.py")),
     "curl ": (run_by("tests/unit/engines/test_serving_page.py"),),
-    r"python -m (vllm|sglang)\.": (native_flags, run_by("tests/integration/engines/test_native_servers.py")),
+    r"python -m vllm\.": (native_flags, run_by("tests/integration/runs/test_documented_runs.py")),
+    r"python -m sglang\.": (
+        native_flags,
+        alike("tests/support/native_servers.py", "with all of its options, which native_flags compares"),
+    ),
     "ray job submit": (submitted, run_by("tests/integration/runs/test_jobs.py")),
-    "ray ": (run_by("tests/integration/runs/test_jobs.py"),),
-    "sbatch ": (run_by("tests/integration/runs/test_clusters.py"),),
+    "ray ": (alike("tests/integration/runs/test_jobs.py", "a head, on free ports"),),
+    "sbatch ": (nowhere("needs SLURM; tests/integration/runs/test_clusters.py runs the script under a stand-in"),),
     "kubectl ": (nowhere("needs Kubernetes; the manifest is held by tests/integration/runs/test_clusters.py"),),
     "nft ": (nowhere("changes the machine's firewall"),),
-    "docker ": (nowhere("needs Docker; the Dockerfile is linted by scripts/lint"),),
+    r"docker .*(skyrl-train \.$|skyrl-train doctor)": (run_by("tests/integration/quickstart/test_image.py"),),
+    "docker ": (nowhere("needs an accelerator of NVIDIA's; the Dockerfile is linted by scripts/lint"),),
 }
 """How a command begins -> what is asked of it, and what runs it. The first row that fits counts."""
 

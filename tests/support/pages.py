@@ -72,3 +72,8 @@ def _bare(words: list[str]) -> list[str]:
         words = words[2:]
     script = words[0].endswith(".py") or words[0] == "-m"
     return ["python", *words] if script else words
+
+
+def documented(start: str) -> list[Command]:
+    """The different commands that begin as this regular expression says, in the order of the pages."""
+    return list({one.words: one for one in commands() if re.match(start, str(one))}.values())

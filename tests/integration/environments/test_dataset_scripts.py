@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from skyrl_train.data.dataset import load_prompts
 from skyrl_train.environments import registry
 from skyrl_train.environments.graders import latex
 from skyrl_train.errors import DataError
+from tests.support.pages import REPOSITORY, Command, documented
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSM8K = {"question": "6 boxes of 200?", "answer": "6*200 = <<6*200=1200>>1200\n#### 1,200"}
@@ -98,3 +100,36 @@ def test_problems_without_an_answer_are_left_out_and_given_answers_taken():
 def test_a_row_of_another_kind_is_refused_with_its_place(name: str, row: dict[str, Any], says: str):
     with pytest.raises(DataError, match=rf"file, row 7: .*{says}"):
         script(name).convert("file, row 7", row, "train", 6)
+
+
+QUESTION = {"question": "6 * 7?", "answer": "so\n#### 42", "golden_answers": ["42"]}
+TESTS = '[{"input": "1", "output": "2", "testtype": "stdin"}]'
+SOURCES = {name: row for name, (row, _, _) in CASES.items()} | {
+    "ifeval": {"prompt": "Say sky.", "instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["sky"]}]},
+    "livecodebench": {"question_content": "Double it.", "public_test_cases": TESTS, "metadata": "{}"},
+    "text2sql": {"question": "How many?", "sql": "SELECT 1", "schema": "CREATE TABLE a (b INT)", "db_id": "farm"},
+}
+"""Folder of examples/ -> a row of what its script converts; of the others it is QUESTION."""
+
+
+@pytest.mark.parametrize("command", documented(r"python (-m )?examples[/.]\w+[/.]\w+_dataset"), ids=str)
+def test_the_commands_of_the_pages(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As they stand there; those that read the hub get what it would give from a folder."""
+    script, *words = command.words[1:] if command.words[1] != "-m" else command.words[2:]
+    path = REPOSITORY / (script if script.endswith(".py") else f"{script.replace('.', '/')}.py")
+    if path.parent.name in ("reasoning_gym", "verifiers"):
+        pytest.importorskip(path.parent.name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "unit" / "environments" / "foreign"))  # vf_guess
+    own = {"FOLDER": str(tmp_path), "ID": "vf-guess"}
+    arguments = [own.get(word) or os.path.expandvars(os.path.expanduser(word)) for word in words]
+    if "conversion_main" in (source := path.read_text()) and "--input" not in arguments:
+        arguments += ["--input", str(tmp_path)]
+    for split in ("train", "test", "validation"):
+        row = SOURCES.get(path.parent.name, QUESTION)
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    exec(compile(source, str(path), "exec"), {"__name__": "__main__"})
+    output = Path(arguments[arguments.index("--output") + 1])
+    for split in ("train", "validation"):
+        assert load_prompts([str(output / f"{split}.parquet")], lambda messages: 1, 10, "none").prompts

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from skyrl_train.entrypoints import cli
 from skyrl_train.environments import registry
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.pages import Command, commands, snippets
+from tests.support.pages import REPOSITORY, Command, documented, snippets
 
 PLUGINS = Path(__file__).parent / "plugins"
 ROW = {
@@ -190,7 +192,7 @@ def folder_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-TRIED = [one for one in commands() if one.page == "docs/foreign_environments.md"]
+TRIED = documented(r"skyrl-train env try (?!show_work)")  # which docs/your_environment.md has made before
 
 
 @pytest.mark.parametrize("command", TRIED, ids=str)
@@ -200,7 +202,12 @@ def test_the_commands_of_the_pages(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert command.words[:3] == ("skyrl-train", "env", "try")
-    code, out, err = run(capsys, monkeypatch, *command.words[3:])
+    if "reasoning_gym" in command.words:
+        pytest.importorskip("reasoning_gym")
+        for made in documented("python examples/reasoning_gym/reasoning_gym_dataset"):
+            words = [sys.executable, str(REPOSITORY / made.words[1]), *map(os.path.expandvars, made.words[2:])]
+            subprocess.run(words, check=True, capture_output=True, timeout=120)
+        capsys.readouterr()
+    code, out, err = run(capsys, monkeypatch, *map(os.path.expandvars, command.words[3:]))
     assert code == 0, out + err
     assert ("reward of the episode" in out) == any("--completion" in word for word in command.words)

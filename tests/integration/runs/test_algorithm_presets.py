@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from skyrl_train.testing.tiny_models import save_tiny_model
 
-from .conftest import PRESETS, Run, metrics_of
+from .conftest import PRESETS, Run, flat, metrics_of
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm8k")
 
@@ -23,14 +22,6 @@ ALWAYS = {"dapo", "distillation", "custom_advantage"}
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    values: dict[str, Any] = {}
-    for name, value in tree.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return values
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults import ENVIRONMENT_CODE, FAULTS, MISCHIEF
 from tests.chaos.runs import overrides_of, problems
+from tests.support.pages import REPOSITORY, Command, documented
 
 from .conftest import Run
 
@@ -32,3 +36,17 @@ def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(
     took_s = time.monotonic() - begun
     campaign.go(max(LEAST_S, IN_ALL_S - took_s - END_TAKES * took_s))
     assert campaign.struck
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.parametrize("command", documented("scripts/chaos "), ids=str)
+def test_the_commands_of_the_page(command: Command):
+    """What the script starts, until the first fault has struck."""
+    words = [sys.executable, "-m", "tests.chaos", *command.words[1:], "--faults", "1"]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "\n1 faults: " in done.stdout
+    if "--seed" in command.words:
+        assert "seed 7, runs of two_ranks" in done.stdout

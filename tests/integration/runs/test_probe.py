@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,13 @@ import pytest
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
-from skyrl_train.entrypoints import probe as probing
-from skyrl_train.entrypoints.check_config import report_probe
+from skyrl_train.entrypoints import cli, probe as probing
 from skyrl_train.entrypoints.probe import LIMIT, probe
 from skyrl_train.entrypoints.probe_report import estimated_step
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.simulation.estimate import PHASES
 from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.pages import documented
 
 from .conftest import Run
 
@@ -60,7 +61,12 @@ def test_a_probe_says_what_to_set_and_leaves_nothing(
     folder.mkdir()
     (folder / "run.json").write_text('{"run_name": "somebody else\'s"}')
     before = files(folder), files(model)
-    report_probe(cfg)
+    (command,) = documented("skyrl-train plan --probe ")
+    options = [word for word in command.words[1:] if word not in ("key=value", "...")]
+    monkeypatch.setattr(sys, "argv", ["skyrl-train", *options, *small(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
     assert (files(folder), files(model)) == before
     assert not Path(cfg.trainer.export_path).exists()
     assert not [path for path in temporary.iterdir() if path.name.startswith("skyrl-probe-")]

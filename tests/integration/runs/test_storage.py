@@ -10,14 +10,17 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import psutil
 import pytest
 
 from skyrl_train.assembly.export import Export, export
 from skyrl_train.storage.copies import local_copy
+from tests.support.pages import documented
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, s3_server
 
 from .conftest import command
+from .test_documented_runs import ROW, SMALL
 
 RUN = f"s3://{BUCKET}/team/run"
 EXPORTS = f"s3://{BUCKET}/team/exports"
@@ -107,6 +110,25 @@ def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywh
     for secret in (ACCESS_KEY, SECRET_KEY):
         assert secret not in said
         assert [key for key, content in {**files, **stored}.items() if secret.encode() in content] == []
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_the_command_of_the_page_trains(server: S3Server, tiny_model_path: str, tmp_path: Path):
+    """As docs/storage.md has it, with its addresses, but small."""
+    (found,) = documented(r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:")
+    words = [word.replace("s3://bucket/", f"s3://{BUCKET}/") for word in found.words[3:]]
+    for split in ("train", "validation"):
+        datasets.Dataset.from_list([ROW] * 8).to_parquet(tmp_path / f"{split}.parquet")
+        put(server, "gsm8k", tmp_path / f"{split}.parquet")
+    put(server, "models/qwen2.5-0.5b", *Path(tiny_model_path).iterdir())
+    given = command("main_base", [*words, *SMALL, "trainer.ckpt_interval=1", "trainer.hf_save_interval=1"])
+    done = subprocess.run(given, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    stored = server.objects()
+    assert {"runs/a/global_step_1/manifest.json", "exports/a/global_step_1/policy/manifest.json"} <= stored.keys()
+    (row,) = (row for row in metrics_in(stored["runs/a/metrics.jsonl"]) if row["step"] == 1)
+    assert row["rollouts/failed"] == 0
 
 
 def assert_a_checkpoint_there_is_exported_here(stored: dict[str, bytes], folder: Path) -> None:

@@ -9,13 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from skyrl_train.config.prepare import prepare
+from tests.support.pages import Command, documented
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 """With the uv that scripts/bootstrap gets where there is none."""
+needs_uv = pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
+SCRIPTS = documented(r"examples/\w+/run\w*\.sh")
 PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
 PRESETS.remove(EXAMPLES / "mini_swe_agent" / "swebench.yaml")  # words of an agent, in mini-swe-agent's form
 PRESETS.remove(
@@ -33,17 +37,19 @@ def test_preset_is_good_and_every_key_of_it_has_an_effect(path: Path):
     assert len(path.read_text().splitlines()) <= 30
 
 
-def run_script(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """examples/algorithms/run.sh, started in `folder`, in the environment of the tests."""
+def run_script(
+    *arguments: str, folder: Path, script: str = "examples/algorithms/run.sh", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A script of examples/, started in `folder`, in the environment of the tests."""
     here = {"PATH": PATH, "UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1", "UV_OFFLINE": "1"}
     said = {name: value for name, value in os.environ.items() if name not in ("EXTRA", "LOGGER", "NUM_GPUS")}
-    command = [str(EXAMPLES / "algorithms" / "run.sh"), *arguments]
+    command = [str(REPOSITORY / script), *arguments]
     return subprocess.run(
         command, cwd=folder, env=said | here | env, capture_output=True, text=True, timeout=120, check=False
     )
 
 
-@pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
+@needs_uv
 def test_the_script_of_the_presets_composes_what_it_is_asked_for_from_any_folder(tmp_path: Path):
     done = run_script("custom_loss", "trainer.max_steps=2", "--cfg", "job", folder=tmp_path, NUM_GPUS="3")
     assert done.returncode == 0, done.stderr
@@ -55,6 +61,25 @@ def test_the_script_of_the_presets_names_them_when_none_is_given(tmp_path: Path)
     done = run_script(folder=tmp_path)
     assert done.returncode != 0
     assert "which preset? One of: cispo clip_cov " in done.stderr
+
+
+@pytest.mark.on_demand
+@needs_uv
+@pytest.mark.parametrize("command", SCRIPTS, ids=str)
+def test_a_script_composes_its_preset_as_its_page_starts_it(command: Command, tmp_path: Path):
+    """To the end of composing; the presets train in tests of their environments and of runs."""
+    script, *words = command.words
+    done = run_script(*words, "--cfg", "job", folder=REPOSITORY, script=script, NUM_GPUS="3", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    composed = yaml.safe_load(done.stdout)
+    assert composed["generator"]["num_inference_engines"] == 3
+    assert composed["trainer"]["logger"] == "console"
+    if "trainer.max_steps=2" in words:
+        assert composed["trainer"]["max_steps"] == 2
+
+
+def test_every_script_is_started_by_a_page():
+    assert {REPOSITORY / command.words[0] for command in SCRIPTS} == set(EXAMPLES.glob("*/run*.sh"))
 
 
 @pytest.mark.parametrize("module", ["examples.async.main_async", "examples.fully_async.main_fully_async"])

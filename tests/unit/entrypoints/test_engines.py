@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, write_w
 from skyrl_train.entrypoints.engines import main
 from skyrl_train.errors import ConfigError
 from skyrl_train.trainer.run_directory import RunDirectory
+from tests.support.pages import Command, documented
 
 
 @contextmanager
@@ -123,3 +125,14 @@ def by_hand() -> Callable[[Path, int], None]:
 def test_the_file_may_be_written_by_hand(by_hand: Callable[[Path, int], None], tmp_path: Path):
     by_hand(tmp_path, 3)
     assert read_wanted(tmp_path) == 3
+
+
+@pytest.mark.parametrize("command", documented("skyrl-train engines "), ids=str)
+def test_the_commands_of_the_pages(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "ckpts" / "my_run"
+    run.mkdir(parents=True)
+    action, number = command.words[2:4]
+    with under_way(run):
+        main([os.path.expanduser(word) for word in command.words[2:]])
+    assert read_wanted(run) == 2 + (int(number) if action == "add" else -int(number))

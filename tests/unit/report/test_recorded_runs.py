@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from skyrl_train.report.diagnosis import (
     gradient_rule,
     memory_rule,
 )
+from tests.support.pages import documented
 
 RECORDED = Path(__file__).parent / "recorded"
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -109,6 +113,36 @@ def test_recordings_are_small_and_hold_numbers_alone():
     for file in files:
         assert file.stat().st_size < 20_000
         assert {type(value) for row in recorded(file.stem) for value in row.values()} <= {int, float}
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_run_is_recorded_anew(tmp_path: Path):
+    """By the command of docs/testing.md, from a model that was not warmed up; it measures what was recorded once."""
+    (command,) = documented("python scripts/recordings/record.py ")
+    words = [str(tmp_path / "work") if word == "/tmp/recordings" else word for word in command.words[1:]]
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    make = [sys.executable, "-c", UNTAUGHT, str(EXAMPLES / "quickstart"), str(tmp_path / "work" / "warm")]
+    record = [sys.executable, *words, "--output", str(tmp_path / "recorded")]
+    for each in (make, record):
+        done = subprocess.run(each, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    (file,) = (tmp_path / "recorded").iterdir()
+    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    before = recorded("well")
+    assert [row["step"] for row in found] == [row["step"] for row in before]
+    assert all(set(one) <= set(other) for one, other in zip(before, found, strict=True))
+
+
+UNTAUGHT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from quickstart import OPERATIONS, save_model, write_data
+folder = Path(sys.argv[2])
+save_model(folder / "sft" / "export" / "global_step_0" / "policy", write_data(folder / "data", 0, OPERATIONS), 0)
+"""
+"""Makes what the quickstart's warm-up would leave, without it."""
 
 
 def measured(name: str, rule: Rule) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,13 +19,14 @@ import pytest
 from skyrl_train.config.hydra import CONFIG_FILE, save_resolved
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.entrypoints.simulate import _timings, splits
+from skyrl_train.entrypoints.simulate import _timings, main, splits
 from skyrl_train.errors import ConfigError, DataError, EngineError, RolloutsFailed
 from skyrl_train.simulation import virtual_time
 from skyrl_train.simulation.engine import SimulatedEngine
 from skyrl_train.simulation.fit import fit
 from skyrl_train.simulation.run import Split, build_run, simulate
 from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+from tests.support.pages import Command, documented, snippets
 
 STEP_S, ALIKE = 0.5, 0.25
 EVEN = Timings(
@@ -176,6 +179,21 @@ def test_a_run_is_the_same_every_time():
     assert simulate(config(), timings, Split(2, 1, 2), 8) == simulate(config(), timings, Split(2, 1, 2), 8)
 
 
+def save_simulated_run(folder: Path, cfg: Config, timings: Timings) -> None:
+    """The metrics and the configuration of a synchronous run of two engines, as a real one leaves them."""
+
+    async def rows() -> list[dict[str, float]]:
+        built = build_run(cfg, timings, Split(2, 1), 12)
+        await built.trainer.fit()
+        await built.client.close()
+        return [dict(one.row) for one in built.moments]
+
+    cfg.generator.num_inference_engines, cfg.trainer.placement.colocate_all = 2, False
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in virtual_time.run(rows())))
+    save_resolved(cfg, folder / CONFIG_FILE)
+
+
 def test_what_a_run_shows_is_fitted(tmp_path: Path):
     """The metrics of a simulated run give the timings back that it was simulated with."""
     timings = replace(
@@ -187,16 +205,7 @@ def test_what_a_run_shows_is_fitted(tmp_path: Path):
         sync_s=3.0,
     )
     cfg = config(prompts=16)
-
-    async def rows() -> list[dict[str, float]]:
-        built = build_run(cfg, timings, Split(2, 1), 12)
-        await built.trainer.fit()
-        await built.client.close()
-        return [dict(one.row) for one in built.moments]
-
-    cfg.generator.num_inference_engines, cfg.trainer.placement.colocate_all = 2, False
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in virtual_time.run(rows())))
-    save_resolved(cfg, tmp_path / CONFIG_FILE)
+    save_simulated_run(tmp_path, cfg, timings)
     found = fit(tmp_path)
     assert found.engine.decode_s == pytest.approx(0.1, rel=0.1)
     assert found.engine.decode_per_sequence_s == pytest.approx(0.01, rel=0.15)
@@ -321,3 +330,20 @@ def test_nothing_is_faster_beside_the_other_side(side: str, tmp_path: Path):
     (tmp_path / "timings.yaml").write_text(f"{side}\n")
     with pytest.raises(ConfigError, match="must be at least 1"):
         _timings(argparse.Namespace(run=None, timings=tmp_path / "timings.yaml"))
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("command", documented("skyrl-train simulate "), ids=str)
+def test_the_commands_of_the_page(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for text in snippets("docs/async.md", "yaml"):
+        if name := re.match(r"# (\w+\.yaml)", text):
+            (tmp_path / name[1]).write_text(text)
+    spread = replace(EVEN, response=Lengths(16.0, 0.7))  # answers that are all as long do not tell what a step takes
+    save_simulated_run(tmp_path / "ckpts" / "my_run", config(prompts=16), spread)
+    main([os.path.expanduser(word) for word in command.words[2:]])
+    assert "Fastest: " in capsys.readouterr().out
+    assert (tmp_path / "splits.png").is_file() == ("--png" in command.words)

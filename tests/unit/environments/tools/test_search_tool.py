@@ -99,16 +99,18 @@ def test_an_address_that_is_none_is_refused_at_the_start():
 
 
 LOCAL = """
+import runpy
 import sys
 from pathlib import Path
+
+folder = Path(sys.argv[1])
+sys.argv = ["bm25", str(folder / "corpus.jsonl"), str(folder / "index")]
+runpy.run_module("skyrl_train.environments.tools.bm25", run_name="__main__")  # as `python -m` does
 from skyrl_train.environments.tools import bm25
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.search import SearchTool
 from skyrl_train.errors import ConfigError, DataError
 
-folder = Path(sys.argv[1])
-sys.argv = ["bm25", str(folder / "corpus.jsonl"), str(folder / "index")]
-bm25.main()
 for corpus in ("corpus.jsonl", "corpus.parquet", "index"):
     box = ToolBox([SearchTool(corpus=str(folder / corpus), topk=2)])
     answer = box.call("search", {"query": "What is the capital of France?"}).text

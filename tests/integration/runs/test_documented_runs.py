@@ -1,0 +1,235 @@
+"""Every command of the documentation that starts a run, as it stands there but small: one step, on this machine.
+
+What is appended is `SMALL` and what `MORE` has for the command; all other keys must be the run's as the page has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+
+from skyrl_train.config.keys import canonical
+from skyrl_train.entrypoints import cli
+from skyrl_train.listening import API_KEY
+from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
+from tests.support.native_servers import end
+from tests.support.pages import REPOSITORY, Command, blocks, documented
+from tests.unit.environments.foreign.test_openenv import Server
+
+from .conftest import ONE_PROCESS, flat, metrics_of
+
+ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "6 * 3?"}],
+    "reward_spec": {"method": "rule", "ground_truth": "18"},
+}
+SMALL = [
+    "trainer.max_steps=1",
+    "trainer.train_batch_size=4",
+    "trainer.policy_mini_batch_size=4",
+    "trainer.max_tokens_per_microbatch=2048",
+    "trainer.max_prompt_length=1024",
+    "trainer.logger=console",
+    "trainer.ckpt_interval=0",
+    "trainer.eval_interval=0",
+    "trainer.eval_before_train=false",
+    "generator.n_samples_per_prompt=2",
+    "generator.sampling_params.max_generate_length=8",
+    "generator.max_num_seqs=8",
+    ONE_PROCESS,
+]
+TWO_RANKS = "trainer.placement.policy_num_gpus_per_node=2"
+PLACEHOLDERS = ("key=value", "...")
+MORE: dict[str, list[str]] = {
+    "trainer.reward.model.path": ["trainer.reward.model.path={models}/reward"],
+    "Qwen3-30B-A3B": [
+        "trainer.policy.model.path={models}/qwen3_moe",
+        *(TWO_RANKS, "trainer.policy.expert_parallel_size=2", "trainer.ref.expert_parallel_size=2"),
+    ],
+    "mini_swe": ["generator.max_input_length=1024", "generator.max_turns=2"],
+}
+"""A word of a command -> what it needs besides to be small."""
+NOT_HERE = {
+    r"skyrl-train train '?trainer\.plugins=\[my_envs\]": "test_your_environment.py runs it",
+    r"skyrl-train train '?trainer\.logger=\[tensorboard,mlflow\]": (
+        "mlflow needs an environment of its own: test_tracker_libraries.py trains with it"
+    ),
+    r"python -m integrations\.verifiers": "verifiers pins versions that the rest does not have",
+    r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:": "test_storage.py runs it",
+}
+"""Commands that this file does not run."""
+RUNS = [
+    one
+    for one in documented(
+        r"python -m (skyrl_train\.entrypoints|(examples|integrations)\.\S+)\.main_|skyrl-train (train|sft|generate) "
+    )
+    if not {"--help", "--cfg"} & set(one.words) and not any(re.match(start, str(one)) for start in NOT_HERE)
+]
+
+
+def test_what_is_not_run_here_is_still_documented():
+    assert [start for start in NOT_HERE if not documented(start)] == []
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's home, which is also where commands are typed: rows where the pages have them, models, `examples`."""
+    folder = tmp_path_factory.mktemp("home")
+    rows = datasets.Dataset.from_list([ROW] * 8)
+    (folder / "data" / "gsm8k").mkdir(parents=True)
+    for split in ("train", "validation"):
+        rows.to_parquet(folder / "data" / "gsm8k" / f"{split}.parquet")
+    rows.to_json(folder / "prompts.jsonl")
+    (folder / "examples").symlink_to(REPOSITORY / "examples")
+    for kind in ("qwen3", "qwen3_moe"):  # of which vLLM takes the heads on a CPU
+        save_tiny_model(folder / "models" / kind, kind)
+    save_tiny_reward_model(folder / "models" / "reward")
+    return folder
+
+
+def start(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command in this process, over the Ray that is there; it must end well."""
+    main, arguments = cli.main, words[1:]
+    if words[0] == "python":
+        main, arguments = importlib.import_module(words[2]).main, words[3:]
+    monkeypatch.setattr(sys, "argv", [words[0], *arguments])
+    code: object = 0
+    try:
+        main()
+    except SystemExit as left:
+        code = left.code or 0
+    assert code == 0, f"exit status {code}: {' '.join(words)}"
+
+
+def check_needs(command: Command) -> None:
+    for library in ("vllm", "deepspeed"):
+        if library in str(command) and importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed: scripts/cpu_engines does")
+    if "mini_swe" in str(command) and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNS, ids=str)
+def test_it_trains(
+    command: Command, home: Path, ray_of_all_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    check_needs(command)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv(API_KEY, "a-token-of-the-tests")
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
+    if "mini_swe" in command.words:
+        for made in documented(r"python -m examples\.mini_swe_agent\.mini_swe_dataset"):
+            start([os.path.expandvars(word) for word in made.words], monkeypatch)
+    appended = [f"trainer.policy.model.path={home}/models/qwen3", *SMALL]
+    for word, more in MORE.items():
+        appended += [one.format(models=home / "models") for one in more if word in str(command)]
+    appended += [f"trainer.ckpt_path={tmp_path / 'ckpts'}", f"trainer.export_path={tmp_path / 'exports'}"]
+    with elsewhere(command, home / "models" / "qwen3", tmp_path) as here:
+        places = here | {"/shared": str(home), "/tmp/weights": str(tmp_path / "weights")}
+        words = [_here(word, places) for word in command.words if word not in PLACEHOLDERS]
+        start([*words, *appended], monkeypatch)
+    (row,) = (values for step, values in metrics_of(tmp_path).items() if step == 1)
+    assert row["policy/optimizer_steps"] >= 1 and row["rollouts/failed"] == 0
+    assert_kept(words, appended, tmp_path / "ckpts" / "config.yaml")
+
+
+def _here(word: str, places: Mapping[str, str]) -> str:
+    """A word of a page with its variables, and with what it calls the reader's own machines and folders."""
+    for theirs, ours in places.items():
+        word = word.replace(theirs, ours)
+    return os.path.expandvars(word)
+
+
+def assert_kept(words: Sequence[str], appended: Sequence[str], file: Path) -> None:
+    """The run had the values of the page, but for keys that were appended."""
+    saved = flat(yaml.safe_load(file.read_text()))
+    ours = {one.partition("=")[0] for one in appended}
+    for key, _, value in (word.partition("=") for word in words if "=" in word and not word.startswith("--")):
+        key = canonical(key.lstrip("+"))
+        if key not in ours:
+            assert str(saved[key]) == str(_parsed(value)), key
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return float(value) if "e-" in value else yaml.safe_load(value)
+    except ValueError:
+        return value
+
+
+@contextmanager
+def elsewhere(command: Command, model: Path, folder: Path) -> Iterator[dict[str, str]]:
+    """The addresses in a command -> those of servers on this machine, engines' by the commands of their own pages."""
+    with ExitStack() as stack:
+        here: dict[str, str] = {}
+        for word in command.words:
+            if word.startswith("generator.remote_inference_engine_urls="):
+                native = "generator.backend=vllm" in command.words
+                for address in yaml.safe_load(word.partition("=")[2]):
+                    here[address] = stack.enter_context(vllm_s_own(model, folder) if native else served(model))
+            if "openenv.base_url=" in word:
+                server = Server()
+                stack.callback(server.close)
+                here["127.0.0.1:8000"] = f"127.0.0.1:{server.port}"
+        yield here
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """An engine for other machines, by the command of docs/serving.md."""
+    (command,) = documented(r"python -m skyrl_train\.entrypoints\.serve .*http_endpoint_host")
+    port = free_port()
+    own = ["generator.http_endpoint_host=127.0.0.1", f"generator.http_endpoint_port={port}"]
+    words = [sys.executable, *command.words[1:], f"trainer.policy.model.path={model}", *own]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith("Serving ") for line in process.stdout), "it ended before it served"
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+@contextmanager
+def vllm_s_own(model: Path, folder: Path) -> Iterator[str]:
+    """vLLM's server, by the command of docs/engines.md."""
+    (block,) = (text for _, text in blocks("bash") if "vllm.entrypoints" in text)
+    port = free_port()
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            ["bash", "-c", block.replace("--port 8001", f"--port {port}")],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"MODEL": str(model), "PATH": programs},
+        )
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        end(server)

@@ -1,0 +1,74 @@
+"""Commands of the documentation that compose and check a configuration: each runs as it stands there, and ends well."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+
+from skyrl_train.entrypoints import check_config, cli, main_base
+from skyrl_train.testing.tiny_models import save_tiny_model
+from tests.support.pages import Command, documented
+
+MODULES = {"main_base": main_base, "check_config": check_config}
+CHECKS = documented(r"python -m skyrl_train\.entrypoints\.check_config |skyrl-train plan (?!--probe)")
+PRINTS = [one for one in documented(r"python -m skyrl_train|skyrl-train train ") if {"--cfg", "--help"} & {*one.words}]
+ROWS = [{"prompt": [{"role": "user", "content": "6 * 3?"}], "reward_spec": {"ground_truth": "18"}}] * 4
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pages have data, and a model."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "data" / "gsm8k").mkdir(parents=True)
+    for split in ("train", "validation"):
+        datasets.Dataset.from_list(ROWS).to_parquet(folder / "data" / "gsm8k" / f"{split}.parquet")
+    save_tiny_model(folder / "model")
+    return folder
+
+
+def said(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints that ends well."""
+    main, arguments = cli.main, words[1:]
+    if words[0] == "python":
+        main, arguments = MODULES[words[2].rpartition(".")[2]].main, words[3:]  # type: ignore[assignment]
+    monkeypatch.setattr(sys, "argv", [words[0], *(word for word in arguments if word not in ("key=value", "..."))])
+    code: object = 0
+    try:
+        main()
+    except SystemExit as left:
+        code = left.code or 0
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+@pytest.mark.parametrize("command", CHECKS, ids=str)
+def test_a_configuration_is_checked(
+    command: Command, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOME", str(home))
+    # What the check looks for is here, but for the models of the hub.
+    own = () if "--elsewhere" in command.words else (f"trainer.policy.model.path={home / 'model'}",)
+    out = said((*command.words, *own), monkeypatch, capsys)
+    assert out.startswith("config ok\n")
+    plans = "plan" in command.words or "--plan" in command.words
+    assert ("all slots together, on this machine: " in out) == plans
+
+
+@pytest.mark.parametrize("command", PRINTS, ids=str)
+def test_what_can_be_configured_is_printed(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    out = said(command.words, monkeypatch, capsys)
+    if "--cfg" in command.words:
+        assert yaml.safe_load(out)["trainer"]["algorithm"]["advantage_estimator"] == "grpo"
+    else:
+        assert "trainer.algorithm" in out and "eps_clip_low" in out
+
+
+def test_the_pages_have_such_commands():
+    assert len(CHECKS) >= 4 and len(PRINTS) >= 3
