@@ -1,30 +1,30 @@
 """Checks a call's arguments against a tool's JSON schema, whole, in bounded time, with errors that a model can act on.
 
-The schemas of MCP servers are no more to be trusted than what a model writes: nothing that they refer to is fetched,
-and neither their references nor their regular expressions can keep a check busy.
+The schemas of MCP servers are no more to be trusted than what a model writes. Nothing that they refer to is fetched.
+Whatever they say, a check ends: each schema that a value is held against looks at the clock first (`_bounded`), what
+the library does in between takes about as long as it takes to write the schema and the value, and those of its
+keywords that take longer are written here.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Any
-from urllib.parse import unquote
 
 MAX_SCHEMA = 2**18
 """Characters of a schema."""
-MAX_PATTERN = 1000
-"""Characters of a regular expression."""
-MAX_STEPS = 200_000
-"""Keywords that one check looks at: about a second."""
-MAX_COMPARED = 2_000_000
-"""Values that are compared with each other while a schema is read: about a second."""
-MATCH_S = 1.0
-"""Time that all regular expressions of one check have together."""
+MAX_TEXT = 1000
+"""Characters of a regular expression, and of an identifier, which each one inside is joined with."""
+READ_S = 20.0
+"""CPU-seconds to read a schema."""
+CHECK_S = 2.0
+"""CPU-seconds of one check."""
 MAX_ERRORS = 100
 """Errors of one check among which the most telling one is looked for."""
 SHOWN = 60
@@ -35,12 +35,6 @@ NOT_CLOSED = frozenset({"additionalProperties", "unevaluatedProperties", "patter
     *("allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef")
 }
 """With one of these a schema says itself, or elsewhere, which other names there may be."""
-NO_SCHEMAS = frozenset({"const", "default", "enum", "examples"})
-"""Keywords of values."""
-NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"}) | {
-    *("$defs", "definitions")
-}
-"""Keywords of schemas under names that are free."""
 PHRASES = {
     "const": "must be {}",
     "minimum": "must be at least {}",
@@ -72,7 +66,7 @@ class Unusable(Exception):
 
 
 class _TooMuch(Exception):
-    """A check that takes too long."""
+    """What takes too long; the message says which part of it does, if it is known."""
 
 
 class Arguments:
@@ -85,9 +79,10 @@ class Arguments:
 
     def __init__(self, schema: Mapping[str, Any], *, closed: bool = True):
         try:
-            self._validator = _validator(json.dumps(schema), closed)
+            text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise Unusable(f"it cannot be written as JSON: {error}") from error
+        self._validator = _validator(text, closed)
 
     def wrong(self, arguments: Any) -> str | None:
         """Say what is wrong with a call's arguments, or return None. Raises nothing that a call can cause."""
@@ -95,19 +90,18 @@ class Arguments:
 
         if not isinstance(arguments, dict):
             return f"arguments must be an object, not {_kind(arguments)}."
-        work = _work.set(_Work())
         try:
-            errors = list(islice(self._validator.iter_errors(arguments), MAX_ERRORS))
+            with _at_most(CHECK_S):
+                errors = list(islice(self._validator.iter_errors(_brief(arguments)), MAX_ERRORS))
             outermost = min(errors, key=lambda error: len(error.path), default=None)
             return None if outermost is None else _told(best_match([outermost]))
         except _TooMuch as error:
-            return f"the arguments take too long to check ({error}); give fewer or shorter ones."
+            limit = f"more than {CHECK_S:g} CPU-seconds{error}"
+            return f"the arguments take too long to check ({limit}); give fewer or shorter ones."
         except RecursionError:
             return "the arguments are nested too deeply."
         except Exception as error:  # of the library, for numbers as large as 1e400 and the like
             return f"the arguments cannot be checked: {type(error).__name__}: {str(error)[:SHOWN]}."
-        finally:
-            _work.reset(work)
 
 
 # -- schemas ---------------------------------------------------------------------------------------------------------
@@ -115,10 +109,6 @@ class Arguments:
 
 @lru_cache(maxsize=256)
 def _validator(text: str, closed: bool) -> Any:
-    from jsonschema.exceptions import SchemaError
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
     if len(text) > MAX_SCHEMA:
         raise Unusable(f"it has {len(text)} characters; at most {MAX_SCHEMA} are taken")
     schema = json.loads(text)
@@ -128,21 +118,34 @@ def _validator(text: str, closed: bool) -> Any:
     if closed and not NOT_CLOSED & schema.keys():
         schema["additionalProperties"] = False
     try:
-        _refuse_long(schema)
-        dialect.check_schema(schema, format_checker=None)
-        _refuse_unbounded(schema)
-        root, resolver = _rooted(schema, dialect.META_SCHEMA["$schema"])
-        _resolve_all(root, resolver)
-        # Without a registry of its own a validator would fetch what a schema refers to.
-        validator = dialect(schema, registry=Registry(), _resolver=resolver)
-    except SchemaError as error:
-        place = "/".join(map(str, error.absolute_path))
-        raise Unusable(f"it is no JSON schema: at {place[:LISTED] or 'its root'}: {error.message[:LISTED]}") from error
-    except Unresolvable as error:
-        raise Unusable(f"it refers to {error.ref[:LISTED]!r}, which is not in it, and nothing is fetched") from error
+        with _at_most(READ_S):
+            return _read(schema, dialect)
+    except _TooMuch as error:
+        limit = f"more than {READ_S:g} CPU-seconds{error}"
+        raise Unusable(f"it takes too long to read ({limit}); make it smaller") from error
     except RecursionError as error:
         raise Unusable("it is nested too deeply") from error
-    return validator
+
+
+def _read(schema: dict[str, Any], dialect: Any) -> Any:
+    """The validator of a schema. Raises Unusable, _TooMuch, RecursionError."""
+    from referencing import Registry
+    from referencing.jsonschema import specification_with
+
+    for error in dialect(dialect.META_SCHEMA).iter_errors(schema):
+        place = "/".join(map(str, error.absolute_path))
+        raise Unusable(f"it is no JSON schema: at {place[:LISTED] or 'its root'}: {error.message[:LISTED]}")
+    specification = specification_with(dialect.META_SCHEMA["$schema"])
+    root = specification.create_resource(_brief(schema))
+    _prepare(root)
+    uri = root.id() or ""
+    try:
+        # What references may be is gathered once, not by each. This registry fetches nothing.
+        resolver = Registry().with_resource(uri, root).crawl().resolver(uri)
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise Unusable(f"it has an identifier or another part that cannot be read: {error}") from error
+    _look_through(specification, root.contents, resolver)
+    return dialect(root.contents, _resolver=resolver)
 
 
 @cache
@@ -168,136 +171,148 @@ def _dialect(name: Any) -> Any:
     return known[name.rstrip("#")]
 
 
+def _prepare(root: Any) -> None:
+    """Write dependencies on names as schemas, beside which the library cannot read them. Raises Unusable."""
+    waiting = [root]
+    while waiting:
+        resource = waiting.pop()
+        node = resource.contents
+        if isinstance(node, dict) and "$schema" in node:
+            raise Unusable("a part of it has a $schema of its own")
+        if len(resource.id() or "") > MAX_TEXT:
+            raise Unusable(f"it has an identifier of {len(resource.id())} characters; at most {MAX_TEXT} are taken")
+        if isinstance(node, dict) and isinstance(node.get("dependencies"), dict):
+            for name, needed in node["dependencies"].items():
+                if isinstance(needed, list):
+                    node["dependencies"][name] = {"required": needed}
+        waiting.extend(resource.subresources())
+
+
+def _look_through(specification: Any, schema: dict[str, Any], resolver: Any) -> None:
+    """Look up every reference and compile every regular expression of all that serves as a schema. Raises Unusable."""
+    waiting, seen = [(schema, resolver)], set()
+    while waiting:
+        node, resolver = waiting.pop()
+        if isinstance(node, bool) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        _left()
+        try:
+            if "$schema" in node:
+                raise Unusable("a part of it has a $schema of its own")
+            for pattern in [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]:
+                _compiled(pattern)
+            for keyword in ("$ref", "$dynamicRef"):
+                if keyword in node:
+                    found = _looked_up(keyword, node[keyword], resolver)
+                    waiting.append((found.contents, found.resolver))
+            for inner in specification.create_resource(node).subresources():
+                waiting.append((inner.contents, resolver.in_subresource(inner)))
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            raise Unusable(f"it has {_shown(node)}, which cannot be read as a schema: {error}") from error
+
+
+def _looked_up(keyword: str, reference: Any, resolver: Any) -> Any:
+    """What a reference refers to, as `contents` and their `resolver`. Raises Unusable."""
+    from referencing.exceptions import Unresolvable
+
+    if not isinstance(reference, str):
+        raise Unusable(f"it has the {keyword} {_shown(reference)}, which is no text")
+    shown = repr(str(reference)[:LISTED])
+    try:
+        found = resolver.lookup(reference)
+    except Unresolvable as error:
+        raise Unusable(f"it refers to {shown}, which is not in it, and nothing is fetched") from error
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise Unusable(f"it refers to {shown}, which cannot be read: {error}") from error
+    if not isinstance(found.contents, dict | bool):
+        raise Unusable(f"it refers to {shown}, which is no schema: {_shown(found.contents)}")
+    return found
+
+
+# -- bounded work ----------------------------------------------------------------------------------------------------
+
+_until: ContextVar[float] = ContextVar("until")
+"""CPU-time of the thread at which what is being done has taken too long."""
+
+
+@contextmanager
+def _at_most(cpu_s: float) -> Iterator[None]:
+    token = _until.set(time.thread_time() + cpu_s)
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def _left() -> float:
+    """CPU-seconds that are left. Raises _TooMuch."""
+    left = _until.get() - time.thread_time()
+    if left <= 0:
+        raise _TooMuch
+    return left
+
+
 def _bounded(draft: Any) -> Any:
-    """The validator of a draft, with numbers that are finite, and with every keyword counted as work."""
+    """The validator of a draft, with numbers that are finite, which looks at the clock."""
     from jsonschema import validators
 
     own = {
         "pattern": _pattern,
         "patternProperties": _pattern_properties,
         "additionalProperties": _additional_properties,
+        "uniqueItems": _unique_items,
+        "unevaluatedItems": partial(_unevaluated, "unevaluatedItems", list),
+        "unevaluatedProperties": partial(_unevaluated, "unevaluatedProperties", dict),
     }
-    counted = {keyword: _counted(keyword, check) for keyword, check in {**draft.VALIDATORS, **own}.items()}
-    types = draft.TYPE_CHECKER.redefine("number", _is_number).redefine("boolean", _is_boolean)
-    return validators.extend(draft, counted, type_checker=types)
+    keywords = {keyword: own.get(keyword, check) for keyword, check in draft.VALIDATORS.items()}
+    bounded = validators.extend(draft, keywords, type_checker=draft.TYPE_CHECKER.redefine("number", _is_number))
+    descend = bounded.descend
+
+    def timed_descend(validator: Any, *args: Any, **options: Any) -> Any:
+        _left()
+        return descend(validator, *args, **options)
+
+    def timed_evolve(validator: Any, **changes: Any) -> Any:
+        """A validator of the same class, where the library's own would follow a `$schema` out of these bounds."""
+        _left()
+        return bounded(**{"schema": validator.schema, "_resolver": validator._resolver, **changes})
+
+    bounded.descend, bounded.evolve = timed_descend, timed_evolve
+    return bounded
 
 
-def _refuse_long(schema: Any) -> None:
-    """Raise Unusable for lists that take the meta-schema long to find the same value in twice: pair by pair."""
-    left = MAX_COMPARED
+class _Text(str):
+    """A text, array or object with a short repr. The library writes whole values into messages, which nobody reads."""
 
-    def values(value: Any) -> int:
-        nonlocal left
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        found = 1 + sum(map(values, inner))
-        if isinstance(value, list) and not _sortable(value):
-            left -= len(value) * found
-            if left < 0:
-                raise Unusable(f"it has a list of {len(value)} values of several kinds, or many such lists")
-        return found
+    __slots__ = ()
 
-    values(schema)
+    def __repr__(self) -> str:
+        return "..."
 
 
-def _sortable(values: list[Any]) -> bool:
-    kinds = set(map(type, values))
-    return kinds <= {int, float} or kinds == {str}
+class _Array(list[Any]):
+    __slots__ = ()
+    __repr__ = _Text.__repr__
 
 
-def _refuse_unbounded(schema: Any) -> None:
-    """Raise Unusable for what the library would do by itself, without the bounds of `_bounded`."""
-    nodes = list(_schemas(schema, everything=any(map(_may_be_none, _references(schema)))))
-    if any(isinstance(node.get("$schema"), str) for node in nodes):
-        raise Unusable("a part of it has a $schema of its own")
-    if any("patternProperties" in node for node in nodes) and any("unevaluatedProperties" in node for node in nodes):
-        raise Unusable("it has both patternProperties and unevaluatedProperties")
+class _Object(dict[str, Any]):
+    __slots__ = ()
+    __repr__ = _Text.__repr__
 
 
-def _schemas(value: Any, everything: bool) -> Iterator[dict[str, Any]]:
-    """The schema and those in it, also under names that no draft knows; or every object in it."""
+def _brief(value: Any) -> Any:
+    if isinstance(value, str):
+        return _Text(value)
     if isinstance(value, list):
-        for item in value:
-            yield from _schemas(item, everything)
-    if not isinstance(value, dict):
-        return
-    yield value
-    for keyword, inner in value.items():
-        if not everything and keyword in NO_SCHEMAS:
-            continue
-        named = not everything and keyword in NAMED_SCHEMAS and isinstance(inner, dict)
-        for item in inner.values() if named else [inner]:
-            yield from _schemas(item, everything)
-
-
-def _references(value: Any) -> Iterator[str]:
+        return _Array(map(_brief, value))
     if isinstance(value, dict):
-        yield from (value[keyword] for keyword in ("$ref", "$dynamicRef") if isinstance(value.get(keyword), str))
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _references(item)
+        return _Object((_Text(name), _brief(member)) for name, member in value.items())
+    return value
 
 
-def _may_be_none(reference: str) -> bool:
-    """Whether it may make a schema of what is none where it stands."""
-    path = unquote(reference).split("/")
-    return not NO_SCHEMAS.isdisjoint(path) or path[-1] in NAMED_SCHEMAS
-
-
-def _rooted(schema: Any, dialect: str) -> tuple[Any, Any]:
-    """A schema as a resource, and the resolver of its references; what they may be is gathered once, not by each."""
-    from referencing import Registry, Specification
-    from referencing.jsonschema import specification_with
-
-    root = specification_with(dialect, default=Specification.OPAQUE).create_resource(schema)
-    uri = root.id() or ""
-    return root, Registry().with_resource(uri, root).crawl().resolver(uri)
-
-
-def _resolve_all(root: Any, resolver: Any) -> None:
-    """Look up every reference and compile every regular expression. Raises Unresolvable, Unusable."""
-    waiting = [(root, resolver)]
-    while waiting:
-        resource, resolver = waiting.pop()
-        node = resource.contents
-        if isinstance(node, dict):
-            for keyword in ("$ref", "$dynamicRef"):
-                if keyword in node and not isinstance(node[keyword], str):
-                    raise Unusable(f"it has the {keyword} {_shown(node[keyword])}, which is no text")
-                if keyword in node:
-                    resolver.lookup(node[keyword])
-            patterns = [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]
-            for pattern in patterns:
-                _compiled(pattern)
-        for inner in resource.subresources():
-            waiting.append((inner, resolver.in_subresource(inner)))
-
-
-# -- bounded work ----------------------------------------------------------------------------------------------------
-
-
-class _Work:
-    """What is left of the steps and of the time for regular expressions of one check."""
-
-    def __init__(self) -> None:
-        self.steps = MAX_STEPS
-        self.match_s = MATCH_S
-
-    def spend(self, steps: int) -> None:
-        self.steps -= steps
-        if self.steps < 0:
-            raise _TooMuch(f"more than {MAX_STEPS} steps")
-
-    def matches(self, pattern: str, text: str) -> bool:
-        """Whether a regular expression is found in a text. Raises _TooMuch."""
-        begun = time.monotonic()
-        try:
-            return _compiled(pattern).search(text, timeout=max(self.match_s, 1e-3)) is not None
-        except TimeoutError as error:
-            raise _TooMuch(f"the regular expression {pattern[:SHOWN]!r}") from error
-        finally:
-            self.match_s -= time.monotonic() - begun
-
-
-_work: ContextVar[_Work] = ContextVar("work")
+def _is_number(checker: Any, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 @lru_cache(maxsize=1024)
@@ -305,36 +320,36 @@ def _compiled(pattern: str) -> Any:
     """Python's own `re` can be held up for hours by a pattern, and holds up the process; this one has timeouts."""
     import regex
 
-    if len(pattern) > MAX_PATTERN:
-        raise Unusable(f"it has a regular expression of {len(pattern)} characters; at most {MAX_PATTERN} are taken")
+    if len(pattern) > MAX_TEXT:
+        raise Unusable(f"it has a regular expression of {len(pattern)} characters; at most {MAX_TEXT} are taken")
     try:
-        return regex.compile(pattern)
+        return regex.compile(str(pattern))
     except (regex.error, OverflowError, RecursionError) as error:
-        raise Unusable(f"it has {pattern[:SHOWN]!r}, which is no regular expression: {error}") from error
+        raise Unusable(f"it has {str(pattern)[:SHOWN]!r}, which is no regular expression: {error}") from error
 
 
-def _counted(keyword: str, check: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        size = len(value) if isinstance(value, list | dict) else 0
-        if keyword == "uniqueItems" and value and isinstance(instance, list):
-            size = 0 if _sortable(instance) else len(instance) ** 2  # compared pair by pair
-        _work.get().spend(1 + size // 16)
-        return check(validator, value, instance, schema)
+def _matches(pattern: str, text: str) -> bool:
+    """Whether a regular expression is found in a text. Raises _TooMuch."""
+    try:
+        return _compiled(pattern).search(text, timeout=_left()) is not None
+    except TimeoutError as error:
+        raise _TooMuch(f", for the regular expression {str(pattern)[:SHOWN]!r}") from error
 
-    return counted
+
+# -- keywords --------------------------------------------------------------------------------------------------------
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
     from jsonschema.exceptions import ValidationError
 
-    if isinstance(instance, str) and not _work.get().matches(pattern, instance):
-        yield ValidationError("does not match")
+    if isinstance(instance, str) and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
 def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
     for pattern, inner in patterns.items() if isinstance(instance, dict) else ():
         for name, value in instance.items():
-            if _work.get().matches(pattern, name):
+            if _matches(pattern, name):
                 yield from validator.descend(value, inner, path=name, schema_path=pattern)
 
 
@@ -343,7 +358,7 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
 
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", ())
     for name, value in instance.items() if isinstance(instance, dict) else ():
-        if name in known or any(_work.get().matches(pattern, name) for pattern in patterns):
+        if name in known or any(_matches(pattern, name) for pattern in patterns):
             continue
         if allowed is False:
             yield ValidationError("is unknown", path=[name])
@@ -351,14 +366,78 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
             yield from validator.descend(value, allowed, path=name)
 
 
-def _is_number(checker: Any, value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+def _unique_items(validator: Any, unique: bool, instance: Any, schema: Any) -> Iterator[Any]:
+    """Unlike the library's own, not pair by pair."""
+    from jsonschema.exceptions import ValidationError
+
+    seen = set()
+    for item in instance if unique and isinstance(instance, list) else ():
+        _left()
+        key = _key(item)
+        if key in seen:
+            yield ValidationError(f"{instance!r} has non-unique elements")
+            return
+        seen.add(key)
 
 
-def _is_boolean(checker: Any, value: Any) -> bool:
-    """Counted: what the library looks for unevaluated members with asks this of each schema, and of no keyword."""
-    _work.get().spend(1)
-    return isinstance(value, bool)
+def _key(value: Any) -> Any:
+    """What is equal, and has a hash, for values that are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, list):
+        return "array", tuple(map(_key, value))
+    if isinstance(value, dict):
+        return "object", frozenset((name, _key(member)) for name, member in value.items())
+    return isinstance(value, bool), value
+
+
+def _unevaluated(keyword: str, kind: type, validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """Unlike the library's own, with sets in place of lists of lists, and without Python's `re`."""
+    from jsonschema.exceptions import ValidationError
+
+    if isinstance(instance, kind):
+        known, others = _known(validator, instance, keyword), validator.evolve(schema=allowed)
+        members = instance.items() if isinstance(instance, dict) else enumerate(instance)
+        if not all(name in known or others.is_valid(value) for name, value in members):
+            yield ValidationError(f"{instance!r} has other members")
+
+
+def _known(validator: Any, instance: Any, asked: str = "") -> set[Any]:
+    """The names or indices in an instance of which a schema says something, other than by the keyword that asks."""
+    _left()
+    if isinstance(validator.schema, bool):
+        return set()
+    schema = {keyword: value for keyword, value in validator.schema.items() if keyword in validator.VALIDATORS}
+    if isinstance(instance, dict):
+        rest = {"additionalProperties", "unevaluatedProperties"}
+        names, patterns = schema.get("properties", {}), schema.get("patternProperties", ())
+        known = {name for name in instance if name in names or any(_matches(pattern, name) for pattern in patterns)}
+    else:
+        listed = isinstance(schema.get("items"), list)  # in draft 2019-09
+        rest = {"additionalItems" if listed else "items", "unevaluatedItems"}
+        known = set(range(len(schema.get("items" if listed else "prefixItems", ()))))
+        if "contains" in schema:
+            contained = validator.evolve(schema=schema["contains"])
+            known |= {index for index, item in enumerate(instance) if contained.is_valid(item)}
+    if schema.keys() & rest - {asked}:
+        return set(instance if isinstance(instance, dict) else range(len(instance)))
+    return known.union(*(_known(inner, instance) for inner in _applied(validator, schema, instance)))
+
+
+def _applied(validator: Any, schema: dict[str, Any], instance: Any) -> Iterator[Any]:
+    """The validators of the schemas in a schema, or that it refers to, that hold for the same instance."""
+    from referencing.jsonschema import lookup_recursive_ref
+
+    found = [validator._resolver.lookup(schema[keyword]) for keyword in ("$ref", "$dynamicRef") if keyword in schema]
+    if "$recursiveRef" in schema:
+        found.append(lookup_recursive_ref(validator._resolver))
+    for resolved in found:
+        yield validator.evolve(schema=resolved.contents, _resolver=resolved.resolver)
+    inners = [inner for keyword in ("allOf", "anyOf", "oneOf") for inner in schema.get(keyword, ())]
+    if isinstance(instance, dict):
+        inners += [inner for name, inner in schema.get("dependentSchemas", {}).items() if name in instance]
+    if "if" in schema:
+        branch = "then" if validator.evolve(schema=schema["if"]).is_valid(instance) else "else"
+        inners += [schema["if"], validator.schema.get(branch, True)]
+    yield from filter(lambda inner: inner.is_valid(instance), (validator.evolve(schema=inner) for inner in inners))
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
@@ -413,7 +492,8 @@ def _place(path: Iterable[str | int]) -> str:
 def _kind(value: Any) -> str:
     """The name of a value's type in JSON."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+    names = (name for kind, name in kinds.items() if isinstance(value, kind))
+    return "null" if value is None else next(names, type(value).__name__)
 
 
 def _shown(value: Any, limit: int = SHOWN) -> str:
