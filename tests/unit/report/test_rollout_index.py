@@ -199,7 +199,9 @@ def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: Ro
         for name in ("step", "uid", "group", "sample", "env_class", "error", "detail", "temperature", "max_version"):
             assert shown[name] == row[name]
         assert shown["reward"] == reward(row) and shown["source"] == row["data_source"]
-        assert shown["messages"] == json.loads(row["messages"]) and shown["turns"] == row["turns"]
+        assert shown["messages"] == json.loads(row["messages"])
+        calls = [json.loads(turn["tool_calls"] or "[]") for turn in row["turns"]]
+        assert shown["turns"] == [turn | {"tool_calls": of} for turn, of in zip(row["turns"], calls, strict=True)]
         assert shown["env_metrics"] == json.loads(row["env_metrics"])
         tokens, prompt = shown["tokens"], len(row["prompt_ids"])
         assert tokens["ids"] == row["prompt_ids"] + row["response_ids"] and tokens["prompt"] == prompt
