@@ -34,7 +34,7 @@ def write_run(run: Path, name: str, *, steps: int, kept: Sequence[int] = (), lr:
 
 
 def write_step(run: Path, step: int) -> None:
-    """Rollouts of a step, of which every tenth asks a tool: in odd steps its message says so, too, not only its turn."""
+    """Rollouts of a step, of which every tenth asks a tool, as its turn says; in odd steps its message does, too."""
     table = made_up_rollouts(ROLLOUTS, step, samples=SAMPLES, mean_tokens=40)
     if step % 2:
         table = with_messages(table, [_asking(json.loads(one)) for one in table["messages"].to_pylist()])
