@@ -76,6 +76,9 @@ class Gated:
     def samples(self, rows: Any, step: int) -> None:
         self._inner.samples(rows, step)
 
+    def table(self, rows: Any, step: int) -> None:
+        self._inner.table(rows, step)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -96,6 +96,10 @@ class GatedReports:
         with self._spent.counted():
             self._reports.samples(rows, step)
 
+    def table(self, rows: Any, step: int) -> None:
+        with self._spent.counted():
+            self._reports.table(rows, step)
+
     def close(self) -> None:
         self._reports.close()
 

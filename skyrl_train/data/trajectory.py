@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
 
+ToolCalled = dict[str, str]
+"""A call that an environment read from an answer: {"name", "arguments"}, the latter as text, JSON where it is not one
+text; "error", the kind, if it failed. One that cannot be read has the name ""."""
+
 OK = "ok"
 FAILED = "failed"
 """The episode raised, hung or was lost: it is masked and counted under `error`, never scored 0."""
@@ -55,6 +59,10 @@ class Turn:
     """Over its tokens."""
     running_s: float = field(default=0.0, compare=False)
     """Seconds in the engine's batch."""
+    environment_s: float | None = field(default=None, compare=False)
+    """Seconds until the environment had answered, its tools' calls and waiting for its process included."""
+    tool_calls: tuple[ToolCalled, ...] = ()
+    """The calls that the environment read from its text. They are for people: the model never sees them."""
 
 
 @dataclass(frozen=True, slots=True)

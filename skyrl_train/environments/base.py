@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.trajectory import Message, ToolCalled
 from skyrl_train.errors import EnvironmentFailure
 
 BAD_ROW = "bad_row"
@@ -44,6 +44,8 @@ class StepOutput:
     """Anything that JSON can hold; numbers become metrics."""
     postprocessed_action: str | None = None
     """Accepted from SkyRL-Gym environments but not applied: tokens are trained on exactly as they were sampled."""
+    tool_calls: list[ToolCalled] = field(default_factory=list)
+    """The calls that were read from the model's text, for who reads rollouts; the model never sees this list."""
 
 
 class BaseTextEnvStepOutput(TypedDict):
@@ -145,7 +147,8 @@ def checked_step_output(output: Any) -> StepOutput:
     action = fields.get("postprocessed_action")
     if not isinstance(action, str | None):
         raise EnvironmentFailure("bad_step_output", f"postprocessed_action is {_shown(action)}, not a string")
-    return StepOutput(checked_messages(fields["observations"]), reward, bool(done), dict(metadata), action)
+    observations, calls = checked_messages(fields["observations"]), _checked_calls(fields.get("tool_calls") or ())
+    return StepOutput(observations, reward, bool(done), dict(metadata), action, calls)
 
 
 def checked_messages(messages: Any) -> list[Message]:
@@ -157,6 +160,14 @@ def checked_messages(messages: Any) -> list[Message]:
         if not named or not isinstance(message["content"], str | list | None):
             raise EnvironmentFailure("bad_step_output", f'{_shown(message)} is not {{"role": "...", "content": "..."}}')
     return [dict(message) for message in messages]
+
+
+def _checked_calls(calls: Any) -> list[ToolCalled]:
+    named = isinstance(calls, list | tuple) and all(isinstance(one, Mapping) and "name" in one for one in calls)
+    if not named or not all(isinstance(text, str) for one in calls for text in one.values()):
+        wanted = '[{"name": "...", "arguments": "..."}]'
+        raise EnvironmentFailure("bad_step_output", f"tool_calls is {_shown(calls)}, not {wanted}, all of it text")
+    return [dict(one) for one in calls]
 
 
 def _checked_reward(reward: Any) -> float:

@@ -113,6 +113,10 @@ def opening_of(trajectory: Trajectory) -> list[Message]:
     return trajectory.messages[: answers[0]] if answers else trajectory.messages
 
 
+def _turn(kept: dict[str, Any]) -> Turn:
+    return Turn(**{**kept, "tool_calls": tuple(json.loads(kept["tool_calls"] or "[]"))})
+
+
 def _trajectory(row: dict[str, Any], arrays: dict[str, Any], prompts: dict[int, Prompt]) -> Trajectory:
     messages = json.loads(row["messages"] or "[]")
     spans = row["loss_spans"] if row["scored_spans"] is None else row["scored_spans"]
@@ -123,7 +127,7 @@ def _trajectory(row: dict[str, Any], arrays: dict[str, Any], prompts: dict[int, 
         response_ids=_present(arrays["response_ids"]),
         loss_spans=[(span["start"], span["stop"]) for span in spans or ()],
         logprobs=_present(arrays["rollout_logprobs"]),
-        turns=[Turn(**turn) for turn in row["turns"] or ()],
+        turns=[_turn(turn) for turn in row["turns"] or ()],
         reward=row["reward"],
         stop_reason=row["stop_reason"],
         temperature=row["temperature"],

@@ -24,6 +24,8 @@ class SampleRow:
     """Of the response, those between its turns included."""
     version: int = 0
     """The newest weights that sampled any of it."""
+    sample: int = 0
+    """Which of its prompt's samples it is."""
 
     def cells(self, shown: Callable[[str], str] = str) -> list[str | float]:
         """What stands in the columns SAMPLE_COLUMNS; `shown` makes texts harmless."""
@@ -48,7 +50,8 @@ class Tracker(Protocol):
     """Constructed with a TrackerSetup. Names are printable, values may be NaN, texts may contain anything.
 
     One that shows how runs end also has `fail(error: BaseException)`, which is called before `close` if the run ends
-    with an error; a run that was stopped ends with asyncio.CancelledError, KeyboardInterrupt or Stopped.
+    with an error; a run that was stopped ends with asyncio.CancelledError, KeyboardInterrupt or Stopped. One that shows
+    tables of rollouts also has `table(rows: Sequence[SampleRow], step: int)`: more than `samples`, cut to a bound.
     """
 
     def begin(self, step: int, total_steps: int) -> None:
@@ -56,6 +59,7 @@ class Tracker(Protocol):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def samples(self, rows: Sequence[SampleRow], step: int) -> None: ...
+    def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """A few completions of a step, whole."""
 
     def close(self) -> None: ...

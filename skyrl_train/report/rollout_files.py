@@ -34,6 +34,8 @@ _TURN = [
     ("max_version", pa.int32()),
     ("mean_version", pa.float64()),
     ("running_s", pa.float64()),
+    ("environment_s", pa.float64()),
+    ("tool_calls", pa.string()),
 ]
 _RESTART = [("start", pa.int32()), ("prompt_ids", pa.list_(pa.int32()))]
 COLUMNS = pa.schema(

@@ -29,6 +29,8 @@ from skyrl_train.report.rollout_query import Query
 
 TEXTS_KEPT_BYTES = 1 << 30
 QUANTILES = (10, 25, 75, 90)
+_SEVERAL = 3
+"""Rewards that differ: with fewer, quantiles show nothing."""
 PREVIEW = 240
 """Characters."""
 _READ = ("step", "uid", "group", "sample", "data_source", "reward", "status", "stop_reason", "response_tokens", "turns")
@@ -65,9 +67,12 @@ class RolloutIndex:
         self._stamps: dict[int, _Stamp] = {}
         self._steps: dict[int, pa.Table] = {}
         self._quantiles_of: dict[int, list[float]] = {}
+        self._rewards_of: dict[int, set[float]] = {}
+        """Some that differ, of each step: as many as tell whether there are more than two."""
         self._all = _indexed(self._files.table([], _READ), [0])
         self.quantiles: dict[str, dict[int, float]] = {}
-        """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh."""
+        """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh. None if all are one of
+        two: quantiles would jump between these, and the mean says all."""
         self._texts: OrderedDict[int, pa.Table] = OrderedDict()
         self._texts_bytes = 0
         self._searches: OrderedDict[str, dict[int, NDArray[np.bool_]]] = OrderedDict()
@@ -139,6 +144,7 @@ class RolloutIndex:
             self._steps[step] = table = whole.slice(begin, length)
             values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
             self._quantiles_of[step] = [value for value in values if value is not None]
+            self._rewards_of[step] = {*pc.unique(table["reward"]).drop_null()[:_SEVERAL].to_pylist()}
 
     def _read(self, step: int) -> pa.Table | None:
         """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
@@ -157,6 +163,8 @@ class RolloutIndex:
             return pa.table({name: pa.array([], pa.string()) for name in ("text", "messages")})
 
     def _quantiles(self) -> dict[str, dict[int, float]]:
+        if len(set().union(*self._rewards_of.values())) < _SEVERAL:
+            return {}
         known = {step: values for step, values in self._quantiles_of.items() if values}
         columns = {f"reward/p{percent}": place for place, percent in enumerate(QUANTILES)} if known else {}
         return {name: {step: values[place] for step, values in known.items()} for name, place in columns.items()}
@@ -221,6 +229,7 @@ class RolloutIndex:
     def _forget(self, step: int) -> None:
         self._steps.pop(step, None)
         self._quantiles_of.pop(step, None)
+        self._rewards_of.pop(step, None)
         if (texts := self._texts.pop(step, None)) is not None:
             self._texts_bytes -= texts.nbytes
         for known in self._searches.values():

@@ -79,7 +79,7 @@ class RolloutViews:
             "preview": (row["text"] or "")[:PREVIEW],
             "messages": from_json(row["messages"], []),
             "text": row["text"] or "",
-            "turns": row["turns"] or [],
+            "turns": [{**turn, "tool_calls": from_json(turn["tool_calls"], [])} for turn in row["turns"] or []],
             "env_metrics": from_json(row["env_metrics"], {}),
             "env_extras": from_json(row["env_extras"], {}),
             "tokens": self._tokens(row) if tokens else None,

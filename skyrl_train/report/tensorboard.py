@@ -48,6 +48,9 @@ class TensorboardTracker:
         self._writer.flush()
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """They are in the table."""
+
+    def table(self, rows: Sequence[SampleRow], step: int) -> None:
         if rows:
             cells = [[cell if isinstance(cell, str) else f"{cell:g}" for cell in row.cells(_literal)] for row in rows]
             table = [SAMPLE_COLUMNS, *cells]

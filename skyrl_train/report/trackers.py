@@ -43,7 +43,11 @@ class Trackers:
         self._each("log", {visible(str(name)): value for name, value in redact(metrics).items()}, step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        self._each("samples", [SampleRow(*redact(row.cells())) for row in rows], step)
+        self._each("samples", _without_secrets(rows), step)
+
+    def table(self, rows: Sequence[SampleRow], step: int) -> None:
+        """Rollouts of a step, for those that have this method."""
+        self._each("table", _without_secrets(rows), step)
 
     def fail(self, error: BaseException) -> None:
         """The run ends with `error`: told to those that have this method."""
@@ -65,7 +69,7 @@ class Trackers:
 
     def _each(self, method: str, *args: Any) -> None:
         for name, member in list(self._members.items()):
-            if method == "fail" and not hasattr(member, method):
+            if method in ("fail", "table") and not hasattr(member, method):
                 continue
             try:
                 getattr(member, method)(*args)
@@ -73,6 +77,10 @@ class Trackers:
                 del self._members[name]
                 what = f"{method}: {_USER_OF_ADDRESS.sub('', redact(repr(error)))}"
                 _log.warning("Tracker %s failed and is off for the rest of the run (%s).", name, what)
+
+
+def _without_secrets(rows: Sequence[SampleRow]) -> list[SampleRow]:
+    return [SampleRow(*cells) for cells in redact([row.cells() for row in rows])]
 
 
 def make_trackers(

@@ -58,6 +58,9 @@ class TrackioTracker:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """They are in the table."""
+
+    def table(self, rows: Sequence[SampleRow], step: int) -> None:
         if rows:
             table = trackio.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells(visible_lines) for row in rows])
             self._run.log({"samples": table}, step=step)

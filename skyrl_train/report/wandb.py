@@ -45,8 +45,12 @@ class WandbTracker:
         self._begun.log(dict(metrics), step=step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
-        table = wandb.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells() for row in rows])
-        self._begun.log({"samples": table}, step=step)
+        """They are in the table."""
+
+    def table(self, rows: Sequence[SampleRow], step: int) -> None:
+        if rows:
+            table = wandb.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells() for row in rows])
+            self._begun.log({"samples": table}, step=step)
 
     def fail(self, error: BaseException) -> None:
         self._exit_code = 1

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from skyrl_train.clock import now
 from skyrl_train.data.arrays import Tokens, token_array
 from skyrl_train.data.chat import decode_answer, encode_text, is_control, plain_text, render_continuation, render_prompt
 from skyrl_train.data.dataset import max_turns_of
@@ -198,8 +199,12 @@ class ConversationGenerator:
         state.running_s += completion.running_s
         if completion.stop_reason == "abort":
             raise EnvironmentFailure(CUT, f"its turns ran for {state.running_s:.3g} s in the engine without an end")
-        output = await state.session.step(text)
-        state.ledger.reward(output.reward)
+        begun = now()
+        try:
+            output = await state.session.step(text)
+        finally:
+            state.ledger.note(environment_s=now() - begun)
+        state.ledger.note(reward=output.reward, tool_calls=tuple(output.tool_calls))
         item.env_metrics |= _numbers(output.metadata)
         state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         item.messages += output.observations

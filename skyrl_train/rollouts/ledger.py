@@ -39,7 +39,7 @@ class Ledger:
         return np.concatenate((self._prompt_ids, self._item.response_ids[self._start :]))
 
     def sample(self, completion: Completion) -> None:
-        """Append a turn of the model; its reward is set later, by `reward`."""
+        """Append a turn of the model; what comes of it is told later, by `note`."""
         item, start = self._item, len(self._item.response_ids)
         self._append(completion.token_ids, completion.full_logprobs)
         item.stop_reason = completion.stop_reason
@@ -62,9 +62,9 @@ class Ledger:
         known = len(sequences[-1])
         sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
 
-    def reward(self, value: float) -> None:
-        """Set the reward of the last turn."""
-        self._item.turns[-1] = replace(self._item.turns[-1], reward=value)
+    def note(self, **known: Any) -> None:
+        """Set fields of the last turn: what the environment made of it."""
+        self._item.turns[-1] = replace(self._item.turns[-1], **known)
 
     @property
     def last_sampled(self) -> int | None:

@@ -58,7 +58,7 @@ class SimulatedConversations:
                 await asyncio.sleep(rng.expovariate(1 / self._timings.tool_s))
             completion = (await self._sample([(item, ledger)], position, turn))[0]
         item.reward = float(rng.random() < self._timings.pass_rate)
-        ledger.reward(item.reward)
+        ledger.note(reward=item.reward)
 
     async def _sample(
         self, episodes: Sequence[tuple[Trajectory, Ledger]], position: int, turn: int

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from skyrl_train.report.rollout_files import COLUMNS, write_rollouts, write_vocabulary
 
+_CALLS = json.dumps([{"name": "python", "arguments": json.dumps({"code": "print(6 * 7)"}), "error": "timeout"}])
 _SOURCES = ("gsm8k", "math", "tools")
 
 
@@ -120,6 +121,8 @@ def _row(
                 **versions,
                 "mean_version": float(step - 1),
                 "running_s": 0.02 * (stop - start),
+                "environment_s": 0.25,
+                "tool_calls": _CALLS if stop < length else None,
             }
             for start, stop in spans
         ],

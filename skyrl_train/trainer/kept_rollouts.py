@@ -326,9 +326,9 @@ def _clean(text: str) -> str:
 def _turns(items: Sequence[Trajectory]) -> pa.Array:
     turns = [turn for item in items for turn in item.turns]
     kind = COLUMNS.field("turns").type
-    fields = [
-        pa.array([getattr(turn, name) for turn in turns], kind.value_type.field(name).type) for name in _TURN_FIELDS
-    ]
+    columns: dict[str, list[Any]] = {name: [getattr(turn, name) for turn in turns] for name in _TURN_FIELDS}
+    columns["tool_calls"] = [dumped(redact(calls)) if calls else None for calls in columns["tool_calls"]]
+    fields = [pa.array(values, kind.value_type.field(name).type) for name, values in columns.items()]
     return _structs([len(item.turns) for item in items], fields, kind)
 
 

@@ -85,6 +85,7 @@ class TrainingLoop(ABC):
         self._to_do: list[str] = []
         """What is still to be done about `step`: "reference", "publish", "evaluate", "log", "export", in this order."""
         self._samples: Sequence[SampleRow] = ()
+        self._table: Sequence[SampleRow] = ()
 
     async def fit(self) -> None:
         """Train up to the last step, from the checkpoint to resume or else from the start."""
@@ -189,6 +190,7 @@ class TrainingLoop(ABC):
     def _record(self, values: Mapping[str, float]) -> None:
         self.trackers.log(values, self.step)
         self.trackers.samples(self._samples, self.step)
+        self.trackers.table(self._table, self.step)
         self._done("log")
 
     async def _export_and_save(self) -> None:

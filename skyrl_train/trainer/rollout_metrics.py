@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, islice
 from statistics import stdev
 
 from skyrl_train.data.trajectory import OK, PASSED, Trajectory, TrajectoryGroup
+from skyrl_train.environments.tools.base import cut
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 
 NUM_SAMPLES = 4
 """How many completions are shown per step."""
+TABLE_ROWS, TABLE_CHARACTERS = 32, 65_536
+"""Of a step's table for trackers, which keep one of every step: those of 1,000 steps have some 70 MB of ASCII text."""
 
 
 def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics: Metrics) -> None:
@@ -53,6 +57,23 @@ def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
     return [sample_row(group.trajectories[0]) for group in groups[:NUM_SAMPLES] if group.trajectories]
 
 
+def table_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
+    """The first groups, as many trajectories as a table takes; the middle of its longest texts is cut out."""
+    items = islice(chain.from_iterable(group.trajectories for group in groups), TABLE_ROWS)
+    rows = [sample_row(item) for item in items]
+    longest = _longest([len(text) for row in rows for text in (row.prompt, row.response)], TABLE_CHARACTERS)
+    return [replace(row, prompt=cut(row.prompt, longest), response=cut(row.response, longest)) for row in rows]
+
+
+def _longest(lengths: Sequence[int], most: int) -> int:
+    """How long texts may be so that they have `most` characters together: short ones leave their share to others."""
+    for others, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
+        if length * others > most:
+            return most // others
+        most -= length
+    return max(lengths, default=0)
+
+
 def sample_row(item: Trajectory) -> SampleRow:
     """A trajectory for people to read."""
     content = item.prompt.messages[-1]["content"] if item.prompt.messages else ""
@@ -66,4 +87,5 @@ def sample_row(item: Trajectory) -> SampleRow:
         turns=len(item.turns),
         tokens=len(item.response_ids),
         version=item.max_version,
+        sample=item.sample,
     )

@@ -19,7 +19,7 @@ from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from skyrl_train.trainer.loop import TrainingLoop
 from skyrl_train.trainer.residency import Residency
-from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows
+from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
 from skyrl_train.trainer.run_state import Unfinished
 
 GroupStep = Callable[[Sequence[TrajectoryGroup], Metrics], None]
@@ -132,7 +132,7 @@ class Trainer(TrainingLoop):
         if self.batch_dump is not None:
             uids = [uid for uid, _ in self.samples_of_rows]
             await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, uids)
-        self._samples = sample_rows(groups)
+        self._samples, self._table = sample_rows(groups), table_rows(groups)
         kept = self.kept_rollouts
         if kept is not None:
             self.learner.tells_logprobs_of = kept.num_sequences(groups)

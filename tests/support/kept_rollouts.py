@@ -24,6 +24,7 @@ OF_TOKENS = {
     "token_rewards": "token_rewards",
 }
 """Columns, and the tensors of a batch that they show."""
+CALLED = {"name": "add", "arguments": '{"a": 2, "b": 3}', "error": "timeout"}
 OPENING = {"role": "user", "content": "How many are two and three? Answer in one word."}
 ODD = {"role": "user", "content": "Write what is no text."}
 
@@ -59,7 +60,8 @@ def _first() -> TrajectoryGroup:
     answers = {"role": "assistant", "content": "It says that it is five."}
     two = trajectory_from(
         prompt, 1, [5, 6], [9, 9, 1, 1, 4], [1, 1, 0, 0, 1], [-1.0, -2.0, 0.0, 0.0, -3.0],
-        [Turn(0, 2, 0.25, "stop", 3, 3), Turn(4, 5, 0.5, "length", 4, 4)], 0.75, "length", 0.7,
+        [Turn(0, 2, 0.25, "stop", 3, 3, environment_s=0.5, tool_calls=(CALLED,)), Turn(4, 5, 0.5, "length", 4, 4)],
+        0.75, "length", 0.7,
         text=f"assistant: {asks['content']}\ntool: {tool['content']}\nassistant: {answers['content']}",
         messages=[OPENING, asks, tool, answers],
     )  # fmt: skip

@@ -129,6 +129,9 @@ class Fakes:
     def samples(self, rows: Any, step: int) -> None:
         """Not looked at here."""
 
+    def table(self, rows: Any, step: int) -> None:
+        """Nor this."""
+
     def close(self) -> None:
         """Nothing to close."""
 

@@ -34,9 +34,11 @@ def write_run(run: Path, name: str, *, steps: int, kept: Sequence[int] = (), lr:
 
 
 def write_step(run: Path, step: int) -> None:
-    """Rollouts of a step, of which every tenth asks a tool."""
+    """Rollouts of a step, of which every tenth asks a tool, as its turn says; in odd steps its message does, too."""
     table = made_up_rollouts(ROLLOUTS, step, samples=SAMPLES, mean_tokens=40)
-    write_rollouts(run, step, with_messages(table, [_asking(json.loads(one)) for one in table["messages"].to_pylist()]))
+    if step % 2:
+        table = with_messages(table, [_asking(json.loads(one)) for one in table["messages"].to_pylist()])
+    write_rollouts(run, step, table)
 
 
 def with_messages(table: pa.Table, conversations: Sequence[list[dict[str, Any]]]) -> pa.Table:
@@ -65,6 +67,14 @@ def metric_lines(steps: int, seed: int) -> list[dict[str, Any]]:
                 "response/truncated_fraction": 0.6 if step > steps - 10 else 0.05,
                 "policy/entropy": 2 - 1.5 * rise + 0.02 * second,
                 "policy/grad_norm": abs(third),
+                "policy/kl": 0.02 * rise + 0.001 * abs(first),
+                "mismatch/kl": 0.001 + 0.0002 * abs(second),
+                "async/staleness_max": float(step > 1),
+                "async/staleness_mean": 0.5 * (step > 1),
+                "rollouts/max_staleness": float(step > 1),
+                "throughput/tokens_per_s": 5000 + 100 * second,
+                "memory/learner_peak_rss_gib": 3 + 0.01 * step,
+                "memory/learner_peak_gib": 20 + 0.1 * abs(third),
                 "timing/step_s": 6.0,
                 "timing/generate_s": 3.5,
                 "timing/update_s": 2.0,

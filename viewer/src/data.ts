@@ -70,6 +70,9 @@ export interface Turn {
   min_version: number;
   max_version: number;
   running_s: number | null;
+  environment_s?: number | null;
+  /** The calls that the environment read from its text: name, arguments as text, and error if it failed. */
+  tool_calls?: Message[];
 }
 
 /** Columns over the tokens of prompt and response; null where there is no number. */
@@ -157,7 +160,7 @@ function served(): Source {
   addEventListener("hashchange", () => keepToken() && location.reload()); // a new address, pasted over an old one
   const get = async <T>(what: string, query: Record<string, string> = {}): Promise<T> => {
     const given = Object.entries(query).filter(([, value]) => value !== "");
-    const headers = { Authorization: `Bearer ${sessionStorage.getItem(TOKEN) ?? ""}` };
+    const headers = { Authorization: `Bearer ${localStorage.getItem(TOKEN) ?? ""}` };
     const answer = await fetch(`/api/${what}?${new URLSearchParams(given)}`, { credentials: "omit", headers });
     if (!answer.ok) throw new Error(`${what}: ${answer.status} ${(await answer.text()).slice(0, 300)}`);
     return (await answer.json()) as T;
@@ -174,12 +177,15 @@ function served(): Source {
   };
 }
 
-/** Keep the token of the printed address in this tab, and out of the address: links are copied from there. */
+/**
+ * Keep the token of the printed address for all tabs at this host and port, and out of the address: links are copied
+ * from there. It is worth nothing once its server has ended; the next one at this port has another.
+ */
 function keepToken(): boolean {
   const view = new URLSearchParams(location.hash.slice(1));
   const given = view.get("access_token");
   if (!given) return false;
-  sessionStorage.setItem(TOKEN, given);
+  localStorage.setItem(TOKEN, given);
   view.delete("access_token");
   history.replaceState(null, "", view.size ? `#${view}` : "/");
   return true;

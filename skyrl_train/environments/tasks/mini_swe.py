@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.programs import same_output
+from skyrl_train.environments.tools.base import called
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, Session
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.messages import visible
@@ -130,8 +131,14 @@ class MiniSWEEnv(TextEnv):
             self._mistakes += 1
             self._steps.append({"answer": action})
             return self._goes_on(self._render("format_error_template", actions=commands))
-        answer = self._ran(commands[0])
-        self._steps.append({"answer": action, "command": commands[0], **(answer or {})})
+        output = self._after(action, commands[0])
+        output.tool_calls = [called("bash", commands[0])]
+        return output
+
+    def _after(self, action: str, command: str) -> StepOutput:
+        """Run the command of an answer."""
+        answer = self._ran(command)
+        self._steps.append({"answer": action, "command": command, **(answer or {})})
         if answer is None:  # a limit on everything inside: the repository is gone
             return self._over(0.0, session_lost=True)
         first, _, _ = answer["output"].lstrip().partition("\n")

@@ -7,9 +7,10 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.data.trajectory import ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools import bm25
-from skyrl_train.environments.tools.base import ToolBox, ToolResult
+from skyrl_train.environments.tools.base import ToolBox, ToolResult, called
 from skyrl_train.environments.tools.search import SearchTool
 from skyrl_train.errors import EnvironmentFailure
 
@@ -47,6 +48,11 @@ def score(text: str, targets: Sequence[str]) -> float:
     """Return 1.0 if the single answer in `text` exactly matches one of `targets` after normalisation, else 0.0."""
     answer = answer_of(text)
     return float(bool(answer) and answer in [normalised(target) for target in targets])
+
+
+def _information(text: str, *calls: ToolCalled) -> StepOutput:
+    observation = {"role": "user", "content": f"\n<information>{text}</information>\n"}
+    return StepOutput([observation], 0.0, done=False, tool_calls=[*calls])
 
 
 def targets_of(extras: Mapping[str, Any]) -> list[str]:
@@ -115,14 +121,12 @@ class SearchEnv(TextEnv):
             counts = {"searches": self.searches, "answered": answered}
             return StepOutput([], score(action, self.targets), done=True, metadata=counts)
         queries = QUERY.findall(action)
-        information = self._search(queries[-1]) if queries else HINT
-        return StepOutput(
-            [{"role": "user", "content": f"\n<information>{information}</information>\n"}], 0.0, done=False
-        )
-
-    def _search(self, query: str) -> str:
+        if not queries:
+            return _information(HINT)
         self.searches += 1
-        return observation_of(self.box.call("search", {"query": query}))
+        arguments = {"query": queries[-1]}
+        result = self.box.call("search", arguments)
+        return _information(observation_of(result), called("search", arguments, result.error))
 
     def close(self) -> None:
         self.box.close()

@@ -15,7 +15,7 @@ from skyrl_train.environments.tasks.search import (
     search_tool,
     without_thinking,
 )
-from skyrl_train.environments.tools.base import ToolBox
+from skyrl_train.environments.tools.base import ToolBox, called
 from skyrl_train.environments.tools.registry import check_tool, make_tool
 
 CALL = re.compile(r"<tool>\s*<(search|python)>((?:(?!<tool>).)*?)</\1>\s*</tool>", re.DOTALL)
@@ -64,13 +64,14 @@ class SearchCodeEnv(TextEnv):
             reward = score("\n".join(solutions), self.ground_truth)
             return StepOutput([], reward, done=True, metadata={**self.calls, "answered": bool(solutions)})
         call = CALL.search(action)
-        content = HINT if call is None else self._result(call[1], call[2].strip())
-        return StepOutput([{"role": "user", "content": content}], 0.0, done=False)
-
-    def _result(self, tool: str, text: str) -> str:
+        if call is None:
+            return StepOutput([{"role": "user", "content": HINT}], 0.0, done=False)
+        tool, arguments = call[1], {ARGUMENT[call[1]]: call[2].strip()}
         self.calls[tool] += 1
-        result = self.box.call(tool, {ARGUMENT[tool]: text})
-        return observation_of(result) if tool == "search" else result.text
+        result = self.box.call(tool, arguments)
+        content = observation_of(result) if tool == "search" else result.text
+        made = called(tool, arguments, result.error)
+        return StepOutput([{"role": "user", "content": content}], 0.0, done=False, tool_calls=[made])
 
     def close(self) -> None:
         self.box.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tools.base import cut, harmless
+from skyrl_train.environments.tools.base import called, cut, harmless
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
 from skyrl_train.errors import ConfigError, DataError
 
@@ -102,21 +102,26 @@ class Text2SQLEnv(TextEnv):
             reward = self._score(solutions[0]) if len(solutions) == 1 else -1.0
             return StepOutput([], reward, done=True, metadata=self._metrics(len(solutions) == 1))
         queries = between(action, "sql")
-        text = self._explore(queries[0]) if queries else "Error: write one <sql>query</sql>, or the <solution>."
+        if queries:
+            text, error = self._explore(queries[0])
+            calls = [called("sql", queries[0], error)]
+        else:
+            text, calls = "Error: write one <sql>query</sql>, or the <solution>.", []
         left = self.max_turns - self.turns
         reminder = f"<reminder>You have {left} turn{'s' * (left != 1)} left to complete the task.</reminder>"
         observation = f"<observation>\n{cut(harmless(text), MAX_OBSERVATION)}\n{reminder}\n</observation>"
-        return StepOutput([{"role": "user", "content": observation}], 0.0, done=False)
+        return StepOutput([{"role": "user", "content": observation}], 0.0, done=False, tool_calls=calls)
 
-    def _explore(self, sql: str) -> str:
+    def _explore(self, sql: str) -> tuple[str, str | None]:
+        """What the model is told of the query, and the kind of its failure."""
         try:
             found = query(self.database, sql, EXPLORING)
         except QueryError as error:
             self.failed_queries += 1
-            return f"Error: {error}"
+            return f"Error: {error}", "query_error"
         lines = [" | ".join(found.columns), *(" | ".join(map(_cell, row)) for row in found.rows)]
         count = f"first {len(found.rows)} rows; there are more" if found.more else f"{len(found.rows)} rows"
-        return "\n".join([*lines, f"({count})"])
+        return "\n".join([*lines, f"({count})"]), None
 
     def _score(self, sql: str) -> float:
         try:

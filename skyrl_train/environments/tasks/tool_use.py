@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from skyrl_train.config.environment import ToolUseConfig
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.trajectory import Message, ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import score
-from skyrl_train.environments.tools.base import ToolBox
+from skyrl_train.environments.tools.base import ToolBox, ToolResult, called
 from skyrl_train.environments.tools.parsers import ParseError, ToolCall, parse_calls, render_tools, tags_of
 from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
 from skyrl_train.errors import ConfigError
@@ -77,25 +77,26 @@ class ToolUseEnv(TextEnv):
             reward = score(action, self.ground_truth) if counted else 0.0
             return StepOutput([], reward, done=True, metadata=self._counts(answered=True))
         if self.turns >= self.max_turns:  # the model would not see the results
-            return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False))
+            unseen = [_called(call, "no_turn_left") for call in calls]
+            return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False), tool_calls=unseen)
         late = time.monotonic() + BEGIN_S
-        texts = [self._result(call, late) for call in calls]
-        return StepOutput(self._observations(texts), 0.0, done=False)
+        results = [self._result(call, late) for call in calls]
+        made = [_called(call, result.error) for call, result in zip(calls, results, strict=True)]
+        return StepOutput(self._observations([one.text for one in results]), 0.0, done=False, tool_calls=made)
 
     def close(self) -> None:
         self.box.close()
 
-    def _result(self, call: ToolCall | ParseError, late: float) -> str:
+    def _result(self, call: ToolCall | ParseError, late: float) -> ToolResult:
         if isinstance(call, ParseError):
-            self.failed += 1
-            return call.reason
-        if time.monotonic() > late:
-            self.failed += 1
-            return NOT_RUN
-        result = self.box.call(call.name, call.arguments)
+            result = ToolResult(call.reason, "unreadable")
+        elif time.monotonic() > late:
+            result = ToolResult(NOT_RUN, "not_run")
+        else:
+            result = self.box.call(call.name, call.arguments)
         self.worked += result.error is None
         self.failed += result.error is not None
-        return result.text
+        return result
 
     def _observations(self, texts: list[str]) -> list[Message]:
         """One tool message per result, or one user message with all of them: templates require roles to alternate."""
@@ -106,6 +107,15 @@ class ToolUseEnv(TextEnv):
 
     def _counts(self, answered: bool) -> dict[str, Any]:
         return {"answered": answered, "tool_calls": self.worked, "tool_errors": self.failed}
+
+
+def _called(call: ToolCall | ParseError, error: str | None) -> ToolCalled:
+    if isinstance(call, ParseError):
+        return called("", call.raw, "unreadable")
+    try:
+        return called(call.name, call.arguments, error)
+    except RecursionError:  # JSON is written a little less deep than it is read
+        return called(call.name, call.raw, error)
 
 
 def _settings(env_config: Mapping[str, Any]) -> tuple[ToolUseConfig, Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -11,6 +12,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.data.trajectory import ToolCalled
 from skyrl_train.environments.tools.arguments import Arguments, Unusable
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
@@ -79,6 +81,12 @@ class ToolResult:
     text: str
     error: str | None = None
     """None, "unknown_tool", "bad_arguments", "timeout", "tool_error" (ToolError), or an exception's class name."""
+
+
+def called(name: str, arguments: Any, error: str | None = None) -> ToolCalled:
+    """A call for `StepOutput.tool_calls`."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": name, "arguments": text} | ({} if error is None else {"error": error})
 
 
 class ToolBox:

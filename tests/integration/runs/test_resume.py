@@ -42,7 +42,7 @@ def rollouts_of(folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = RolloutFiles(folder / "ckpts").table().to_pylist()
     assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6} and len(rows) == 6 * 16
     for turn in (turn for row in rows for turn in row["turns"]):
-        assert turn.pop("running_s") >= 0
+        assert turn.pop("running_s") >= 0 and turn.pop("environment_s") >= 0
     return rows
 
 

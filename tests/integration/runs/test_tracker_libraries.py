@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.run_ids import kept_id
+
 REPOSITORY = Path(__file__).parents[3]
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 """With the uv that scripts/bootstrap gets where there is none."""
@@ -26,6 +29,7 @@ TABLE = {"prompt": SHOWN, "reward": 0.25, "stop_reason": "stop", "uid": "gsm8k-7
     "turns": 2,
     "tokens": 300,
     "version": 5,
+    "sample": 0,
 }
 """A row of completions but for the response."""
 LONG = "environment/" + 300 * "x"
@@ -64,7 +68,7 @@ with make_trackers([name], folder, "a project", "run", config) as trackers:
         names = ("nan", "environment//a", "../x", {HOSTILE!r}, {LONG!r})
         trackers.log({{"reward/mean": step / 4, "inf": float("inf"), **dict.fromkeys(names, float("nan"))}}, step)
         response = f"it is canary-MY_PASSWORD {{step}}"
-        trackers.samples([SampleRow({HOSTILE!r}, response, 0.25, "stop", "gsm8k-7", "ok", 2, 300, 5)], step)
+        trackers.table([SampleRow({HOSTILE!r}, response, 0.25, "stop", "gsm8k-7", "ok", 2, 300, 5)], step)
     print("members", sorted(trackers._members))
     if sys.argv[5:] == ["fails"]:
         raise RuntimeError("the run fails")
@@ -303,13 +307,14 @@ def test_the_default_trackers_work_in_an_environment_of_their_own(
     assert len(list(run.glob(found[tracker]))) == 2
 
 
-@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb"])
 def test_a_resumed_training_run_is_one_run_of_the_tracker(
     tracker: str, small: Callable[[Path], list[str]], environment: Callable[[str], str], home: Path, tmp_path: Path
 ):
     python, folder = environment(tracker), tmp_path / "trackio"
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    env |= {"HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(folder), "SKYRL_TEST_SESSION": os.environ["SKYRL_TEST_SESSION"]}
+    env |= {"HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(folder), "WANDB_MODE": "offline"}
+    env |= {"SKYRL_TEST_SESSION": os.environ["SKYRL_TEST_SESSION"]}
     for steps in ("1", "2"):
         changes = [f"trainer.logger={tracker}", f"trainer.max_steps={steps}", "trainer.project_name=a project"]
         command = [python, "-m", "skyrl_train.entrypoints.main_base", *small(tmp_path), *changes]
@@ -317,6 +322,9 @@ def test_a_resumed_training_run_is_one_run_of_the_tracker(
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"Tracker {tracker} failed" not in done.stderr and f"{tracker}: " in done.stdout
         assert "Uploading" not in done.stdout
+    if tracker == "wandb":
+        assert_one_run_of_wandb(tmp_path / "ckpts")
+        return
     if tracker == "mlflow":
         store = f"sqlite:///{tmp_path}/ckpts/mlflow/mlflow.db"
         (only,) = read(python, READ_MLFLOW, store, home=home)
@@ -329,3 +337,17 @@ def test_a_resumed_training_run_is_one_run_of_the_tracker(
         steps_seen = [row["step"] for row in only["rows"] if "reward/mean" in row]
         assert only["config"]["trainer.train_batch_size"] == 4
     assert sorted(steps_seen) == [1, 2]
+
+
+def assert_one_run_of_wandb(run: Path) -> None:
+    """Each start has a folder, of the same id, with the table of its step: all its samples."""
+    folders = sorted((run / "wandb").glob("offline-run-*"))
+    assert [folder.name.rpartition("-")[2] for folder in folders] == [kept_id(run, "wandb")] * 2
+    for step, folder in enumerate(folders, 1):
+        (table,) = [json.loads(file.read_text()) for file in folder.glob("files/media/table/*.json")]
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        kept = RolloutFiles(run).table([step], ["uid", "sample", "reward", "response_tokens", "text"]).to_pylist()
+        assert len(rows) == len(kept) == 16
+        for row, one in zip(rows, kept, strict=True):
+            assert [row[name] for name in ("uid", "sample", "reward", "tokens")] == [*one.values()][:4]
+            assert row["response"] == one["text"] and row["version"] == step - 1

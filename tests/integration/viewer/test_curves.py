@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ PIXELS = """canvas => {
     }
     return seen;
 }"""
+BAND = """canvas => {
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let seen = 0;
+    for (let i = 0; i < data.length; i += 4) {
+        const near = [59, 130, 246].every((value, at) => Math.abs(data[i + at] - value) < 12);
+        if (near && data[i + 3] > 20 && data[i + 3] < 100) seen++;
+    }
+    return seen;
+}"""
+"""Pixels in the first run's color that let through what is behind them."""
+CURVES = Path(__file__).parents[3] / "viewer" / "src" / "curves.ts"
 FIRST, SECOND = "59,130,246", "249,115,22"
 DARK, LIGHT = "rgb(20, 23, 27)", "rgb(255, 255, 255)"
 expect = sync_api.expect
@@ -51,6 +63,28 @@ def test_a_chart_has_a_line_in_the_color_of_each_run_and_the_slider_smooths_it(r
     expect(page.locator("output")).to_have_text("0.99")
     assert 100 < canvas.evaluate(PIXELS)[FIRST] < 0.9 * raw[FIRST], "a smooth line is a shorter one"
     assert "smooth=0.99" in page.url
+
+
+def test_each_of_the_main_curves_is_drawn(window: Shown):
+    """Those of asynchronous runs, mismatch, throughput and memory, too."""
+    main = re.search(r"const MAIN = \[(.*?)\];", CURVES.read_text(encoding="utf-8"), re.DOTALL)
+    names = ["evaluation by source" if "*" in name else name for name in re.findall(r'"(.+?)"', main[1])]
+    page = window.open("smooth=0")
+    section = page.locator("details.section").first
+    parts = [f"time of a step by part, s · {run}" for run in ("first", "second")]
+    expect(section.locator("figcaption")).to_have_text([*names, *parts])
+    for canvas in section.locator("figure.chart canvas").all()[: len(names)]:
+        seen = canvas.evaluate(PIXELS)
+        assert seen.get(FIRST, 0) > 20 and seen.get(SECOND, 0) > 20
+    for canvas in section.locator("figure.chart canvas").all()[len(names) :]:
+        assert sum(count for color, count in canvas.evaluate(PIXELS).items() if count > 500) > 20_000, "areas"
+
+
+def test_quantiles_of_rewards_are_bands_around_their_mean(window: Shown):
+    page = window.open("zoom=1~3&smooth=0&find=mean")
+    names = ("reward/mean", "async/staleness_mean")
+    banded, plain = (chart(page, name).locator("canvas").evaluate(BAND) for name in names)
+    assert banded > 5_000 and plain < 0.1 * banded
 
 
 def test_pointing_at_a_step_tells_the_numbers_of_it(report_window: Shown):

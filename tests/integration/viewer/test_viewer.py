@@ -258,8 +258,19 @@ def test_a_conversation_has_its_turns_and_calls(window: Shown):
     expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
     call = page.locator(".message").nth(1).locator(".tool-call")
     expect(call).to_contain_text("calculator")
-    expect(call).to_contain_text('"expression": "17 * 3"')
+    expect(call.locator("div")).to_have_text(["expression17 * 3", "17 * 3"])
     expect(page.locator(".message.assistant .turn")).to_have_count(2)
+
+
+def test_a_call_that_only_the_environment_read_has_its_card_its_answer_and_its_time(window: Shown):
+    page = window.open("tab=rollouts&step=2&uid=2001&group=1&sample=1")
+    expect(page.locator(".message h3")).to_have_text(["user", "assistant", "tool", "assistant"])
+    asks, answer, last = (page.locator(".message").nth(index) for index in (1, 2, 3))
+    expect(asks.locator(".tool-call")).to_have_text("call of python timeoutcodeprint(6 * 7)")
+    expect(asks.locator(".turn")).to_contain_text("environment 0.25 s")
+    expect(answer.locator(".answers")).to_have_text("answer to python")
+    expect(answer.locator(".text-block")).to_have_text("42")
+    expect(last.locator(".tool-call, .answers")).to_have_count(0)
 
 
 def _named(*, group: int, sample: int) -> Any:
@@ -270,7 +281,7 @@ def _same(shown: str, value: float | None) -> bool:
     return shown == "–" if value is None else np.float32(shown) == np.float32(value)
 
 
-def test_a_tab_needs_the_printed_address_once(browser: Any, watch_address: str):
+def test_a_browser_needs_the_printed_address_once_and_opens_links_in_any_tab(browser: Any, watch_address: str):
     server = watch_address.partition("#")[0]
     context = browser.new_context()
     page = context.new_page()
@@ -281,4 +292,7 @@ def test_a_tab_needs_the_printed_address_once(browser: Any, watch_address: str):
     assert page.url == server and context.cookies() == []
     page.reload()
     expect(page.locator(".pulse")).to_contain_text("2 runs")
+    other = context.new_page()
+    other.goto(f"{server}#{SAMPLE}")
+    expect(other.locator(".sample h2")).to_contain_text("row 1001")
     context.close()

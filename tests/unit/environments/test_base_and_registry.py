@@ -54,6 +54,9 @@ def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
         {"done": "yes"},
         {"metadata": ["a"]},
         {"postprocessed_action": 3},
+        {"tool_calls": "python"},
+        {"tool_calls": [{"arguments": "1"}]},
+        {"tool_calls": [{"name": "python", "arguments": {"code": "1"}}]},
     ],
 )
 def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):

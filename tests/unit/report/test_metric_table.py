@@ -19,6 +19,17 @@ def test_the_page_has_the_tables_as_they_are():
     assert page == generator["render"](page), "run: python scripts/generate_metric_docs.py"
 
 
+def test_curves_that_the_page_shows_first_are_metrics():
+    source = (ROOT / "viewer" / "src" / "curves.ts").read_text(encoding="utf-8")
+    main, parts = (
+        re.findall(r'"(.+?)"', re.search(rf"const {name} = \[(.*?)\];", source, re.DOTALL)[1])
+        for name in ("MAIN", "STEP_PARTS")
+    )
+    assert len(main) > 10 and len(parts) > 3
+    names = [*(name.replace("*", "any") for name in main), *(f"timing/{part}_s" for part in parts), "timing/step_s"]
+    assert [name for name in names if metric_of(name) is None] == []
+
+
 def test_no_metric_is_named_twice():
     names = [metric.name for metric in METRICS]
     assert sorted(set(names)) == sorted(names)

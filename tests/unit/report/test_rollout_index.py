@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from skyrl_train.errors import DataError
 from skyrl_train.report import rollout_index
+from skyrl_train.report.page_files import page
 from skyrl_train.report.plain_json import plain, to_json
 from skyrl_train.report.rollout_files import FOLDER, RolloutFiles, step_file, write_rollouts, write_vocabulary
+from skyrl_train.report.rollout_index import RolloutIndex
 from skyrl_train.report.rollout_packing import pack_messages
 from skyrl_train.report.rollout_query import ORDERS, Query
 from skyrl_train.report.rollout_views import RolloutViews
@@ -199,7 +205,9 @@ def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: Ro
         for name in ("step", "uid", "group", "sample", "env_class", "error", "detail", "temperature", "max_version"):
             assert shown[name] == row[name]
         assert shown["reward"] == reward(row) and shown["source"] == row["data_source"]
-        assert shown["messages"] == json.loads(row["messages"]) and shown["turns"] == row["turns"]
+        assert shown["messages"] == json.loads(row["messages"])
+        calls = [json.loads(turn["tool_calls"] or "[]") for turn in row["turns"]]
+        assert shown["turns"] == [turn | {"tool_calls": of} for turn, of in zip(row["turns"], calls, strict=True)]
         assert shown["env_metrics"] == json.loads(row["env_metrics"])
         tokens, prompt = shown["tokens"], len(row["prompt_ids"])
         assert tokens["ids"] == row["prompt_ids"] + row["response_ids"] and tokens["prompt"] == prompt
@@ -332,6 +340,62 @@ def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: Rollou
             percent = int(name.removeprefix("reward/p"))
             assert column[step] == pytest.approx(np.percentile(rewards, percent))
     assert RolloutViews(tmp_path).index.quantiles == {}
+
+
+def test_rewards_of_two_values_have_no_quantiles(tmp_path: Path):
+    index = RolloutIndex(tmp_path)
+    graded = made_up_rollouts(64)
+    place, binary = graded.column_names.index("reward"), pc.cast(pc.greater(graded["reward"], 0.5), pa.float64())
+    write_rollouts(tmp_path, 1, graded.set_column(place, "reward", binary))
+    index.refresh()
+    assert index.quantiles == {}
+    write_rollouts(tmp_path, 2, made_up_rollouts(64, 2))
+    index.refresh()
+    assert {*index.quantiles["reward/p25"]} == {1, 2}
+    step_file(tmp_path, 2).unlink()
+    index.refresh()
+    assert index.quantiles == {}
+    index.close()
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+def test_a_started_server_opens_a_hundred_thousand_rollouts_in_three_seconds_and_filters_in_one(tmp_path: Path):
+    """In as many files as a run of 64 rollouts a step has after 1,563 steps.
+
+    Texts are searched 5 s after the page has opened: they are read ahead by then. Sooner it takes 1 to 2 s.
+    """
+    made_up_run(tmp_path, 1563, 64)
+    (tmp_path / "metrics.jsonl").touch()
+    page()  # built before it is timed
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.watch", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            address = next(line.strip() for line in process.stdout if "access_token=" in line)
+            server, _, token = address.partition("/#access_token=")
+            asked = {"": 3.0} | dict.fromkeys(QUESTIONS, 1.0)
+            for query, most_s in asked.items():
+                if query == QUESTIONS[2]:
+                    time.sleep(5)
+                request = Request(f"{server}/api/rollouts?run=0&{query}", headers={"Authorization": f"Bearer {token}"})
+                begun = time.perf_counter()
+                with urlopen(request, timeout=60) as answer:
+                    found = json.load(answer)["total"]
+                took_s = time.perf_counter() - begun
+                assert took_s <= most_s, (query, took_s)
+                assert (found == 100_032) == (query == "") and (found > 0) == ("nowhere" not in query)
+        finally:
+            process.terminate()
+
+
+QUESTIONS = (
+    "source=math&reward_min=0.5&order=-tokens",
+    "step_from=20&step_to=400&stop_reason=length",
+    "text=kiba",
+    "text=nowhere&order=-reward",
+    "text=bada&tokens_min=100",
+)
 
 
 @pytest.mark.on_demand

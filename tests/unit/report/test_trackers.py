@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible, visible_lines
 from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import FILE, keep_id, kept_id
 from skyrl_train.report.tensorboard import TensorboardTracker
 from skyrl_train.report.trackers import Trackers, make_trackers
@@ -49,6 +50,19 @@ class Recorder:
 
     def close(self) -> None:
         self._call("close")
+
+
+def test_a_table_is_for_those_that_show_one_and_the_few_completions_for_all(tmp_path: Path):
+    class Table(Recorder):
+        def table(self, rows: Sequence[SampleRow], step: int) -> None:
+            self._call("table", list(rows), step)
+
+    few, many = [SampleRow("p", "a", 1.0, "stop")], [SampleRow("p", "a", 1.0, "stop", sample=n) for n in range(5)]
+    with Trackers({"few": (plain := Recorder()), "many": (table := Table())}) as trackers:
+        trackers.samples(few, 3)
+        trackers.table(many, 3)
+    assert plain.calls == [("samples", few, 3), ("close",)]
+    assert table.calls == [("samples", few, 3), ("table", many, 3), ("close",)]
 
 
 @pytest.mark.fault("F39")
@@ -151,7 +165,7 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
         tracker.begin(start, 4)
         for step in range(start + 1, start + 4):
             tracker.log({"reward/mean": value, "nan": float("nan"), HOSTILE: 1e308}, step)
-        tracker.samples([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
+        tracker.table([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
         assert tracker._members
         tracker.close()
     assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("reward/mean")] == [
@@ -174,7 +188,7 @@ def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_
     )
     with Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))}) as tracker:
         tracker.begin(0, 1)
-        tracker.samples([SampleRow(hostile, "plain", 0.25, "stop", "a-3", "ok", 2, 1234, 7)], 1)
+        tracker.table([SampleRow(hostile, "plain", 0.25, "stop", "a-3", "ok", 2, 1234, 7)], 1)
     (event,) = events_in(tmp_path).Tensors("samples")
     page = Page()
     page.feed(text_plugin.text_array_to_html(tensor_util.make_ndarray(event.tensor_proto), markdown))
@@ -185,12 +199,12 @@ def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_
         "response",
         "reward",
         "stop_reason",
-        *("uid", "status", "turns", "tokens", "version"),
+        *("uid", "status", "turns", "tokens", "version", "sample"),
         visible_lines(hostile),
         "plain",
         "0.25",
         "stop",
-        *("a-3", "ok", "2", "1234", "7"),
+        *("a-3", "ok", "2", "1234", "7", "0"),
     ]
 
 
@@ -247,7 +261,8 @@ with make_trackers(["wandb"], Path(sys.argv[1]), "project", "run", {{"trainer": 
     assert set(trackers._members) == {{"jsonl", "console", "wandb", "diagnosis"}}
     trackers.begin(0, 2)
     trackers.log({{"reward/mean": float("nan"), {HOSTILE!r}: 1e308}}, 1)
-    trackers.samples([SampleRow({HOSTILE!r}, {HOSTILE!r}, 1.0, "stop")], 1)
+    trackers.samples([SampleRow("a", "of the few", 1.0, "stop")], 1)
+    trackers.table([SampleRow({HOSTILE!r}, {HOSTILE!r}, 0.5 + n, "stop", "a-3", sample=n) for n in range(2)], 1)
     assert "wandb" in trackers._members, "a tracker that failed is dropped"
 for start in filter(str.isdigit, sys.argv[2:]):
     time.sleep(1.1)  # W&B names folders by the second
@@ -291,6 +306,11 @@ def test_wandb_needs_neither_network_nor_account_and_gets_nothing_of_the_environ
     (kept,) = (tmp_path / "wandb").glob("offline-run-*")
     assert where == f"wandb: offline, `wandb sync {kept}` sends this run"
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    (table,) = [json.loads(file.read_text()) for file in kept.glob("files/media/table/*.json")]
+    assert table["columns"] == [*SAMPLE_COLUMNS]
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == [
+        asdict(SampleRow(HOSTILE, HOSTILE, 0.5 + n, "stop", "a-3", sample=n)) for n in range(2)
+    ]
 
 
 def test_a_resumed_run_is_the_same_run_of_wandb_and_one_that_begins_anew_is_another(tmp_path: Path):

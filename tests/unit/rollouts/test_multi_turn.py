@@ -108,6 +108,34 @@ def trained(item: Trajectory) -> list[int]:
     return [token for token, counts in zip(item.response_ids.tolist(), item.loss_mask, strict=True) if counts]
 
 
+@pytest.mark.parametrize("settings", [{}, {"one_message": True}, {"step_wise": True, "retokenize": True}])
+def test_what_an_environment_tells_of_calls_is_in_the_turns_and_the_model_reads_the_same(settings: dict[str, bool]):
+    def telling(turn: int, text: str) -> StepOutput:
+        time.sleep(0.02)
+        return replace(until(2)(turn, text), tool_calls=[{"name": f"tool {turn}", "arguments": "{}"}])
+
+    before, quiet = play(says("ok"), Talks(until(2)), **settings)
+    (plain,) = before.trajectories
+    group, engine = play(says("ok"), Talks(telling), **settings)
+    (item,) = group.trajectories
+    assert contexts(engine) == contexts(quiet)
+    assert item.messages == plain.messages and item.response_ids.tolist() == plain.response_ids.tolist()
+    assert [turn.tool_calls for turn in item.turns] == [
+        ({"name": f"tool {turn}", "arguments": "{}"},) for turn in (1, 2)
+    ]
+    assert all(0.02 <= turn.environment_s < 10 for turn in item.turns)
+    assert [turn.tool_calls for turn in plain.turns] == [(), ()]
+
+
+def test_a_step_that_fails_has_its_time_too():
+    def fail(turn: int, text: str) -> StepOutput:
+        time.sleep(0.02)
+        raise EnvironmentFailure("timeout", "it hangs")
+
+    (item,) = play(says("ok"), Talks(fail))[0].trajectories
+    assert item.status == FAILED and item.turns[0].environment_s >= 0.02
+
+
 def test_the_samples_of_a_prompt_share_its_tokens_unless_their_environments_open_otherwise():
     group, _ = play(says("ab"), Talks(until(1)), samples=3)
     first, *others = group.trajectories

@@ -16,7 +16,7 @@ from skyrl_train.testing.made_up_rollouts import made_up_rollouts
 from skyrl_train.trainer import kept_rollouts
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from tests.support.full_disk import disk_full_after
-from tests.support.kept_rollouts import ODD, assert_shows, groups_of_all_kinds, learnt
+from tests.support.kept_rollouts import CALLED, ODD, assert_shows, groups_of_all_kinds, learnt
 
 
 def keep(kept: KeptRollouts, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
@@ -51,7 +51,10 @@ def test_what_is_said_of_a_rollout(tmp_path: Path):
     assert (one["data_source"], one["env_class"], one["temperature"]) == ("made/up", "toy", 0.7)
     assert (one["reward"], one["raw_reward"], one["min_version"], one["max_version"]) == (1.0, 1.5, 3, 4)
     (turn,) = item.turns
-    assert one["turns"] == [{name: getattr(turn, name) for name in one["turns"][0]}] and len(one["turns"][0]) == 8
+    known = {name: getattr(turn, name) for name in one["turns"][0]}
+    assert one["turns"] == [known | {"tool_calls": None}] and len(known) == 10
+    assert [turn["environment_s"] for turn in two["turns"]] == [0.5, None]
+    assert json.loads(two["turns"][0]["tool_calls"]) == [CALLED] and two["turns"][1]["tool_calls"] is None
     assert (one["prompt_tokens"], one["response_tokens"]) == (2, 3)
     assert one["ref_logprobs"] is None
     assert json.loads(one["env_metrics"]) == {"exact": 1.0}
@@ -82,11 +85,12 @@ def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: 
     item.messages[1]["content"] = item.text
     item.messages[1]["tool_calls"] = [{"arguments": {"key": secret}}]
     item.env_metrics[f"used_{secret}"] = 1.0
+    item.turns[0] = replace(item.turns[0], tool_calls=({"name": "login", "arguments": secret},))
     item.prompt.env_extras["login"] = secret
     groups[1].trajectories[1].detail = f"could not log in as {secret}"
     keep(KeptRollouts(tmp_path), 1, groups, learnt(groups))
     read = json.dumps(rows_of(tmp_path))
-    assert secret not in read and read.count("<SOME_API_KEY>") == 7, "extras come with both samples"
+    assert secret not in read and read.count("<SOME_API_KEY>") == 8, "extras come with both samples"
     assert item.text.count(secret) == 1, "what the run goes on with is as it was"
 
 

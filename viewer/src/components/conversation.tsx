@@ -1,22 +1,37 @@
 import type { Message, Sample, Turn } from "../data";
 import { count, short } from "../format";
-import { contentOf, otherFields, toolCallsOf, turnsOf } from "../messages";
+import { answeredBy, contentOf, otherFields, type ToolCall, toolCallsOf, turnsOf } from "../messages";
 import { Text, TextBlock } from "./text";
 
 /** The messages in their order, from the `from`-th on; below answers, what is known of their turns. */
 export function Conversation({ sample, from = 0 }: { sample: Sample; from?: number }) {
   const turns = turnsOf(sample);
+  const answered = answeredBy(sample);
   if (!sample.messages.length) return <TextBlock value={sample.text ?? ""} />;
   return (
     <ol class="conversation">
       {sample.messages.slice(from).map((message, index) => (
-        <MessageCard key={index} message={message} turn={sample.turns[turns.get(from + index) ?? -1]} />
+        <MessageCard
+          key={index}
+          message={message}
+          turn={sample.turns[turns.get(from + index) ?? -1]}
+          answers={answered.get(from + index)}
+        />
       ))}
     </ol>
   );
 }
 
-export function MessageCard({ message, turn }: { message: Message; turn?: Turn | undefined }) {
+export function MessageCard({
+  message,
+  turn,
+  answers = [],
+}: {
+  message: Message;
+  turn?: Turn | undefined;
+  /** Names of the calls that it answers. */
+  answers?: string[] | undefined;
+}) {
   const role = String(message.role ?? "");
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
   return (
@@ -24,6 +39,14 @@ export function MessageCard({ message, turn }: { message: Message; turn?: Turn |
       <h3>
         <Text value={role} />
       </h3>
+      {answers.length > 0 && (
+        <p class="answers">
+          <span class="muted">answer to</span>{" "}
+          <b>
+            <Text value={answers.join(", ")} />
+          </b>
+        </p>
+      )}
       {otherFields(message).map(([name, value]) => (
         <div key={name} class="field">
           <span class="muted">
@@ -33,17 +56,36 @@ export function MessageCard({ message, turn }: { message: Message; turn?: Turn |
         </div>
       ))}
       <TextBlock value={contentOf(message)} />
-      {toolCallsOf(message).map((call, index) => (
-        <div key={index} class="tool-call">
-          <span class="muted">call of</span>{" "}
-          <b>
-            <Text value={call.name} />
-          </b>
-          <TextBlock value={call.arguments} />
-        </div>
+      {toolCallsOf(message, turn).map((call, index) => (
+        <Call key={index} call={call} />
       ))}
       {turn && <TurnFacts turn={turn} />}
     </li>
+  );
+}
+
+function Call({ call }: { call: ToolCall }) {
+  return (
+    <div class="tool-call">
+      <span class="muted">call of</span>{" "}
+      <b>
+        <Text value={call.name || "unreadable"} />
+      </b>
+      {call.error && (
+        <span class="call-error">
+          {" "}
+          <Text value={call.error} />
+        </span>
+      )}
+      {call.arguments.map(([name, value]) => (
+        <div key={name}>
+          <span class="muted">
+            <Text value={name} />
+          </span>
+          <TextBlock value={value} />
+        </div>
+      ))}
+    </div>
   );
 }
 
@@ -54,7 +96,8 @@ function TurnFacts({ turn }: { turn: Turn }) {
     <p class="turn muted">
       reward {short(turn.reward)} · {count(turn.stop - turn.start)} tokens · <Text value={turn.stop_reason} /> · weights
       of step {versions}
-      {turn.running_s ? ` · ${short(turn.running_s)} s` : ""}
+      {turn.running_s ? ` · sampled in ${short(turn.running_s)} s` : ""}
+      {turn.environment_s ? ` · environment ${short(turn.environment_s)} s` : ""}
     </p>
   );
 }

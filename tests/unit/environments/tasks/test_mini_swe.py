@@ -182,6 +182,8 @@ def test_a_turn_needs_one_command_and_turns_are_bounded():
         two = episode.environment.step("```bash\nls\n```\n```bash\nls\n```")
         assert not two.done and "there were 2" in two.observations[0]["content"]
         last = episode.does("ls")
+        assert (none.tool_calls, two.tool_calls) == ([], [])
+        assert last.tool_calls == [{"name": "bash", "arguments": "ls"}]
         assert (last.done, last.reward) == (True, 0.0)
         assert last.metadata["format_errors"] == 2 and not last.metadata["submitted"]
 

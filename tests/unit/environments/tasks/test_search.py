@@ -42,8 +42,9 @@ def test_a_question_is_answered_after_searches(retriever: WebServer):
         retriever, "I think <search> towers\nin Paris </search>", "hm", "It is <answer>eiffel  tower!</answer>"
     )
     assert first == StepOutput(
-        [{"role": "user", "content": "\n<information>Doc 1: about towers\nin Paris</information>\n"}], 0.0, False
-    )
+        [{"role": "user", "content": "\n<information>Doc 1: about towers\nin Paris</information>\n"}], 0.0, False,
+        tool_calls=[{"name": "search", "arguments": '{"query": " towers\\nin Paris "}'}],
+    )  # fmt: skip
     assert "Write <search>" in second.observations[0]["content"] and not second.done
     assert third == StepOutput([], 1.0, True, {"searches": 1, "answered": True})
 

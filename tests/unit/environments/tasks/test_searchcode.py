@@ -47,7 +47,9 @@ def test_a_question_is_answered_with_a_search_and_a_program_that_runs_in_the_san
         "hm <tool>7</tool>",
         "<solution>#### 42</solution>",
     )
-    assert searched == StepOutput([{"role": "user", "content": "Doc 1: 6 rows of 7"}], 0.0, False)
+    asked = [{"name": "search", "arguments": '{"query": "how many?"}'}]
+    assert searched == StepOutput([{"role": "user", "content": "Doc 1: 6 rows of 7"}], 0.0, False, tool_calls=asked)
+    assert computed.tool_calls == [{"name": "python", "arguments": '{"code": "print(6 * 7)"}'}]
     assert computed.observations[0]["content"].strip() == "42"
     assert "Write <tool><search>" in lost.observations[0]["content"]
     assert solved == StepOutput([], 1.0, True, {"search": 1, "python": 1, "answered": True})

@@ -133,6 +133,11 @@ def test_queries_are_answered_turn_by_turn_until_the_solution(folder: Path):
     )
     assert "Error: no such column: plant" in said[1] and "2 turns left" in said[1]
     assert "Error: write one <sql>" in said[2] and "1 turn left" in said[2]
+    assert [output.tool_calls for output in outputs] == [
+        [{"name": "sql", "arguments": "SELECT species, age FROM animals WHERE age IS NOT 3"}],
+        [{"name": "sql", "arguments": "SELECT plant FROM animals", "error": "query_error"}],
+        [],
+    ]
     assert outputs[0].observations[0]["role"] == "user"
     last = made.step(f"<solution>{SPECIES}</solution>")
     assert (last.reward, last.done) == (1.0, True)

@@ -12,7 +12,7 @@ from skyrl_train.assembly.environments import check_environments
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt
-from skyrl_train.environments.base import StepOutput
+from skyrl_train.environments.base import StepOutput, checked_step_output
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.tasks import tool_use
 from skyrl_train.environments.tasks.tool_use import ToolUseEnv
@@ -109,6 +109,30 @@ def test_mistakes_get_feedback_and_the_episode_continues(episode: Any):
         output = step(environment, text)
         assert not output.done and observation in output.observations[0]["content"]
     assert step(environment, "#### 42").metadata["tool_errors"] == 5
+
+
+def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any):
+    environment = episode({"max_turns": 9})
+    for text, *told in [
+        (call(40), {"name": "add", "arguments": '{"a": 40, "b": 2}'}),
+        (call(-1), {"name": "add", "arguments": '{"a": -1, "b": 2}', "error": "tool_error"}),
+        (
+            call(1) + "<tool_call>{",
+            {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+            {"name": "", "arguments": "<tool_call>{", "error": "unreadable"},
+        ),
+        (
+            '<tool_call>{"name": "é"}</tool_call>',
+            {"name": "é", "arguments": "{}", "error": "unknown_tool"},
+        ),
+    ]:
+        assert checked_step_output(step(environment, text)).tool_calls == told
+    assert step(environment, "#### 42").tool_calls == []
+    deep = [call("[" * depth + "]" * depth) for depth in range(800, 1000, 5)]  # about as deep as JSON can be read
+    told = [step(episode({"max_turns": 9}), text).tool_calls[0]["error"] for text in deep]
+    assert {*told} == {"bad_arguments", "unreadable"}
+    last = step(episode({"max_turns": 1}), call(40))
+    assert last.tool_calls == [{"name": "add", "arguments": '{"a": 40, "b": 2}', "error": "no_turn_left"}]
 
 
 def test_several_calls_of_one_message_are_answered_in_order(episode: Any):

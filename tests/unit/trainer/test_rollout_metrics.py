@@ -1,0 +1,46 @@
+"""What of a step's rollouts is shown to people."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.trainer.rollout_metrics import TABLE_CHARACTERS, TABLE_ROWS, sample_rows, table_rows
+
+
+def groups_of(*lengths: int, count: int, prompt: str = "what?") -> list[TrajectoryGroup]:
+    """`count` groups, each of samples whose texts have these lengths."""
+    groups = []
+    for number in range(count):
+        asked = Prompt(str(number), [{"role": "user", "content": prompt}], "toy")
+        items = [Trajectory.empty(asked, sample, 1.0) for sample in range(len(lengths))]
+        for item, length in zip(items, lengths, strict=True):
+            item.text = f"{number}.{item.sample}".ljust(length, ".")
+        groups.append(TrajectoryGroup(asked, items))
+    return groups
+
+
+def test_a_table_has_all_samples_of_the_first_groups_and_the_few_the_first_of_each():
+    groups = groups_of(*[10] * 6, count=9)
+    rows = table_rows(groups)
+    assert len(rows) == TABLE_ROWS == 32
+    assert [(row.uid, row.sample) for row in rows] == [(str(n // 6), n % 6) for n in range(32)]
+    assert [row.response.rstrip(".") for row in rows] == [f"{n // 6}.{n % 6}" for n in range(32)]
+    assert [(row.uid, row.sample) for row in sample_rows(groups)] == [(str(n), 0) for n in range(4)]
+    assert table_rows([]) == [] and len(table_rows(groups[:1])) == 6
+
+
+@pytest.mark.parametrize(("lengths", "count"), [((100_000,) * 8, 4), ((50, 200_000, 300), 3), ((65_531,), 1)])
+def test_the_longest_texts_of_a_table_are_cut_until_all_fit(lengths: tuple[int, ...], count: int):
+    groups = groups_of(*lengths, count=count)
+    rows = table_rows(groups)
+    kept = 0
+    for row, item in zip(rows, (item for group in groups for item in group.trajectories), strict=True):
+        assert row.prompt == "what?"
+        start, mark, end = row.response.partition("\n[... ")
+        left_out = int(end.partition(" ")[0]) if mark else 0
+        kept += len(row.prompt) + len(item.text) - left_out
+        assert item.text.startswith(start) and (mark or start == item.text)
+        assert bool(mark) == (len(item.text) > 1000 and sum(lengths) * count + 5 > TABLE_CHARACTERS)
+    assert TABLE_CHARACTERS - 64 < kept <= TABLE_CHARACTERS or not any("[... " in row.response for row in rows)
+    assert sample_rows(groups)[0].response == groups[0].trajectories[0].text, "the few are whole"
