@@ -80,7 +80,8 @@ class Trackers:
 
 
 def _without_secrets(rows: Sequence[SampleRow]) -> list[SampleRow]:
-    return [SampleRow(*cells) for cells in redact([row.cells() for row in rows])]
+    shown: list[list[Any]] = redact([[*row.cells()] for row in rows])
+    return [SampleRow(*cells) for cells in shown]
 
 
 def make_trackers(

@@ -62,7 +62,7 @@ class Mirror:
         self.local = local
         self.store = StoredFolder(address)
         self._keep = keep
-        self._lease = Lease(self.store, local) if run is None else run._lease
+        self._lease: Lease = Lease(self.store, local) if run is None else run._lease
         self._turn = threading.Condition()
         self._pending: list[Path] = []
         """Folders to upload."""

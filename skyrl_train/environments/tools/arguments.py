@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 MAX_SCHEMA = 2**18
 """Characters of a schema."""
@@ -395,7 +395,9 @@ def _unevaluated(keyword: str, kind: type, validator: Any, allowed: Any, instanc
 
     if isinstance(instance, kind):
         known, others = _known(validator, instance, keyword), validator.evolve(schema=allowed)
-        members = instance.items() if isinstance(instance, dict) else enumerate(instance)
+        members: Iterable[tuple[Any, Any]] = (
+            instance.items() if isinstance(instance, dict) else enumerate(cast("list[Any]", instance))
+        )
         if not all(name in known or others.is_valid(value) for name, value in members):
             yield ValidationError(f"{instance!r} has other members")
 

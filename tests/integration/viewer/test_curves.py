@@ -67,8 +67,8 @@ def test_a_chart_has_a_line_in_the_color_of_each_run_and_the_slider_smooths_it(r
 
 def test_each_of_the_main_curves_is_drawn(window: Shown):
     """Those of asynchronous runs, mismatch, throughput and memory, too."""
-    main = re.search(r"const MAIN = \[(.*?)\];", CURVES.read_text(encoding="utf-8"), re.DOTALL)
-    names = ["evaluation by source" if "*" in name else name for name in re.findall(r'"(.+?)"', main[1])]
+    (main,) = re.findall(r"const MAIN = \[(.*?)\];", CURVES.read_text(encoding="utf-8"), re.DOTALL)
+    names = ["evaluation by source" if "*" in name else name for name in re.findall(r'"(.+?)"', main)]
     page = window.open("smooth=0")
     section = page.locator("details.section").first
     parts = [f"time of a step by part, s · {run}" for run in ("first", "second")]

@@ -39,6 +39,6 @@ def test_loopback_is_no_address_for_an_engine_of_a_cluster_that_has_grown(
     cluster: Any = SimpleNamespace(single_machine=single_machine, cpus=2.0)
     group: Any = None
     slots = RoleSlots(Slots(group, count=1, cpus=1.0, gpus=0.0, tenants=1, cores=1), 1)
-    engine = asyncio.run(build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", place=0))
+    engine: Any = asyncio.run(build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", place=0))
     assert engine.capabilities.other_machine != single_machine
     assert engine.capabilities.name == "engine 1"

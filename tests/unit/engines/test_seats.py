@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
@@ -32,7 +33,8 @@ class Gated(ScriptedEngine):
             await gate
         finally:
             self.open.remove(gate)
-        return [Completion(one.request_id, [1], [-1.0], [-1.0], "stop", []) for one in requests]
+        tokens, logprobs = np.ones(1, np.int32), -np.ones(1, np.float32)
+        return [Completion(one.request_id, tokens, logprobs, logprobs, "stop", []) for one in requests]
 
     def end(self, calls: int = 1, error: Exception | None = None) -> None:
         for gate in self.open[:calls]:

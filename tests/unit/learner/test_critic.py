@@ -137,7 +137,7 @@ def test_an_update_goes_through_all_tokens_in_threads_only(
         return watching
 
     monkeypatch.setattr("skyrl_train.learner.learner.explained_variance", watched(explained_variance))
-    monkeypatch.setattr(TrainBatch, "loss_tokens", property(watched(TrainBatch.loss_tokens.fget)))  # type: ignore[arg-type]
+    monkeypatch.setattr(TrainBatch, "loss_tokens", property(watched(vars(TrainBatch)["loss_tokens"].fget)))
     learner = learner_of(tiny_model_path, critic_worker(tiny_model_path), BatchSizes(100, 100))
 
     async def run() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible, visible_lines
@@ -334,7 +334,7 @@ def exit_code(file: Path) -> int:
         length = int.from_bytes(content[at + 4 : at + 6], "little")
         record = Record.FromString(content[at + 7 : at + 7 + length])
         if record.HasField("exit"):
-            return record.exit.exit_code
+            return int(record.exit.exit_code)
         at += 7 + length
     raise AssertionError(f"{file} has no end")
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_conversations_are_let_go_of_before_the_update_and_still_written(tmp_pat
             group = await super().rollout(prompt, position)
             for item in group.trajectories:
                 item.messages = [Said(role="assistant", content=f"answer {position}.{item.sample}")]
-                self.said += map(weakref.ref, item.messages)
+                self.said += [weakref.ref(cast(Said, one)) for one in item.messages]
             return group
 
         async def score(self, batch: Any) -> Any:

@@ -126,7 +126,7 @@ def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any)
             {"name": "é", "arguments": "{}", "error": "unknown_tool"},
         ),
     ]:
-        assert checked_step_output(step(environment, text)).tool_calls == told
+        assert checked_step_output(step(environment, str(text))).tool_calls == told
     assert step(environment, "#### 42").tool_calls == []
     deep = [call("[" * depth + "]" * depth) for depth in range(800, 1000, 5)]  # about as deep as JSON can be read
     told = [step(episode({"max_turns": 9}), text).tool_calls[0]["error"] for text in deep]

@@ -245,7 +245,8 @@ def test_an_item_is_twice_in_a_list_if_json_says_so(items: list[Any], twice: boo
     assert Arguments({"properties": {"x": {"uniqueItems": False}}}).wrong({"x": items}) is None
 
 
-A, B = {"properties": {"a": {}}}, {"properties": {"b": {"type": "integer"}}}
+A: dict[str, Any] = {"properties": {"a": {}}}
+B = {"properties": {"b": {"type": "integer"}}}
 D2019 = "https://json-schema.org/draft/2019-09/schema"
 
 
@@ -357,7 +358,7 @@ def test_a_schema_that_takes_too_long_to_read_is_refused(monkeypatch: pytest.Mon
 DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}
 NEXT = [{"$ref": f"#/$defs/b{i + 1}"} for i in range(40)]
 UNEVALUATED: dict[str, Any] = {f"b{i}": {**NEXT[i], "if": True, "then": NEXT[i]} for i in range(40)}
-ELEMENTS = {"items": {}, "contains": {}, "propertyNames": {}, "additionalProperties": {}}
+ELEMENTS: dict[str, Any] = {"items": {}, "contains": {}, "propertyNames": {}, "additionalProperties": {}}
 HIDDEN = {"$schema": "http://json-schema.org/draft-07/schema", "propertyNames": {"pattern": "^(a|a)*$"}}
 
 
