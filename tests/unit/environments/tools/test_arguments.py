@@ -402,15 +402,6 @@ def test_items_that_a_schema_knows_again_and_again_take_no_memory(monkeypatch: p
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10  # KiB
 
 
-def test_what_the_library_says_of_a_long_value_takes_no_memory(monkeypatch: pytest.MonkeyPatch):
-    doubling = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(15)}
-    leaf = {"allOf": [False] * 2000, "const": "c" * 10**5}
-    schema = {"$defs": {**doubling, "a15": leaf}, "properties": {"x": {"$ref": "#/$defs/a0"}}}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert "take too long" in str(checked_in_time(schema, {"x": "v" * 10**6}, monkeypatch))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 2**10  # KiB
-
-
 def test_a_schema_of_another_draft_where_none_is_looked_for_is_in_bounds_too(monkeypatch: pytest.MonkeyPatch):
     default = {"dependencies": {"a": ["b"], "x": HIDDEN}}  # of which `referencing` reads none, after a list
     schema = {"$schema": HIDDEN["$schema"], "allOf": [{"$ref": "#/default"}], "default": default}
