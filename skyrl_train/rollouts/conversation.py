@@ -29,6 +29,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.rollouts.tokenizing import TokenizerThread
 
 CUT = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
@@ -109,6 +110,7 @@ class ConversationGenerator:
         self._later_turns = later_turns or sampler
         self._environments = environments
         self._tokenizer: Any = tokenizer
+        self._thread = TokenizerThread(tokenizer)
         self._settings = settings
         self._limiter = limiter or RateLimiter()
 
@@ -175,7 +177,7 @@ class ConversationGenerator:
         item = state.trajectory
         async with self._later_turns.episode():
             try:
-                while await self._answered(state, completion) and self._goes_on(state):
+                while await self._answered(state, completion) and await self._goes_on(state):
                     sampled = await self._sample([state], position)
                     if not sampled:
                         break
@@ -193,7 +195,7 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = decode_answer(self._tokenizer, completion.token_ids)
+        text = await self._thread.run(decode_answer, completion.token_ids)
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
         state.running_s += completion.running_s
@@ -210,11 +212,12 @@ class ConversationGenerator:
         item.messages += output.observations
         return not output.done and len(item.turns) < state.max_turns
 
-    def _goes_on(self, state: _EpisodeState) -> bool:
+    async def _goes_on(self, state: _EpisodeState) -> bool:
         """Append what the model reads before its next turn; False if that makes the conversation too long."""
         item, ledger = state.trajectory, state.ledger
         try:
-            rendered = self._render_in_message(state) if self._settings.one_message else self._render_turn(state)
+            render = self._render_in_message if self._settings.one_message else self._render_turn
+            rendered = await self._thread.run(render, state)
         except DataError as error:
             raise EnvironmentFailure("chat_template", str(error)) from error
         context = ledger.context
@@ -230,32 +233,28 @@ class ConversationGenerator:
             ledger.tell(rendered.ids)
         return True
 
-    def _render_turn(self, state: _EpisodeState) -> _RenderedTurn:
+    def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render every turn as a message of its own, with the chat template."""
         settings, item, ledger = self._settings, state.trajectory, state.ledger
         kwargs, ids = settings.chat_template_kwargs, None
         if not settings.retokenize:
-            ids = render_continuation(
-                self._tokenizer, item.messages, state.answers, kwargs, verbatim=settings.step_wise
-            )
+            ids = render_continuation(tokenizer, item.messages, state.answers, kwargs, verbatim=settings.step_wise)
         if ids is None and not settings.step_wise:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
         if ids is None:
-            return _RenderedTurn(render_prompt(self._tokenizer, item.messages, kwargs), replaces_context=True)
-        if ids and is_control(self._tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
+            return _RenderedTurn(render_prompt(tokenizer, item.messages, kwargs), replaces_context=True)
+        if ids and is_control(tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
             stays_open = state.by_stop_string and not settings.ends_stopped_turns
             ids = ids[1:] if stays_open or ledger.last_sampled == ids[0] else ids
         return _RenderedTurn(ids)
 
-    def _render_in_message(self, state: _EpisodeState) -> _RenderedTurn:
+    def _render_in_message(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render the environment's text as it is; an end-of-turn token of the model is dropped, as the turn goes on."""
         item, last = state.trajectory, state.ledger.last_sampled
         texts = [plain_text(message) for message in item.messages[state.answers[-1] + 1 :]]
-        ended = item.turns[-1].stop_reason == "stop" and last is not None and is_control(self._tokenizer, last)
-        return _RenderedTurn(
-            [id for text in texts for id in encode_text(self._tokenizer, text)], drops_last_token=ended
-        )
+        ended = item.turns[-1].stop_reason == "stop" and last is not None and is_control(tokenizer, last)
+        return _RenderedTurn([id for text in texts for id in encode_text(tokenizer, text)], drops_last_token=ended)
 
     async def _sample(self, states: list[_EpisodeState], position: int) -> list[tuple[_EpisodeState, Completion]]:
         """The episodes with their completions: all of them, or none if the engine failed."""

@@ -226,10 +226,12 @@ def test_a_lockstep_call_is_one_call_however_large():
 
         busy = send(client, "x")
         await settle()
-        episodes = [asyncio.ensure_future(episode(name)) for name in "abc"]
-        await settle()
-        assert [len(batch) for batch in engine.batches] == [1, 3]
+        for names in ("abc", "d"):
+            episodes = [asyncio.ensure_future(episode(name)) for name in names]
+            await settle()
+            engine.open[1].set_result(None)  # the first one is still under way
+            await asyncio.gather(*episodes)
+        assert [len(batch) for batch in engine.batches] == [1, 3, 1]
         await ended(busy, engine)
-        await asyncio.gather(*episodes)
 
     play(work, engines=1, most=1)
