@@ -15,6 +15,8 @@ import pytest
 
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from tests.integration.runs.front_door import installing_environment
+from tests.support.pages import REPOSITORY, documented
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "quickstart.py"
 LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -96,6 +98,39 @@ def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
     outcome = quickstart(tmp_path, "--warm-up-steps", "10", "trainer.max_steps=2", "trainer.eval_interval=2")
     assert 0 <= outcome.before < 0.65 and 0 <= outcome.after < 0.65
     assert_files(outcome.run)
+    folder, steps, model = what_is_copied()
+    path = Path(model.removeprefix(f"{folder}/").replace(f"_{steps}/", "_10/"))
+    assert (outcome.run / path / "config.json").is_file(), "docs/your_environment.md copies this model"
+
+
+def what_is_copied() -> tuple[str, str, str]:
+    """Of docs/your_environment.md: where its quickstart runs, its steps of warming up, and the model that is copied."""
+    page = "docs/your_environment.md"
+    (first,) = (one for one in documented("scripts/quickstart ") if one.page == page)
+    (copy,) = documented("cp -r ")
+    return (
+        first.words[first.words.index("--output") + 1],
+        first.words[first.words.index("--warm-up-steps") + 1],
+        copy.words[2],
+    )
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
+    """`scripts/quickstart` as docs/your_environment.md starts it, with fewer steps, where nothing is installed."""
+    (found,) = (one for one in documented("scripts/quickstart ") if one.page == "docs/your_environment.md")
+    folder, steps, _ = what_is_copied()
+    ours = {folder: str(tmp_path / "run"), steps: "2"}
+    words = [ours.get(word, word) for word in found.words]
+    words += ["trainer.max_steps=1", "trainer.eval_interval=1"]
+    own = {"UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv"), "UV_COMPILE_BYTECODE": "0", "HF_HUB_OFFLINE": "1"}
+    env = installing_environment(tmp_path) | own
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
+    assert_files(tmp_path / "run")
 
 
 @pytest.mark.on_demand
