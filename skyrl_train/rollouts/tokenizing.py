@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -60,6 +60,6 @@ def _tell(answer: asyncio.Future[Any], value: Any, error: BaseException | None) 
         answer.set_exception(error)
 
 
-def _call_all(calls: list[Callable[[], None]]) -> None:
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()

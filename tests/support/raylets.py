@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -112,22 +113,13 @@ def raylets(
     """
     folder = tempfile.mkdtemp(prefix="ray-")
     assert len(folder) <= _LONGEST_TEMPORARY, f"{folder}: set TMPDIR to a shorter folder"
-    counts = [cpus] * len(nodes) if isinstance(cpus, int | float) else list(cpus)
+    counts = [cpus] * len(nodes) if isinstance(cpus, int | float) else cpus
     # Below 127.1.0.0 as programs listen at 127.0.0.1 and its neighbours; a pair of numbers for each process.
     first, second = divmod(os.getpid() % 50_000, 250)
     addresses = [f"127.{first + 1}.{second + 1}.{index + 1}" for index in range(len(nodes) + 1)]
-    described: list[dict[str, Any]] = [
-        {"num_cpus": head_cpus, "resources": {"driver": 1.0}},
-        *({"num_cpus": count, "resources": dict(one)} for count, one in zip(counts, nodes, strict=True)),
-    ]
-    if client_port is not None:
-        described[0]["ray_client_server_port"] = client_port
-    for node, own_folder in zip(described[1:], folders, strict=False):
-        node["folder"] = own_folder
-    for node, own_labels in zip(described[1:], labels, strict=False):
-        node["labels"] = dict(own_labels)
-    for node, own in zip(described, addresses, strict=True):
-        node["node_ip_address"] = own
+    described = [_node(addresses[0], head_cpus, {"driver": 1.0}, ray_client_server_port=client_port)]
+    for address, count, one, own_labels, own_folder in zip_longest(addresses[1:], counts, nodes, labels, folders):
+        described.append(_node(address, count, one, labels=own_labels, folder=own_folder))
     # A token of its own: other clusters of this machine are not this one's.
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
     host = subprocess.Popen(
@@ -156,6 +148,11 @@ def raylets(
         host.stdout.close()
         _end(family)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _node(address: str, cpus: float, resources: Mapping[str, float], **more: Any) -> dict[str, Any]:
+    given = {name: value for name, value in more.items() if value is not None}
+    return {"node_ip_address": address, "num_cpus": cpus, "resources": dict(resources), **given}
 
 
 def _end(family: Sequence[psutil.Process]) -> None:

@@ -74,7 +74,7 @@ def shown_by(window: Shown) -> set[tuple[int, int]] | None:
     """Steps and groups of the first run that a report has, with all their tokens; None for a server, which has all."""
     if not window.address.startswith("file:"):
         return None
-    inside: dict[str, Any] = json.loads(window.page.locator("#data").inner_text())["rollouts"]["0"]
+    inside: list[dict[str, Any]] = json.loads(window.page.locator("#data").inner_text())["rollouts"]["0"]
     return {(one["step"], one["group"]) for one in inside} - {
         (one["step"], one["group"]) for one in inside if one["tokens"] is None
     }

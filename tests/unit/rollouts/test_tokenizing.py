@@ -16,7 +16,13 @@ from skyrl_train.testing.tiny_models import byte_tokenizer
 def test_what_is_asked_in_one_turn_of_the_loop_is_done_together_beside_it(monkeypatch: pytest.MonkeyPatch):
     tokenizer = byte_tokenizer()
     thread, sent, seen = TokenizerThread(tokenizer), [], []
-    monkeypatch.setattr(thread, "_send", lambda loop, send=thread._send: [sent.append(loop), send(loop)])
+    send = thread._send
+
+    def watched(loop: asyncio.AbstractEventLoop) -> None:
+        sent.append(loop)
+        send(loop)
+
+    monkeypatch.setattr(thread, "_send", watched)
 
     def encode(own: Any, text: str) -> list[int]:
         seen.append((threading.current_thread(), own))
