@@ -31,8 +31,8 @@ from skyrl_train.registry import load_object
 _CALLS = "calls"
 """The row of an actor's time line that has its calls."""
 _CALLS_AT_A_TIME = 1_000_000
-"""Of a concurrent actor: no limit, as what waits for one keeps health checks, pauses and aborts waiting behind it. A
-call that waits takes Ray 60 KiB, within a limit or beyond it."""
+"""Of a concurrent actor: no limit, as what waits for one keeps health checks, pauses and aborts waiting behind it. Each
+call under way takes 60 KiB of its memory, and no thread."""
 
 
 class _Shell:
