@@ -222,3 +222,6 @@ class Rows:
 
     def samples(self, rows: Sequence[Any], step: int) -> None:
         """Their text is nobody's."""
+
+    def table(self, rows: Sequence[Any], step: int) -> None:
+        """Nor is that of more of them."""
