@@ -224,4 +224,4 @@ class Rows:
         """Their text is nobody's."""
 
     def table(self, rows: Sequence[Any], step: int) -> None:
-        """The same."""
+        """Nor is that of more of them."""

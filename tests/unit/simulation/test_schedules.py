@@ -159,7 +159,7 @@ class Watched:
 
         async def watched(step: int, metrics: Metrics) -> list[TrajectoryGroup]:
             groups = await next_groups(step, metrics)
-            self.trained[step] = groups
+            self.trained[step] = list(groups)  # the loop lets go of its own
             waiting = [task for task in collector._queue._pending if not task.done() or task.result().useful]
             self.most_under_way = max(self.most_under_way, len(waiting))
             return groups
