@@ -196,19 +196,24 @@ class EngineClient:
         """
         call: Call[EngineRecord] = Call(dict(enumerate(requests)))
         lost_at: set[EngineRecord] = set()
-        while call.missing:
-            await self._until_serving()
-            if not self.any_lives and self.revive is not None:
-                await self.revived()
-            waits = self._seats.bounded and not (at_once or lost_at)  # what was lost has waited already
-            seat = await self._seat(call) if waits else None
-            try:
+        seat: EngineRecord | None = None
+        try:
+            while call.missing:
                 await self._until_serving()
-                if call.missing and (self.any_lives or self.revive is None):
-                    await self._attempt(call, lost_at, seat)
-            finally:
-                if seat is not None:
+                if not self.any_lives and self.revive is not None:
+                    await self.revived()
+                if seat is not None and (lost_at or not seat.takes_requests):
                     self._seats.leave(seat)
+                    seat = None
+                # What a pause has ended keeps its seat, or newer calls would be before it; what was lost has waited.
+                if seat is None and self._seats.bounded and not (at_once or lost_at):
+                    seat = await self._seat(call)
+                await self._until_serving()
+                if call.missing and (self.any_lives or self.revive is None or not self.dead):
+                    await self._attempt(call, lost_at, seat)
+        finally:
+            if seat is not None:
+                self._seats.leave(seat)
         return [call.completions[number] for number in range(len(requests))]
 
     async def _seat(self, call: Call[EngineRecord]) -> EngineRecord | None:
@@ -324,8 +329,10 @@ class EngineClient:
         self, request: SampleRequest, avoid: Collection[EngineRecord], seat: EngineRecord | None
     ) -> EngineRecord:
         keys = _keys(request)
-        index = self._home(keys, avoid)
-        if index is None and seat is not None and seat.takes_requests:
+        # While it waited for a seat, others of its group may have found a home elsewhere.
+        own = [key for key in keys if key[0] == "session"] if seat is not None and seat.takes_requests else keys
+        index = self._home(own, avoid)
+        if index is None and own is not keys and seat is not None:
             index = self._all.index(seat)
         if index is None:  # only then is there a look at all of them
             homes = [self._homes[key] for key in keys if key in self._homes]

@@ -6,6 +6,7 @@ runs them in processes it can kill.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def checked_step_output(output: Any) -> StepOutput:
     action = fields.get("postprocessed_action")
     if not isinstance(action, str | None):
         raise EnvironmentFailure("bad_step_output", f"postprocessed_action is {_shown(action)}, not a string")
-    observations, calls = checked_messages(fields["observations"]), _checked_calls(fields.get("tool_calls") or ())
+    observations, calls = checked_messages(fields["observations"]), _readable_calls(fields.get("tool_calls"))
     return StepOutput(observations, reward, bool(done), dict(metadata), action, calls)
 
 
@@ -162,12 +163,16 @@ def checked_messages(messages: Any) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def _checked_calls(calls: Any) -> list[ToolCalled]:
-    named = isinstance(calls, list | tuple) and all(isinstance(one, Mapping) and "name" in one for one in calls)
-    if not named or not all(isinstance(text, str) for one in calls for text in one.values()):
-        wanted = '[{"name": "...", "arguments": "..."}]'
-        raise EnvironmentFailure("bad_step_output", f"tool_calls is {_shown(calls)}, not {wanted}, all of it text")
-    return [dict(one) for one in calls]
+def _readable_calls(calls: Any) -> list[ToolCalled]:
+    """Those of them that people can be shown, also in OpenAI's form: nothing that is learnt depends on them."""
+    found = []
+    for one in calls if isinstance(calls, list | tuple) else ():
+        inner = one.get("function", one) if isinstance(one, Mapping) else None
+        if isinstance(inner, Mapping) and isinstance(name := inner.get("name"), str):
+            arguments, error = inner.get("arguments", ""), inner.get("error")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+            found.append({"name": name, "arguments": text} | ({"error": error} if isinstance(error, str) else {}))
+    return found
 
 
 def _checked_reward(reward: Any) -> float:

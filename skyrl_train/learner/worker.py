@@ -336,7 +336,8 @@ class LearnerWorker:
             for index, (batch, repeated, is_filler) in enumerate(passes):
                 scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
                 if wanted is not None and not is_filler:
-                    told += [scored.detach()[slice(*batch.offsets[place : place + 2])] for place in wanted[index]]
+                    ends = mini_batch.micro_batches[index].offsets.tolist()  # on the CPU: no wait for the device
+                    told += [scored.detach()[ends[place] : ends[place + 1]] for place in wanted[index]]
                 counted = Metrics() if is_filler or repeats else metrics
                 loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, counted)
                 self.strategy.backward(loss, last=index == count - 1)

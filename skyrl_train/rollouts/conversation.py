@@ -29,7 +29,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.rollouts.rate_limit import RateLimiter
-from skyrl_train.rollouts.tokenizing import TokenizerThread
+from skyrl_train.rollouts.tokenizing import tokenizer_thread
 
 CUT = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
@@ -110,7 +110,7 @@ class ConversationGenerator:
         self._later_turns = later_turns or sampler
         self._environments = environments
         self._tokenizer: Any = tokenizer
-        self._thread = TokenizerThread(tokenizer)
+        self._thread = tokenizer_thread(tokenizer)
         self._settings = settings
         self._limiter = limiter or RateLimiter()
 

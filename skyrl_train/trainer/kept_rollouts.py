@@ -8,6 +8,7 @@ file, before it ends
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor
 from skyrl_train import trace
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import OK, Message, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Message, ToolCalled, Trajectory, TrajectoryGroup
 from skyrl_train.report.rollout_files import (
     COLUMNS,
     RolloutFiles,
@@ -327,9 +328,19 @@ def _turns(items: Sequence[Trajectory]) -> pa.Array:
     turns = [turn for item in items for turn in item.turns]
     kind = COLUMNS.field("turns").type
     columns: dict[str, list[Any]] = {name: [getattr(turn, name) for turn in turns] for name in _TURN_FIELDS}
-    columns["tool_calls"] = [dumped(redact(calls)) if calls else None for calls in columns["tool_calls"]]
+    columns["tool_calls"] = [dumped([*map(_harmless, calls)]) if calls else None for calls in columns["tool_calls"]]
     fields = [pa.array(values, kind.value_type.field(name).type) for name, values in columns.items()]
     return _structs([len(item.turns) for item in items], fields, kind)
+
+
+def _harmless(call: ToolCalled) -> ToolCalled:
+    """Without secrets, also those that JSON writes otherwise."""
+    try:
+        given = json.loads(call["arguments"])
+    except (ValueError, RecursionError):
+        return redact(call)
+    shown = redact(given)
+    return redact(call if shown == given else call | {"arguments": json.dumps(shown, ensure_ascii=False)})
 
 
 def _restarts(items: Sequence[Trajectory]) -> pa.Array:

@@ -21,24 +21,24 @@ class Gated(ScriptedEngine):
 
     def __init__(self, name: str):
         super().__init__(name=name)
-        self.open: list[asyncio.Future[None]] = []
+        self.open: list[asyncio.Future[str]] = []
         self.most = 0
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        gate: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.open.append(gate)
         self.most = max(self.most, len(self.open))
         self.batches.append(list(requests))
         try:
-            await gate
+            reason = await gate
         finally:
             self.open.remove(gate)
         tokens, logprobs = np.ones(1, np.int32), -np.ones(1, np.float32)
-        return [Completion(one.request_id, tokens, logprobs, logprobs, "stop", []) for one in requests]
+        return [Completion(one.request_id, tokens, logprobs, logprobs, reason, []) for one in requests]
 
-    def end(self, calls: int = 1, error: Exception | None = None) -> None:
+    def end(self, calls: int = 1, error: Exception | None = None, reason: str = "stop") -> None:
         for gate in self.open[:calls]:
-            gate.set_exception(error) if error else gate.set_result(None)
+            gate.set_exception(error) if error else gate.set_result(reason)
 
     @property
     def served(self) -> list[str]:
@@ -216,6 +216,49 @@ def test_nothing_is_sent_while_engines_take_weights():
     play(work, engines=1, most=1)
 
 
+def test_what_a_pause_has_ended_goes_on_before_what_came_later():
+    async def work(client: EngineClient, engine: Gated) -> None:
+        calls = send(client, "ab")
+        await settle()
+        async with client.paused("abort"):
+            engine.end(reason="abort")
+            await settle()
+        await settle()
+        assert engine.served == ["a", "a"]
+        await ended(calls, engine)
+
+    play(work, engines=1, most=1)
+
+
+def test_a_seat_is_where_the_call_goes_wherever_others_of_its_group_have_gone_meanwhile():
+    async def work(client: EngineClient, *engines: Gated) -> None:
+        calls = send(client, "abc")
+        await settle()
+        calls |= send(client, "xyz", group="g")  # none of them has a home yet
+        await settle()
+        for engine in engines:
+            engine.end()
+        await settle()
+        assert [engine.most for engine in engines] == [1, 1, 1]
+        assert all(len(engine.open) == 1 for engine in engines)
+        await ended(calls, *engines)
+
+    play(work, engines=3, most=1)
+
+
+def test_a_call_that_no_engine_will_take_ends_with_an_error():
+    async def work(client: EngineClient, engine: Gated) -> None:
+        async def nothing() -> None:
+            pass
+
+        client.revive = nothing
+        client.retire("e0")
+        with pytest.raises(EngineError, match="no inference engine left"):
+            await send(client, "a")["a"]
+
+    play(work, engines=1, most=1)
+
+
 def test_a_lockstep_call_is_one_call_however_large():
     async def work(client: EngineClient, engine: Gated) -> None:
         lockstep: Any = Lockstep(client)
@@ -229,7 +272,7 @@ def test_a_lockstep_call_is_one_call_however_large():
         for names in ("abc", "d"):
             episodes = [asyncio.ensure_future(episode(name)) for name in names]
             await settle()
-            engine.open[1].set_result(None)  # the first one is still under way
+            engine.open[1].set_result("stop")  # the first one is still under way
             await asyncio.gather(*episodes)
         assert [len(batch) for batch in engine.batches] == [1, 3, 1]
         await ended(busy, engine)

@@ -54,9 +54,6 @@ def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
         {"done": "yes"},
         {"metadata": ["a"]},
         {"postprocessed_action": 3},
-        {"tool_calls": "python"},
-        {"tool_calls": [{"arguments": "1"}]},
-        {"tool_calls": [{"name": "python", "arguments": {"code": "1"}}]},
     ],
 )
 def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
@@ -65,6 +62,24 @@ def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
     with pytest.raises(EnvironmentFailure) as caught:
         checked_step_output(good | change)
     assert caught.value.kind == "bad_step_output"
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        ("python", []),
+        ([{"arguments": "1"}, {"name": 3}, None], []),
+        ([{"name": "python", "arguments": {"code": "1"}}], [{"name": "python", "arguments": '{"code": "1"}'}]),
+        (
+            [{"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+            [{"name": "add", "arguments": "{}"}],
+        ),
+        ([{"name": "a", "arguments": "b", "error": "c"}], [{"name": "a", "arguments": "b", "error": "c"}]),
+    ],
+)
+def test_calls_for_people_are_those_that_can_be_read_and_fail_no_episode(calls: Any, shown: list[dict[str, str]]):
+    good = {"observations": [], "reward": 0.0, "done": False, "metadata": {}}
+    assert checked_step_output(good | {"tool_calls": calls}).tool_calls == shown
 
 
 def test_settings_are_read_like_a_mapping_and_like_an_object():

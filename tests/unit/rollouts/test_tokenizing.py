@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollouts.tokenizing import TokenizerThread
+from skyrl_train.rollouts.tokenizing import TokenizerThread, tokenizer_thread
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
@@ -63,3 +63,31 @@ def test_a_loop_that_ended_before_it_sent_what_was_asked_holds_up_no_other():
             return await thread.run(lambda tokenizer: 2)
 
     assert asyncio.run(run()) == 2
+
+
+def test_a_tokenizer_has_one_thread_which_follows_its_changes_and_need_not_be_copied():
+    class Own:
+        """With what no copy can be made of."""
+
+        chat_template, special_tokens_map = "a", {}
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __len__(self) -> int:
+            return 3
+
+    async def template(tokenizer: Any) -> Any:
+        return await tokenizer_thread(tokenizer).run(lambda own: own.chat_template)
+
+    def stops(tokenizer: Any) -> None:
+        raise StopIteration("here")
+
+    own, tokenizer = Own(), byte_tokenizer()
+    assert asyncio.run(template(own)) == "a"
+    assert tokenizer_thread(tokenizer) is tokenizer_thread(tokenizer)
+    assert asyncio.run(template(tokenizer)) == tokenizer.chat_template
+    tokenizer.chat_template = "another"
+    assert asyncio.run(template(tokenizer)) == "another"
+    with pytest.raises(RuntimeError, match="StopIteration: here"):
+        asyncio.run(tokenizer_thread(tokenizer).run(stops))

@@ -77,19 +77,24 @@ def test_any_text_is_text(tmp_path: Path):
 
 
 def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    secret = "hunter2-hunter2"
+    secret, written = "hunter2-hunter2", 'a "password" with \\'
     monkeypatch.setenv("SOME_API_KEY", secret)
+    monkeypatch.setenv("SOME_PASSWORD", written)
     groups = groups_of_all_kinds()
     item = groups[0].trajectories[0]
     item.text = f"the key is {secret}, he said"
     item.messages[1]["content"] = item.text
     item.messages[1]["tool_calls"] = [{"arguments": {"key": secret}}]
     item.env_metrics[f"used_{secret}"] = 1.0
-    item.turns[0] = replace(item.turns[0], tool_calls=({"name": "login", "arguments": secret},))
+    arguments = [secret, json.dumps({"key": written}), '{"query":  "as it was"}']
+    calls = tuple({"name": "login", "arguments": text} for text in arguments)
+    item.turns[0] = replace(item.turns[0], tool_calls=calls)
     item.prompt.env_extras["login"] = secret
     groups[1].trajectories[1].detail = f"could not log in as {secret}"
     keep(KeptRollouts(tmp_path), 1, groups, learnt(groups))
     read = json.dumps(rows_of(tmp_path))
+    texts = [call["arguments"] for call in json.loads(rows_of(tmp_path)[0]["turns"][0]["tool_calls"])]
+    assert texts == ["<SOME_API_KEY>", '{"key": "<SOME_PASSWORD>"}', arguments[2]]
     assert secret not in read and read.count("<SOME_API_KEY>") == 8, "extras come with both samples"
     assert item.text.count(secret) == 1, "what the run goes on with is as it was"
 
