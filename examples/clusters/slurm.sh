@@ -71,6 +71,7 @@ python -m skyrl_train.entrypoints.main_base \
   trainer.placement.ref_num_gpus_per_node="$per_node" \
   generator.num_inference_engines="$((${#nodes[@]} * per_node))" \
   trainer.logger="${LOGGER:-console}" \
+  trainer.timeouts.upload_s=300 \
   "$@" &
 driver=$!
 trap 'kill -TERM "$driver" 2>/dev/null' TERM # the last step is saved, and the same command goes on from it

@@ -90,12 +90,8 @@ async def services(
     train_dataset: PromptDataset | None,
     build_tracker: Callable[[Path], Trackers],
     build_client: Callable[[Sequence[Any]], EngineClient],
-    begins_again: Callable[[BaseException], bool] = lambda error: False,
 ) -> AsyncIterator[RunningServices]:
-    """Start everything that training needs; without a training set there is no learner (evaluation only).
-
-    `begins_again`: see Mirrors.kept.
-    """
+    """Start everything that training needs; without a training set there is no learner (evaluation only)."""
     trainer = cfg.trainer
     local = cfg.generator.run_engines_locally
     if local:
@@ -117,7 +113,6 @@ async def services(
                 with_engines=local,
                 with_reward=trainer.reward.model.path is not None,
                 build_tracker=build_tracker,
-                begins_again=begins_again,
             )
         )
         if train_dataset is not None:

@@ -112,12 +112,11 @@ async def learner_services(
     with_engines: bool = False,
     with_reward: bool = False,
     build_tracker: Callable[[Path], Trackers],
-    begins_again: Callable[[BaseException], bool] = lambda error: False,
 ) -> AsyncIterator[Services]:
     """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
 
     `fitted`: the trainer's section for the learner, see memory_fit.py; what the run saves is `cfg`, as it was written.
-    `begins_again`: see Mirrors.kept. Raises ConfigError for profiled steps that the schedule does not have.
+    Raises ConfigError for profiled steps that the schedule does not have.
     """
     trainer = cfg.trainer
     if schedule is not None:
@@ -125,7 +124,7 @@ async def learner_services(
     async with AsyncExitStack() as stack:
         mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
         directory = await mirrors.enter(stack, run_directory(cfg, fingerprints, mirrors))
-        await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s, begins_again))
+        await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
         save_resolved(cfg, directory.path / CONFIG_FILE)
         logs = stack.enter_context(run_logs(directory.path))
         if trainer.trace:

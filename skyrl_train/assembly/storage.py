@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import is_address, split_of
-from skyrl_train.errors import RunDirectoryError, StorageError
+from skyrl_train.errors import StorageError
 from skyrl_train.report.phases import phase
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
@@ -47,31 +47,26 @@ class Mirrors:
             raise
 
     @asynccontextmanager
-    async def kept(
-        self, deadline_s: float, begins_again: Callable[[BaseException], bool] = lambda error: False
-    ) -> AsyncIterator[None]:
+    async def kept(self, deadline_s: float) -> AsyncIterator[None]:
         """Inside, they are kept up to date; on exit the last uploads are waited for.
 
-        `begins_again`: whether after this error the run begins again by itself, with the uploads that are left.
         Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
         """
         mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
         for mirror in mirrors:
             mirror.start()
-        failure: BaseException | None = None
+        failed = True
         try:
             yield
-        except BaseException as error:
-            failure = error
-            raise
+            failed = False
         finally:
             deadline = time.monotonic() + deadline_s
             try:
-                for mirror in mirrors if failure is None or not begins_again(failure) else ():
+                for mirror in mirrors:
                     with phase("upload", mirror.waits_for):
                         await asyncio.to_thread(mirror.finish, max(0.0, deadline - time.monotonic()))
             except StorageError as error:
-                if failure is None:
+                if not failed:
                     raise
                 _log.error("%s", error)
             except asyncio.CancelledError:
@@ -96,21 +91,6 @@ def mirrors_of(cfg: Config, run_folder: Path) -> Mirrors:
     if is_address(trainer.export_path):
         exports = Mirror(working_folder(trainer.export_path), trainer.export_path, run=run)
     return Mirrors(run, exports)
-
-
-async def upload_rest(cfg: Config, run_folder: Path) -> None:
-    """Upload what a run of this process has left in its folders; what that fails for is logged."""
-    mirrors = mirrors_of(cfg, run_folder)
-    try:
-        if mirrors.run is not None:
-            await asyncio.to_thread(mirrors.run.take_over)
-        async with mirrors.kept(cfg.trainer.timeouts.upload_s):
-            pass
-    except (StorageError, RunDirectoryError) as error:
-        _log.error("%s", error)
-    finally:
-        if mirrors.run is not None:
-            mirrors.run.give_up()
 
 
 def check_addresses(cfg: Config, uses: Uses) -> None:

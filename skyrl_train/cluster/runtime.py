@@ -468,7 +468,12 @@ class Cluster:
     @property
     def single_machine(self) -> bool:
         """Whether the driver and every node are one machine."""
-        return self.nodes == 1 and not ray.util.client.ray.is_connected()
+        return self.nodes == 1 and not self.is_client
+
+    @property
+    def is_client(self) -> bool:
+        """Whether the driver is a Ray client (`ray://`), with the cluster elsewhere."""
+        return bool(ray.util.client.ray.is_connected())
 
     @property
     def death_known_s(self) -> float:

@@ -63,7 +63,6 @@ class SFTExp(Experiment):
             learning=learning,
             fitted=announce_fit(self.config, learning).trainer,
             build_tracker=self.build_tracker,
-            begins_again=self.begins_again,
         ) as base:
             assert base.learner is not None
             with phase("models", "processes of the trainer that load them"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +76,6 @@ class Experiment:
 
         self.restarts = 0
         """How often the ranks were started again (trainer.restarts)."""
-        self.begins_again: Callable[[BaseException], bool] = lambda error: False
-        """Whether the session is opened again after this error, by `with_restarts`."""
         self.adopt(config)
         processes = slots_of(config, self.uses).processes
         self.cluster = Cluster(trainer.plugins, workers=processes, preload=imports_of_workers(config, self.uses))
@@ -192,7 +190,6 @@ class Experiment:
                     train_dataset=self.train_dataset,
                     build_tracker=self.build_tracker,
                     build_client=self.build_client,
-                    begins_again=self.begins_again,
                 )
             )
             await stack.enter_async_context(endpoint_of_run(self.config, running.client, self.tokenizer))

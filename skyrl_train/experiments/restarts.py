@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.presence import slots_of
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.wanted import read_wanted, stamp, why_fixed
+from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, why_fixed
 from skyrl_train.errors import ClusterLost, ConfigError, Stopped, WorkerDied
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
@@ -32,31 +33,27 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
     """
     configured = wanted = experiment.config
     found = last_commit(configured)
-
-    def begins_again(error: BaseException) -> bool:
-        spent = experiment.restarts == configured.trainer.restarts
-        return not spent and _lost_a_rank(error) and experiment.cluster.death() is None
-
-    experiment.begins_again = begins_again
+    cannot = experiment.cluster.is_client  # what is left of a cluster is not told behind a Ray client
     while True:
         unasked = _asked(configured)
         try:
             return await attempt()
         except Exception as error:
-            if not begins_again(error):
+            spent = experiment.restarts == configured.trainer.restarts
+            if spent or cannot or _is_stopping() or not _lost_a_rank(error) or experiment.cluster.death() is not None:
                 raise
             cause = f"{type(error).__name__}: {error}"
         experiment.restarts += 1
         if _asked(configured) != unasked:
             wanted = as_wanted(wanted, experiment.config)
         goes_on = resuming(wanted) if last_commit(configured) != found else wanted
-        try:
-            await _start_over(experiment, configured, goes_on, cause)
-        except BaseException:
-            from skyrl_train.assembly.storage import upload_rest
+        await _start_over(experiment, configured, goes_on, cause)
 
-            await upload_rest(configured, working_folder(configured.trainer.ckpt_path))  # the attempt before left it
-            raise
+
+def _is_stopping() -> bool:
+    """Whether the run was asked to stop, and a rank was lost while it came to that."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _start_over(experiment: Experiment, configured: Config, goes_on: Config, cause: str) -> None:
@@ -82,6 +79,8 @@ async def _start_over(experiment: Experiment, configured: Config, goes_on: Confi
         + f" on the {experiment.cluster.nodes} nodes that are left, from the newest checkpoint",
     )
     experiment.adopt(config)
+    # It holds for the attempt that is over: who asks before the next one has written its own is told to wait for it.
+    (working_folder(configured.trainer.ckpt_path) / ENGINES_FILE).unlink(missing_ok=True)
 
 
 def as_wanted(config: Config, running: Config) -> Config:

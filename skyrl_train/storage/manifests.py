@@ -85,7 +85,9 @@ def upload(
         if _is_still(local, manifest):
             _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
-    wanted, old = listed_in(manifest), _known(store, name)
+    wanted, there = listed_in(manifest), store.find(name)
+    # A manifest may be there without its files: one that came late, when they had been deleted.
+    old = {file: one for file, one in _known(store, name).items() if f"{name}/{one.key}" in there}
     arrived = {} if arrived is None else arrived
     taken = {one.key for one in old.values()}
     keys: dict[str, str] = {}
@@ -113,7 +115,9 @@ def upload(
         content["files"][file] |= {"key": key} if key != file else {}
     store.write(f"{name}/{MANIFEST_FILE}", json.dumps(content, indent=1).encode())
     kept = {MANIFEST_FILE, *keys.values()}
-    store.delete(path for path in store.find(name) if path.removeprefix(f"{name}/") not in kept)
+    if unlisted := [path for path in there if path.removeprefix(f"{name}/") not in kept]:
+        before_write()
+        store.delete(unlisted)
     return True
 
 

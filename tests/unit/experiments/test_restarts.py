@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,6 @@ from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLos
 from skyrl_train.experiments import restarts
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.checkpoints import Checkpoints
 
 
 class Ended:
@@ -26,10 +24,7 @@ class Ended:
     def __init__(self, errors: list[BaseException], allowed: int):
         self.config = with_value_at(Config(), "trainer.restarts", allowed)
         self.restarts, self.attempts, self.errors = 0, 0, errors
-        self.cluster = self
-        self.begins_again: Callable[[BaseException], bool] = lambda error: False
-        self.foretold: list[bool] = []
-        """What is said of each error before the attempt ends by it."""
+        self.cluster, self.is_client = self, False
         self.modes: list[str] = []
         """How each further attempt is to resume."""
 
@@ -39,9 +34,7 @@ class Ended:
     async def attempt(self) -> str:
         self.attempts += 1
         if self.errors:
-            error = self.errors.pop(0)
-            self.foretold.append(self.begins_again(error))
-            raise error
+            raise self.errors.pop(0)
         return "done"
 
 
@@ -75,7 +68,6 @@ def test_a_lost_rank_is_begun_again_after_as_often_as_configured(started_over: l
     with pytest.raises(WorkerDied):
         run(experiment)
     assert (experiment.attempts, experiment.restarts) == (3, 2)
-    assert experiment.foretold == [True, True, False]
 
 
 @pytest.mark.parametrize("error", [ConfigError("k=1"), RuntimeError("a bug"), EnginesLost("restarts are spent")])
@@ -83,34 +75,45 @@ def test_what_is_no_lost_rank_ends_the_run_at_once(started_over: list[str], erro
     experiment = Ended([error], allowed=5)
     with pytest.raises(type(error)):
         run(experiment)
-    assert (experiment.attempts, started_over, experiment.foretold) == (1, [], [False])
+    assert (experiment.attempts, started_over) == (1, [])
+
+
+@pytest.mark.defect("a-stop-was-lost-in-a-restart")
+def test_a_run_that_was_asked_to_stop_does_not_begin_again(started_over: list[str]):
+    """The update that is under way goes to its end first, and may lose a rank there."""
+    experiment = Ended([], allowed=2)
+
+    async def attempt() -> str:
+        experiment.attempts += 1
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise WorkerDied("learner 1 died") from None
+        return "done"
+
+    async def stopped() -> None:
+        work = asyncio.ensure_future(with_restarts(cast(Any, experiment), attempt))
+        await asyncio.sleep(0)
+        work.cancel()
+        with pytest.raises(WorkerDied):
+            await asyncio.wait_for(work, 10)
+
+    asyncio.run(stopped())
+    assert (experiment.attempts, started_over) == (1, [])
+
+
+def test_a_run_behind_a_ray_client_does_not_begin_again(started_over: list[str]):
+    experiment = Ended([WorkerDied("learner 0 died")], allowed=2)
+    experiment.is_client = True
+    with pytest.raises(WorkerDied):
+        run(experiment)
+    assert started_over == []
 
 
 def test_without_restarts_the_run_ends_as_ever(started_over: list[str]):
     with pytest.raises(WorkerDied):
         run(Ended([WorkerDied("learner 0 died")], allowed=0))
     assert started_over == []
-
-
-def test_where_there_is_no_room_to_begin_again_what_is_left_is_uploaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
-    address = f"file://{tmp_path}/elsewhere"
-
-    async def no_room(*args: object) -> None:
-        raise NoRoom("no node is left")
-
-    monkeypatch.setattr(restarts, "_start_over", no_room)
-    experiment = Ended([WorkerDied("learner 0 died")], allowed=1)
-    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", address)
-    checkpoints = Checkpoints(working_folder(address))
-    checkpoints.begin(10)
-    checkpoints.commit(10, {})
-    with pytest.raises(NoRoom):
-        run(experiment)
-    assert (tmp_path / "elsewhere" / "global_step_10" / "manifest.json").exists()
-    assert not (tmp_path / "elsewhere" / ".lock").exists()
 
 
 class Ranks:
