@@ -175,8 +175,8 @@ _PARTLY = (
     "mini-batch, are those of the kept ones, which the run's were not. trainer.keep_rollouts=all keeps all of them."
 )
 _NO_OLD = (
-    "The trainer's log-probs from before an update are not kept, as nothing in the run read them; the engine's stand "
-    "in for them, so that corrections and the gap between both show nothing."
+    "The trainer's log-probs from before an update are not kept, as in runs of earlier versions; the engine's stand in "
+    "for them, so that corrections and the gap between both show nothing."
 )
 _CORRECTED = (
     "Rollouts of some steps were kept by a version without scored_spans: which tokens the run's off-policy correction "
