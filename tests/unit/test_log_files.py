@@ -178,6 +178,8 @@ def test_runs_at_once_leave_what_was_there_and_a_program_s_own_handler_gets_no_m
     handler = logging.Handler()
     handler.emit = lambda record: got.append(record.getMessage())  # type: ignore[method-assign]
     root.addHandler(handler)
+    level = root.level
+    root.setLevel(logging.WARNING)  # as a program has it that sets none, whatever ran before in this process
     before = root.handlers[:], ours.level
     try:
         first, second = run_logs(tmp_path / "a"), run_logs(tmp_path / "b")
@@ -190,6 +192,7 @@ def test_runs_at_once_leave_what_was_there_and_a_program_s_own_handler_gets_no_m
         second.__exit__(None, None, None)
         assert (root.handlers, ours.level) == before and got == ["of both"] and not handler.filters
     finally:
+        root.setLevel(level)
         root.removeHandler(handler)
     assert "of the second" not in (tmp_path / "a" / "logs" / "driver.log").read_text()
     assert "of the second" in (tmp_path / "b" / "logs" / "driver.log").read_text()
