@@ -57,13 +57,14 @@ class GatedRun(Experiment):
         if told := os.environ.get(LENGTHS):
             lengths, generate = Lengths(*map(float, told.split(","))), client.generate
 
-            async def of_drawn_lengths(requests: Sequence[SampleRequest]) -> list[Completion]:
+            async def of_drawn_lengths(requests: Sequence[SampleRequest], **options: Any) -> list[Completion]:
                 drawn = [lengths.draw(one.seed, one.sampling.max_tokens) for one in requests]
                 return await generate(
                     [
                         replace(one, sampling=replace(one.sampling, max_tokens=tokens))
                         for one, tokens in zip(requests, drawn, strict=True)
-                    ]
+                    ],
+                    **options,
                 )
 
             client.generate = of_drawn_lengths
