@@ -100,7 +100,9 @@ def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
         return many * least / seconds
     a_step = (most - least) / (1 / few - 1 / many)
     a_row = least - a_step / many
-    return a_step / max(seconds - a_row, a_step / (2 * many)) if a_step > 0 else few
+    if a_step <= 0:  # lengths are drawn: what few steps take does not show that longer answers take longer
+        return few * most / seconds
+    return a_step / max(seconds - a_row, a_step / (2 * many))
 
 
 def measure(
