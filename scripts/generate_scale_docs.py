@@ -21,13 +21,13 @@ BEGIN, END = (
 SIZES = (8, 64, 512, 4096)
 
 # Measured: docs/benchmarks.md, "Control plane", 2,048 x 4,096 tokens and conversations of 64 and 1,000 tokens a turn.
-HELD_BYTES = 17.9
-RANKED = 22.7e6
+HELD_BYTES = 17.3
+RANKED = 27.1e6
 """Tokens a CPU-second, from rollouts to ranks: batch, advantages, parts, and Ray's copies of them into its store."""
 MOVED_BYTES = 13
 """Of a token, to ranks: its id, whether it counts, and the engine's and the trainer's log-prob of it."""
-TURN_S, TURN_TOKEN_S = 2.30e-4, 1.28e-7
-"""CPU-seconds of the driver: of a turn, 1 / 4,198 with 64 tokens and 1 / 2,794 with 1,000; longer ones are a line."""
+TURN_S, TURN_TOKEN_S = 2.39e-4, 2.08e-7
+"""CPU-seconds of the driver: of a turn, 1 / 3,961 with 64 tokens and 1 / 2,237 with 1,000; longer ones are a line."""
 # Measured: "On a GPU", part 8, one H200 and a model of 0.6B; part 5, between two processes of one GPU.
 MFU, SYNC_GB_S = 0.232, 20.7
 
