@@ -14,7 +14,7 @@ from skyrl_train.clock import now
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.engine_record import BusyClock, EngineRecord
 from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
-from skyrl_train.engines.seats import Call, Seats
+from skyrl_train.engines.seats import Call, Seats, keys_of, tokens_of
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 from skyrl_train.tasks import unwatched
 
@@ -221,7 +221,7 @@ class EngineClient:
         names = {one.group or one.session or one.request_id for one in call.missing.values()}
         if len(names) > 1:
             return None
-        keys = _keys(next(iter(call.missing.values())))
+        keys = keys_of(next(iter(call.missing.values())))
         while call.missing and self.any_lives:
             home = self._home(keys, ())
             those = self._all if home is None else [self._all[home]]
@@ -272,11 +272,11 @@ class EngineClient:
         for number, request in requests.items():
             record = self._route(request, avoid, seat)
             parts[record][number] = request
-            record.load += _tokens(request)
+            record.load += tokens_of(request)
         calls = []
         for record, part in parts.items():
             call = asyncio.ensure_future(self._generate(record, list(part.values())))
-            call.add_done_callback(partial(record.unload, sum(map(_tokens, part.values()))))  # even if it never began
+            call.add_done_callback(partial(record.unload, sum(map(tokens_of, part.values()))))  # even if it never began
             calls.append(call)
         results = await asyncio.gather(*calls, return_exceptions=True)
         failed: dict[EngineRecord, BaseException] = {}
@@ -328,7 +328,7 @@ class EngineClient:
     def _route(
         self, request: SampleRequest, avoid: Collection[EngineRecord], seat: EngineRecord | None
     ) -> EngineRecord:
-        keys = _keys(request)
+        keys = keys_of(request)
         # While it waited for a seat, others of its group may have found a home elsewhere.
         own = [key for key in keys if key[0] == "session"] if seat is not None and seat.takes_requests else keys
         index = self._home(own, avoid)
@@ -595,11 +595,3 @@ def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
     """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
     found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
     return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
-
-
-def _keys(request: SampleRequest) -> list[tuple[str, str]]:
-    return [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
-
-
-def _tokens(request: SampleRequest) -> int:
-    return len(request.token_ids) + request.sampling.max_tokens

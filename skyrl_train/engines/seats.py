@@ -119,3 +119,13 @@ class Seats(Generic[E]):
         """Those who wait for this engine, or for any, have to look for one again."""
         for _, call in self._lines.pop(engine, ()):
             call.dismiss()
+
+
+def keys_of(request: SampleRequest) -> list[tuple[str, str]]:
+    """What a request belongs to, that which has most of its tokens first."""
+    return [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
+
+
+def tokens_of(request: SampleRequest) -> int:
+    """What an engine may have to hold of it."""
+    return len(request.token_ids) + request.sampling.max_tokens

@@ -118,7 +118,9 @@ def raylets(
     first, second = divmod(os.getpid() % 50_000, 250)
     addresses = [f"127.{first + 1}.{second + 1}.{index + 1}" for index in range(len(nodes) + 1)]
     described = [_node(addresses[0], head_cpus, {"driver": 1.0}, ray_client_server_port=client_port)]
-    for address, count, one, own_labels, own_folder in zip_longest(addresses[1:], counts, nodes, labels, folders[: len(nodes)]):
+    for address, count, one, own_labels, own_folder in zip_longest(
+        addresses[1:], counts, nodes, labels, folders[: len(nodes)]
+    ):
         described.append(_node(address, count, one, labels=own_labels, folder=own_folder))
     # A token of its own: other clusters of this machine are not this one's.
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
