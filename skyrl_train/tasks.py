@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
@@ -44,6 +45,45 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             await task
         raise
+
+
+class PerTurn:
+    """At most so many go through here in one turn of the event loop, in the order in which they come.
+
+    Thousands of tasks that become ready together would otherwise all run before anything else does. Who goes through
+    depends on no clock.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._gone = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self) -> None:
+        """Go through, in this turn or in a later one."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._gone = loop, 0
+            self._waiting.clear()
+        if not self._gone:
+            loop.call_soon(self._next_turn, loop)
+        if self._gone < self._most and not self._waiting:
+            self._gone += 1
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._gone = 0
+        while self._waiting and self._gone < self._most:
+            turn = self._waiting.popleft()
+            if not turn.done():  # whoever waited was cancelled
+                turn.set_result(None)
+                self._gone += 1
+        if self._gone:
+            loop.call_soon(self._next_turn, loop)
 
 
 class Shared:

@@ -49,6 +49,7 @@ from skyrl_train.assembly.layout import place
 from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.remote import RemoteEngine
@@ -72,7 +73,7 @@ def requests_of(run: int) -> list[SampleRequest]:
     """The requests of the `run`-th run."""
     ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    return [SampleRequest(f"{run}.{i}", tuple(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)]
+    return [SampleRequest(f"{run}.{i}", token_array(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)]
 
 
 def lengths(completions: Sequence[Completion]) -> list[int]:
@@ -348,7 +349,7 @@ async def measure(case: Case, device: str, repeats: int) -> Result:
     generate = hugging_face(model.to(device).eval(), case, prompts)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True)
     requests = [
-        SampleRequest(f"{p}.{s}", prompt, sampling, seed=1000 * p + s)
+        SampleRequest(f"{p}.{s}", token_array(prompt), sampling, seed=1000 * p + s)
         for p, prompt in enumerate(prompts)
         for s in range(case.samples)
     ]

@@ -43,6 +43,7 @@ from workload import (
     write_prompts,
 )
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
@@ -72,7 +73,9 @@ def bare_engine(model: str, work: Work, vocabulary: int, steps: int) -> Callable
             for sample in range(work.samples):
                 name = f"{number}.{index}.{sample}"
                 requests.append(
-                    SampleRequest(name, ids, sampling, seed=1000 * index + sample, group=f"{number}.{index}")
+                    SampleRequest(
+                        name, token_array(ids), sampling, seed=1000 * index + sample, group=f"{number}.{index}"
+                    )
                 )
         start, used = time.perf_counter(), time.process_time()
         found = runner.run(engine.generate(requests))

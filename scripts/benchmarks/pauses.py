@@ -32,6 +32,7 @@ from weight_sync import Trainer
 
 from skyrl_train.assembly.publisher import PAUSES
 from skyrl_train.config.choices import ENGINES
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.registry import load_object
@@ -50,11 +51,11 @@ async def keep_busy(client: EngineClient, number: int) -> None:
     for turn in range(10**6):
         ids = tuple(torch.randint(3, VOCABULARY, (PROMPT_TOKENS,), generator=generator).tolist())
         sampling = SamplingParams(max_tokens=NEW_TOKENS - number, ignore_eos=True)
-        await client.generate([SampleRequest(f"{number}.{turn}", ids, sampling, seed=turn)])
+        await client.generate([SampleRequest(f"{number}.{turn}", token_array(ids), sampling, seed=turn)])
 
 
 def one_more(name: str, tokens: int) -> SampleRequest:
-    return SampleRequest(name, (5, 6, 7), SamplingParams(max_tokens=tokens, ignore_eos=True), seed=0)
+    return SampleRequest(name, token_array((5, 6, 7)), SamplingParams(max_tokens=tokens, ignore_eos=True), seed=0)
 
 
 async def measure(kind: str, model: str, held: dict[str, Tensor], on_sync: str, repeats: int) -> dict[str, Any]:

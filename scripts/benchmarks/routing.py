@@ -17,6 +17,7 @@ import torch
 from measure import about, line
 from torch import Tensor
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
@@ -46,7 +47,7 @@ async def sample(model: str, dtype: str) -> TrainBatch:
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     prompts = [tuple(range(3 + index, 13 + index)) for index in range(SEQUENCES)]
     try:
-        requests = [SampleRequest(str(i), ids, sampling, seed=i) for i, ids in enumerate(prompts)]
+        requests = [SampleRequest(str(i), token_array(ids), sampling, seed=i) for i, ids in enumerate(prompts)]
         completions = await engine.generate(requests)
     finally:
         await engine.close()

@@ -28,6 +28,8 @@ from measure import about, line
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skyrl_train.data.arrays import token_array
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,7 +123,9 @@ def our_step(given: argparse.Namespace, device: torch.device, *, seeded: bool) -
     from skyrl_train.engines.vllm.sampler import replace_sampler
 
     sampling = SamplingParams(max_tokens=1024, top_p=given.top_p)
-    runner, outputs = batch(given, device, lambda row: sampling_params(SampleRequest("", (1,), sampling, row)))
+    runner, outputs = batch(
+        given, device, lambda row: sampling_params(SampleRequest("", token_array((1,)), sampling, row))
+    )
     replace_sampler(runner, "benchmark")
 
     def random() -> Iterator[Tensor]:

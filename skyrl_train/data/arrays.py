@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -20,6 +20,13 @@ Span = tuple[int, int]
 Scalar = TypeVar("Scalar", bound=np.generic)
 _LARGE = 1 << 20
 """Bytes from which on an array is worth pages of its own."""
+
+
+class WholeNumbers:
+    """An annotation: pydantic, which describes HTTP's bodies, is to see an array as a list of whole numbers."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return handler(list[int])
 
 
 def token_array(ids: ArrayLike) -> Tokens:
@@ -54,7 +61,9 @@ def give_back() -> None:
 
 def plain_ids(ids: Sequence[int] | Tokens) -> tuple[int, ...]:
     """These ids as Python's own integers: some of what reads them knows no others."""
-    return tuple(ids) if {*map(type, ids)} <= {int} else tuple(np.asarray(ids).tolist())
+    if not isinstance(ids, np.ndarray) and {*map(type, ids)} <= {int}:
+        return tuple(ids)
+    return tuple(np.asarray(ids).tolist())
 
 
 def joined(one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:

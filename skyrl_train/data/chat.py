@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from skyrl_train.data.arrays import token_array
@@ -79,8 +78,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
     """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers."""
-    tokens, controls = token_array(ids), marking_template(tokenizer).controls.ids
-    return str(tokenizer.decode(tokens[~np.isin(tokens, list(controls))], skip_special_tokens=True))
+    tokens = token_array(ids)
+    return str(tokenizer.decode(tokens[~marking_template(tokenizer).controls.among(tokens)], skip_special_tokens=True))
 
 
 def plain_text(message: Message) -> str:

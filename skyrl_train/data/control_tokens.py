@@ -17,8 +17,11 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from jinja2 import TemplateError
+from numpy.typing import NDArray
 
+from skyrl_train.data.arrays import Tokens
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
@@ -100,6 +103,17 @@ class ControlTokens:
 
     def unmarked(self, text: str) -> str:
         return _MARKS.sub(lambda found: self.names[int(found[1])], text)
+
+    def among(self, tokens: Tokens) -> NDArray[np.bool_]:
+        """[L] which of these are control tokens."""
+        return self._table.take(tokens, mode="clip")
+
+    @cached_property
+    def _table(self) -> NDArray[np.bool_]:
+        """By id; the last entry is for all that are larger."""
+        table = np.zeros(max(self.ids, default=0) + 2, bool)
+        table[list(self.ids)] = True
+        return table
 
     @cached_property
     def made_of_roles(self) -> dict[str, str]:

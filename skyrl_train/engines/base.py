@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, same_fields, token_array
+import numpy as np
+from numpy.typing import ArrayLike
+
+from skyrl_train.data.arrays import LogProbs, Tokens, WholeNumbers, logprob_array, same_fields, token_array
+from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 
@@ -39,14 +43,14 @@ PAUSE_MODES = frozenset({"keep", "abort", "wait", "retract"})
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One continuation to sample.
+    """One continuation to sample. `token_ids` is [L]; whatever numpy makes an array of may be given for it.
 
     The result depends only on token_ids, sampling and seed: not on the order of requests, nor (up to the rounding of
     differently shaped matrix products) on the rest of the batch.
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Annotated[Tokens, WholeNumbers()]
     sampling: SamplingParams
     seed: int
     """64 bits; see `engines.sampling.request_seed`."""
@@ -61,7 +65,19 @@ class SampleRequest:
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", plain_ids(self.token_ids))
+        object.__setattr__(self, "token_ids", _checked_ids(self.request_id, self.token_ids))
+
+    __eq__ = same_fields
+
+
+def _checked_ids(request_id: str, given: ArrayLike) -> Tokens:
+    """Raises UnsupportedParameter for what is no token id of any model."""
+    ids = np.asarray(given)
+    if ids.dtype == np.int32 or not len(ids):
+        return token_array(ids)
+    if ids.dtype.kind not in "iu" or ids.min() < -(2**31) or ids.max() >= 2**31:
+        raise UnsupportedParameter(f"request {request_id!r}: token ids must be whole numbers from 0, below 2^31.")
+    return token_array(ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from skyrl_train.data.arrays import plain_ids
+import numpy as np
+
+from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import check_supported
 from skyrl_train.errors import EngineError, UnsupportedParameter
@@ -95,11 +97,13 @@ class Checks:
             allowed = f"they forbid at most half of the {self.vocab_size} tokens, or there may be none to sample"
             raise self._refusal(f"{len(set(ids))} stop_token_ids with min_tokens={sampling.min_tokens}", allowed)
 
-    def _ids(self, what: str, ids: Sequence[int]) -> None:
-        if not ids:
+    def _ids(self, what: str, ids: Sequence[int] | Tokens) -> None:
+        if not len(ids):
             raise self._refusal(what, "it has no tokens")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            allowed = f"token ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}"
+        array = np.asarray(ids)
+        least, most = int(array.min()), int(array.max())
+        if least < 0 or most >= self.vocab_size:
+            allowed = f"token ids must be in 0..{self.vocab_size - 1}, got {least}..{most}"
             raise self._refusal(what, allowed)
 
     def _refusal(self, what: str, why: str) -> UnsupportedParameter:

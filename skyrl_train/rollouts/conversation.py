@@ -29,11 +29,14 @@ from skyrl_train.errors import (
 )
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.rollouts.rate_limit import RateLimiter
-from skyrl_train.rollouts.tokenizing import tokenizer_thread
+from skyrl_train.rollouts.tokenizing import tokenizing_of
+from skyrl_train.tasks import PerTurn
 
 CUT = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
 _LEAST_S = 1e-3
+_OPENED_PER_TURN = 64
+"""Episodes that begin in one turn of the event loop."""
 log = logging.getLogger(__name__)
 
 
@@ -110,9 +113,10 @@ class ConversationGenerator:
         self._later_turns = later_turns or sampler
         self._environments = environments
         self._tokenizer: Any = tokenizer
-        self._thread = tokenizer_thread(tokenizer)
+        self._tokenizing = tokenizing_of(tokenizer)
         self._settings = settings
         self._limiter = limiter or RateLimiter()
+        self._opens = PerTurn(max(1, _OPENED_PER_TURN // settings.num_samples))
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         """Make the group of `prompt`; its `position` in the run's order makes seeds differ between epochs.
@@ -120,16 +124,21 @@ class ConversationGenerator:
         When this returns, raises or is cancelled, its environments are closed, and the engines abort its requests.
         """
         temperature = self._settings.sampling.temperature
-        states = [_EpisodeState.empty(prompt, sample, temperature) for sample in range(self._settings.num_samples)]
-        await self._limiter.admit(len(states))
+        samples, states = self._settings.num_samples, list[_EpisodeState]()
+        await self._limiter.admit(samples)
         tasks: list[asyncio.Task[None]] = []
         try:
             async with self._sampler.episode():
+                await self._opens()
+                states += [_EpisodeState.empty(prompt, sample, temperature) for sample in range(samples)]
                 rendered: list[tuple[list[Message], Tokens]] = []
                 tasks += [asyncio.create_task(self._start(state, rendered)) for state in states]
                 await asyncio.gather(*tasks)
-                first = await self._sample([state for state in states if state.session is not None], position)
-                tasks += [asyncio.create_task(self._play(state, done, position)) for state, done in first]
+                opened = [state for state in states if state.session is not None]
+                tasks += [
+                    asyncio.create_task(self._play(state, [done], position))
+                    for state, done in await self._sample(opened, position)
+                ]
                 await asyncio.sleep(0)  # lets every task enter its own `episode()`, in this order
             await asyncio.gather(*tasks)
         finally:
@@ -140,7 +149,7 @@ class ConversationGenerator:
             finally:
                 for state in states:
                     await state.close()
-                self._limiter.release(len(states))
+                self._limiter.release(samples)
         return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
     async def _start(self, state: _EpisodeState, rendered: list[tuple[list[Message], Tokens]]) -> None:
@@ -172,16 +181,16 @@ class ConversationGenerator:
             state.trajectory.fail("prompt_too_long", f"{len(state.trajectory.prompt_ids)} tokens")
             await state.close()
 
-    async def _play(self, state: _EpisodeState, completion: Completion, position: int) -> None:
-        """Run one episode from the first completion to its end, independently of the others."""
+    async def _play(self, state: _EpisodeState, sampled: list[Completion], position: int) -> None:
+        """Run one episode from its first completion to its end, independently of the others.
+
+        `sampled` has one completion, which is let go of as soon as the ledger has it: its arrays are as large.
+        """
         item = state.trajectory
         async with self._later_turns.episode():
             try:
-                while await self._answered(state, completion) and await self._goes_on(state):
-                    sampled = await self._sample([state], position)
-                    if not sampled:
-                        break
-                    completion = sampled[0][1]
+                while sampled and await self._answered(state, sampled.pop()) and await self._goes_on(state):
+                    sampled = [done for _, done in await self._sample([state], position)]
             except EnvironmentFailure as failure:
                 item.fail(failure.kind, failure.detail)
             finally:
@@ -195,12 +204,14 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = await self._thread.run(decode_answer, completion.token_ids)
+        text = await self._tokenizing.run(len(completion.token_ids), decode_answer, completion.token_ids)
         state.answers.append(len(item.messages))
         item.messages.append({"role": "assistant", "content": text})
         state.running_s += completion.running_s
+        state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         if completion.stop_reason == "abort":
             raise EnvironmentFailure(CUT, f"its turns ran for {state.running_s:.3g} s in the engine without an end")
+        del completion  # the environment may take its time
         begun = now()
         try:
             output = await state.session.step(text)
@@ -208,7 +219,6 @@ class ConversationGenerator:
             state.ledger.note(environment_s=now() - begun)
         state.ledger.note(reward=output.reward, tool_calls=tuple(output.tool_calls))
         item.env_metrics |= _numbers(output.metadata)
-        state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         item.messages += output.observations
         return not output.done and len(item.turns) < state.max_turns
 
@@ -217,7 +227,7 @@ class ConversationGenerator:
         item, ledger = state.trajectory, state.ledger
         try:
             render = self._render_in_message if self._settings.one_message else self._render_turn
-            rendered = await self._thread.run(render, state)
+            rendered = await self._tokenizing.run(self._size(state), render, state)
         except DataError as error:
             raise EnvironmentFailure("chat_template", str(error)) from error
         context = ledger.context
@@ -232,6 +242,13 @@ class ConversationGenerator:
         else:
             ledger.tell(rendered.ids)
         return True
+
+    def _size(self, state: _EpisodeState) -> int:
+        """How many characters are encoded before the next turn."""
+        messages = state.trajectory.messages
+        return sum(
+            len(plain_text(one)) for one in messages[0 if self._settings.retokenize else state.answers[-1] + 1 :]
+        )
 
     def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render every turn as a message of its own, with the chat template."""
@@ -278,7 +295,7 @@ class ConversationGenerator:
         session = f"{space}{position}.{uid}.{item.sample}"
         return SampleRequest(
             request_id=f"{session}.{turn}" if turn else session,
-            token_ids=tuple(state.ledger.context.tolist()),
+            token_ids=state.ledger.context,
             sampling=self._settings.sampling,
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,

@@ -1,55 +1,83 @@
-"""Templates and tokens beside the event loop: what conversations ask for in one of its turns is one piece of work."""
+"""Templates and tokens of many conversations: what is short is done in the event loop, what is long in a thread."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 T = TypeVar("T")
-_Asked = tuple[Callable[[Any], Any], "asyncio.Future[Any]"]
-_THREADS: WeakKeyDictionary[Any, TokenizerThread] = WeakKeyDictionary()
+_Asked = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]
+LONG = 1 << 14
+"""Characters or tokens from which on a text is not for the event loop: some milliseconds."""
+_PER_TURN, _EACH = 1 << 16, 1 << 10
+"""Characters in one turn of the event loop, and what a call counts beside its own: some ten milliseconds in all."""
+_TOKENIZINGS: WeakKeyDictionary[Any, Tokenizing] = WeakKeyDictionary()
 
 
-def tokenizer_thread(tokenizer: Any) -> TokenizerThread:
+def tokenizing_of(tokenizer: Any) -> Tokenizing:
     """The one of this tokenizer."""
-    found = _THREADS.get(tokenizer)
+    found = _TOKENIZINGS.get(tokenizer)
     if found is None:
-        found = _THREADS[tokenizer] = TokenizerThread(tokenizer)
+        found = _TOKENIZINGS[tokenizer] = Tokenizing(tokenizer)
     return found
 
 
-class TokenizerThread:
-    """One thread that works with a copy of a tokenizer, made anew where its template or its tokens have changed.
+class Tokenizing:
+    """A tokenizer as thousands of conversations use it at a time: what they ask is done in the order in which it came,
+    as much in one turn of the event loop as leaves time for what else there is.
 
-    Whoever else has the tokenizer may set its padding or truncation, which would hold for what is being encoded here.
+    Short texts are not for a thread: one that lets go of the interpreter's lock for microseconds, again and again, as a
+    tokenizer does, keeps it from the event loop, which waits for it after every array and every pipe.
+
+    The thread has a copy of its own, made anew where template or tokens have changed: whoever else has the tokenizer
+    may set its padding or truncation, which would hold for what is being encoded there.
     """
 
     def __init__(self, tokenizer: Any):
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._original = ref(tokenizer)
+        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[_Asked]] = WeakKeyDictionary()
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._copied, self._state = _copied(tokenizer), _state(tokenizer)
-        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Asked]] = WeakKeyDictionary()
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(tokenizer, *args)`, or what it raises."""
+    async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """`function(tokenizer, *args)`, or what it raises. `size`: how many characters or tokens go through it."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        asked = self._asked.setdefault(loop, [])
-        if not asked:
-            loop.call_soon(self._send, loop)
-        asked.append((lambda tokenizer: function(tokenizer, *args), answer))
-        return await answer
+        work = partial(_outcome, function, args)
+        if size < LONG:
+            asked = self._asked.setdefault(loop, deque())
+            if not asked:
+                loop.call_soon(self._work, loop)
+            answer = loop.create_future()
+            asked.append((_EACH + size, work, answer))
+            value, error = await answer
+        else:
+            value, error = await loop.run_in_executor(self._thread, work, self._own())
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
 
-    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        asked, done, tokenizer = self._asked[loop], 0, self._original()
+        while asked and done < _PER_TURN:
+            size, work, answer = asked.popleft()
+            if not answer.done():  # whoever asked was cancelled
+                answer.set_result(work(tokenizer))
+                done += size
+        if asked:
+            loop.call_soon(self._work, loop)
+
+    def _own(self) -> Any:
+        """The thread's copy."""
         original = self._original()
         if original is not None and (state := _state(original)) != self._state:
             self._copied, self._state = _copied(original), state
-        self._thread.submit(_work, loop, self._asked.pop(loop), self._copied)
+        return self._copied
 
 
 def _copied(tokenizer: Any) -> Any:
@@ -63,29 +91,9 @@ def _state(tokenizer: Any) -> Any:
     return getattr(tokenizer, "chat_template", None), len(tokenizer), dict(tokenizer.special_tokens_map)
 
 
-def _work(loop: asyncio.AbstractEventLoop, asked: list[_Asked], tokenizer: Any) -> None:
-    told = [partial(_tell, answer, *_outcome(function, tokenizer)) for function, answer in asked]
-    loop.call_soon_threadsafe(_call_all, told)
-
-
-def _outcome(function: Callable[[Any], T], tokenizer: Any) -> tuple[T | None, BaseException | None]:
+def _outcome(function: Callable[..., T], args: Any, tokenizer: Any) -> tuple[T | None, BaseException | None]:
+    """A future takes no StopIteration."""
     try:
-        return function(tokenizer), None
-    except StopIteration as error:  # which a future takes for its own
-        return None, RuntimeError(f"StopIteration: {error}")
+        return function(tokenizer, *args), None
     except BaseException as error:
         return None, error
-
-
-def _tell(answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if answer.done():  # whoever asked was cancelled
-        return
-    if error is None:
-        answer.set_result(value)
-    else:
-        answer.set_exception(error)
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -77,7 +77,7 @@ class SimulatedConversations:
         session, uid = f"{position}.{item.sample}", item.prompt.uid
         return SampleRequest(
             request_id=f"{session}.{turn}",
-            token_ids=tuple(ledger.context.tolist()),
+            token_ids=ledger.context,
             sampling=self._sampling,
             seed=request_seed(self._seed, uid, item.sample, turn, position),
             session=session,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from numpy.typing import ArrayLike
+
 from skyrl_train.config.schema import Config
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
@@ -55,9 +58,7 @@ class InferenceEngineClient:
             token_ids = [render_prompt(self.tokenizer, messages, options) for messages in prompts or ()]
         sampling = self._sampling(input_batch.get("sampling_params"))
         sessions = input_batch.get("session_ids") or [None] * len(token_ids)
-        requests = [
-            self._request(tuple(ids), sampling, session) for ids, session in zip(token_ids, sessions, strict=True)
-        ]
+        requests = [self._request(ids, sampling, session) for ids, session in zip(token_ids, sessions, strict=True)]
         completions = await self._client.generate(requests)
         return InferenceEngineOutput(
             responses=[self.tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) for one in completions],
@@ -76,12 +77,12 @@ class InferenceEngineClient:
             named["max_tokens"] = self._config.generator.sampling_params.max_generate_length
         return normalise(named)
 
-    def _request(self, token_ids: tuple[int, ...], sampling: SamplingParams, session: Any) -> SampleRequest:
+    def _request(self, token_ids: ArrayLike, sampling: SamplingParams, session: Any) -> SampleRequest:
         where, name = current(), "" if session is None else str(session)
         number = where.number(name)
         return SampleRequest(
             request_id=f"skyrl.{where.name}.{name}.{number}",
-            token_ids=token_ids,
+            token_ids=token_array(token_ids),
             sampling=sampling,
             seed=request_seed(self._config.trainer.seed, f"{where.name} {name}", number, 0, 0),
             session=name and f"skyrl.{where.name}.{name}",

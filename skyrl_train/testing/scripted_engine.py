@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.arrays import Tokens, token_array
 from skyrl_train.engines.base import (
     Capabilities,
     Completion,
@@ -23,7 +23,7 @@ from skyrl_train.engines.sampling import check_supported
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
-Answer = Callable[[SampleRequest], Sequence[int]]
+Answer = Callable[[SampleRequest], Sequence[int] | Tokens]
 
 EVERYTHING = Capabilities(
     name="scripted",

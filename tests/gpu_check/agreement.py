@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from skyrl_train.config.choices import ENGINES, STRATEGIES
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.learner.worker import LearnerWorker
@@ -88,7 +89,7 @@ def sample(where: str, path: str, device: str, invariant: bool, count: int, new:
 
     def requests(run: int) -> list[SampleRequest]:
         given = enumerate(prompts(count, run))
-        return [SampleRequest(str(next(named)), tuple(ids), sampling, seed) for seed, ids in given]
+        return [SampleRequest(str(next(named)), token_array(ids), sampling, seed) for seed, ids in given]
 
     with asyncio.Runner() as runner:
         runner.run(engine.generate(requests(0)))  # warms up
@@ -102,7 +103,7 @@ def sample(where: str, path: str, device: str, invariant: bool, count: int, new:
     for one, other in zip(alone, together, strict=False):
         gaps += gaps_until_they_part(one, other)
     rows = [
-        ([*request.token_ids, *found.token_ids], len(request.token_ids), list(found.full_logprobs))
+        ([*request.token_ids.tolist(), *found.token_ids.tolist()], len(request.token_ids), list(found.full_logprobs))
         for request, found in zip(asked, together, strict=True)
     ]
     same = sum(one.token_ids.tolist() == other.token_ids.tolist() for one, other in zip(alone, together, strict=False))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_train.config.choices import ENGINES
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.registry import load_object
 from tests.gpu_check.report import Missing, Report, Setting
@@ -130,7 +131,9 @@ def of_engine(where: str, path: str, device: str, sizes: Sequence[int], new: int
     with asyncio.Runner() as runner:
 
         def generate(given: list[list[int]]) -> int:
-            requests = [SampleRequest(str(next(named)), tuple(ids), sampling, seed) for seed, ids in enumerate(given)]
+            requests = [
+                SampleRequest(str(next(named)), token_array(ids), sampling, seed) for seed, ids in enumerate(given)
+            ]
             return sum(len(one.full_logprobs) for one in runner.run(engine.generate(requests)))
 
         speeds = best(generate, sizes)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
@@ -102,7 +103,7 @@ class Bench:
         """Like a rollout's, 16 tokens unless said otherwise, not ended by the model; ids are never used twice."""
         params = SamplingParams(**({"max_tokens": 16, "ignore_eos": True} | sampling))
         request_id = f"{name or 'request'}-{next(self._names)}"
-        return SampleRequest(request_id, tuple(prompt), params, seed, "", group, deadline_s, adapter)
+        return SampleRequest(request_id, token_array(prompt), params, seed, "", group, deadline_s, adapter)
 
     def generate(self, *requests: SampleRequest) -> list[Completion]:
         return self.run(self.engine.generate(requests))

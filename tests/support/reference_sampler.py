@@ -30,9 +30,9 @@ class Reference:
         self.model.set_attn_implementation("eager")
 
     @torch.no_grad()
-    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+    def greedy(self, prompt: Sequence[int] | Tokens, count: int) -> list[int]:
         """The `count` likeliest next tokens; ends of sequence do not end it."""
-        ids = list(prompt)
+        ids = np.asarray(prompt).tolist()
         for _ in range(count):
             ids.append(int(self._logits(ids)[-1].argmax()))
         return ids[len(prompt) :]
@@ -43,14 +43,14 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(
-        self, prompt: Sequence[int], sampled: Sequence[int] | Tokens, sampling: SamplingParams
+        self, prompt: Sequence[int] | Tokens, sampled: Sequence[int] | Tokens, sampling: SamplingParams
     ) -> tuple[list[float], list[float]]:
         """Log-probs (nats) of `sampled`: of the distribution sampled from, and of the one before truncation.
 
         The order is Hugging Face's: repetition penalty, temperature, top_k, top_p, min_p.
         """
         sampled = np.asarray(sampled).tolist()
-        tokens = torch.tensor([[*prompt, *sampled]])
+        tokens = torch.tensor([[*np.asarray(prompt).tolist(), *sampled]])
         logits = self._logits(tokens[0].tolist())[len(prompt) - 1 : -1]
         temperature = sampling.temperature or 1.0
         truncated, full = [], []
@@ -62,13 +62,13 @@ class Reference:
 
     @torch.no_grad()
     def full_logprobs_after(
-        self, old: Reference, prompt: Sequence[int], sampled: Sequence[int] | Tokens, change: int
+        self, old: Reference, prompt: Sequence[int] | Tokens, sampled: Sequence[int] | Tokens, change: int
     ) -> list[float]:
         """Of sampled[change:] (nats, temperature 1) where weights changed from `old` under a running request.
 
         Keys and values of all that was read before stay those of `old`; the newest token was sampled, not yet read.
         """
-        ids = torch.tensor([[*prompt, *np.asarray(sampled).tolist()]])
+        ids = torch.tensor([[*np.asarray(prompt).tolist(), *np.asarray(sampled).tolist()]])
         read = len(prompt) + change - 1
         before = old.model(ids[:, :read], use_cache=True)
         logits = self.model(ids[:, read:-1], past_key_values=before.past_key_values, use_cache=True).logits[0]

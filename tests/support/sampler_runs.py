@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.token_sampler import RowSampler, Sampled
 
@@ -34,7 +35,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 SEEDS = (0, 7, 2**63 - 1, 2**63, 2**64 - 1)
 REQUESTS = [
-    SampleRequest(f"{way}.{number}", (1, 2, 3), SamplingParams(max_tokens=99, **options), seed)
+    SampleRequest(f"{way}.{number}", token_array((1, 2, 3)), SamplingParams(max_tokens=99, **options), seed)
     for number, seed in enumerate(SEEDS)
     for way, options in enumerate(WAYS)
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.tasks import gather_all, to_its_end
+from skyrl_train.tasks import PerTurn, gather_all, to_its_end
 
 
 def test_results_come_in_the_order_of_the_calls():
@@ -66,3 +66,39 @@ def test_what_is_cancelled_is_taken_to_its_end_and_what_it_raises_then_is_raised
 
     for error in (None, ValueError("late")):
         assert asyncio.run(run(error)) == ["all of it"]
+
+
+def test_so_many_go_through_in_a_turn_of_the_loop_in_the_order_in_which_they_came():
+    passes = PerTurn(3)
+
+    async def run() -> list[list[int]]:
+        turns: list[list[int]] = [[]]
+
+        async def goes(number: int) -> None:
+            await passes()
+            turns[-1].append(number)
+
+        tasks = [asyncio.ensure_future(goes(number)) for number in range(11)]
+        await asyncio.sleep(0)
+        tasks[4].cancel()
+        turns.append([])
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turns.append([])
+        return [turn for turn in turns if turn]
+
+    for _ in (1, 2):  # in a loop of its own each
+        assert asyncio.run(run()) == [[0, 1, 2], [3, 5, 6], [7, 8, 9], [10]]
+
+
+def test_a_loop_that_ended_while_some_waited_holds_up_no_other():
+    passes = PerTurn(1)
+    loop = asyncio.new_event_loop()
+    for _ in range(3):
+        loop.create_task(passes()).add_done_callback(lambda task: task.cancelled())
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.close()
+    asyncio.run(asyncio.wait_for(passes(), 5))

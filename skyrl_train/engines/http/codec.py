@@ -95,7 +95,11 @@ def decode(kind: Any, value: Any, param: str = "") -> Any:
         return items if origin in (list, Sequence) else origin(items)
     if origin is np.ndarray:
         (scalar,) = get_args(get_args(kind)[1])
-        return np.array(_items(int if issubclass(scalar, np.integer) else float, value, param), scalar)
+        items = _items(int if issubclass(scalar, np.integer) else float, value, param)
+        try:
+            return np.array(items, scalar)
+        except OverflowError as error:
+            raise Malformed(param, f"must be whole numbers of {8 * scalar().itemsize} bits.") from error
     if origin in (dict, Mapping):
         if type(value) is not dict:
             _wrong(dict, value, param)

@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from skyrl_train.data.arrays import logprob_array, token_array
@@ -61,7 +62,7 @@ class _NativeRequest:
         request, done = self.request, len(self.token_ids)
         return replace(
             request,
-            token_ids=(*request.token_ids, *self.token_ids),
+            token_ids=np.concatenate((request.token_ids, token_array(self.token_ids))),
             sampling=replace(request.sampling, max_tokens=room),
             seed=request_seed(request.seed, "rest", 0, 0, done) if done else request.seed,
         )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.checks import SLEEPING
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
@@ -68,10 +69,10 @@ class SGLangServer(NativeServer):
         logprobs = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
         return [math.nan if one is None else one for one in logprobs]
 
-    async def _generate(self, rid: str, token_ids: Sequence[int], sampling: Any, **options: Any) -> Any:
+    async def _generate(self, rid: str, token_ids: Sequence[int] | Tokens, sampling: Any, **options: Any) -> Any:
         """Sends every parameter for which a model's generation config may have a default."""
         off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
-        body = {"input_ids": list(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
+        body = {"input_ids": plain_ids(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
         if rid:
             body["rid"] = rid
         return await self.ask("POST", "/generate", body, once=bool(rid))

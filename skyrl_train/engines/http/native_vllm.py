@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skyrl_train.data.arrays import Tokens, plain_ids, token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.checks import SLEEPING
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
@@ -52,7 +53,7 @@ class VLLMServer(NativeServer):
 
     async def _scales_logprobs(self) -> bool:
         """Whether the log-probs of sampled tokens are those at the sampling temperature."""
-        hot = SampleRequest("", _CALIBRATION, SamplingParams(max_tokens=1, temperature=_HOT), 0)
+        hot = SampleRequest("", token_array(_CALIBRATION), SamplingParams(max_tokens=1, temperature=_HOT), 0)
         sampled = await self.sample("", hot)
         (at_one,) = (await self.score((*_CALIBRATION, *sampled.token_ids)))[-1:]
         return abs(sampled.logprobs[0] - at_one) > 1e-3
@@ -88,11 +89,11 @@ class VLLMServer(NativeServer):
         rows = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
         return [row[str(token)]["logprob"] for token, row in rows]
 
-    async def _complete(self, rid: str, token_ids: Sequence[int], **options: Any) -> tuple[Any, Any]:
+    async def _complete(self, rid: str, token_ids: Sequence[int] | Tokens, **options: Any) -> tuple[Any, Any]:
         """The only choice, and the usage. It sends every parameter for which a generation config may have a default."""
         body = {
             "model": self._served_name,
-            "prompt": list(token_ids),
+            "prompt": plain_ids(token_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
             "top_p": 1.0,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.chat import decode_answer, render_prompt
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
@@ -133,7 +134,7 @@ class Translator:
                 deadline_s=self._deadline_s,
                 adapter=adapter,
             )
-            for index, ids in enumerate(map(tuple, prompts))  # one copy for all samples
+            for index, ids in enumerate(map(token_array, prompts))  # one copy for all samples
             for sample in range(body.n)
         ]
         return CompletionCall(id, int(time.time()), body, prompts, requests)
@@ -186,7 +187,7 @@ class Translator:
             choice["token_ids"] = completion.token_ids.tolist()
             choice["weight_versions"] = [[span.start, span.stop, span.version] for span in completion.versions]
             if not call.chat:
-                choice["prompt_token_ids"] = list(request.token_ids)
+                choice["prompt_token_ids"] = request.token_ids.tolist()
         return choice
 
     def _chat_logprobs(self, completion: Completion) -> list[dict[str, Any]]:

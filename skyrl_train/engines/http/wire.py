@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
+from skyrl_train.data.arrays import Tokens
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
 from skyrl_train.engines.http.codec import Malformed, below, decode
 from skyrl_train.engines.sampling import normalise
@@ -278,9 +281,10 @@ def within(value: int, most: int, param: str, what: str, least: int = 1) -> int:
     return value
 
 
-def check_ids(ids: Sequence[int], param: str, limits: Limits) -> None:
+def check_ids(ids: Sequence[int] | Tokens, param: str, limits: Limits) -> None:
     within(len(ids), limits.prompt_tokens, param, "tokens")
-    if min(ids) < 0 or max(ids) >= 2**31:
+    array = np.asarray(ids)
+    if array.min() < 0 or array.max() >= 2**31:
         raise Malformed(param, "must be token ids: whole numbers from 0, below 2^31.")
 
 

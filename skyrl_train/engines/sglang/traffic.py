@@ -189,7 +189,7 @@ class Traffic:
         answer = await self._answer(
             GenerateReqInput(
                 rid=entry.rid,
-                input_ids=list(request.token_ids),
+                input_ids=request.token_ids.tolist(),
                 sampling_params=for_sglang(request, longest, self._eos),
                 return_logprob=True,
                 logprob_start_len=-1,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, token_array
+from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.engines.transformers.cache import Key
@@ -84,7 +84,7 @@ class TrackedRequest:
     def retract(self, transcript: Transcript) -> None:
         """Prepare for the queue, keeping the tokens sampled so far."""
         sampled, _, _ = transcript.read(self.page, self.generated)
-        self.key = self.key._replace(token_ids=(*self.request.token_ids, *sampled.tolist()))
+        self.key = self.key._replace(token_ids=plain_ids(np.concatenate((self.request.token_ids, sampled))))
 
     def finish(self, transcript: Transcript, reason: str, running_s: float) -> None:
         ids, logprobs, full = token_array([]), logprob_array([]), logprob_array([])

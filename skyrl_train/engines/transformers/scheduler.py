@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_train.data.arrays import plain_ids
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.stop_strings import StopStrings
@@ -97,7 +98,7 @@ class Scheduler:
 
     def _prepare(self, row: TrackedRequest) -> None:
         params = row.request.sampling
-        row.key = Key(row.request.token_ids, self._served.adapters.get(row.request.adapter))
+        row.key = Key(plain_ids(row.request.token_ids), self._served.adapters.get(row.request.adapter))
         row.limit = min(params.max_tokens, self._max_model_len - len(row.request.token_ids))
         eos = frozenset() if params.ignore_eos else self._eos
         row.stop_ids = eos | frozenset(params.stop_token_ids)
@@ -109,7 +110,7 @@ class Scheduler:
             row.stops = self._stop_strings[params.stop]
         if params.repetition_penalty != 1:
             row.seen = torch.zeros(self._served.vocab_size, dtype=torch.bool, device=self._served.device)
-            row.seen[list(row.request.token_ids)] = True
+            row.seen[list(row.key.token_ids)] = True
 
     # -- ends that the model did not cause ----------------------------------------------------------------------------
 

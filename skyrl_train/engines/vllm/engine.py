@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import torch
 
+from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
@@ -388,11 +389,11 @@ class VLLMEngine:
         return loaded[request.adapter]
 
     def _core_request(
-        self, request_id: str, ids: Sequence[int], params: SamplingParams, lora: LoRARequest | None = None
+        self, request_id: str, ids: Sequence[int] | Tokens, params: SamplingParams, lora: LoRARequest | None = None
     ) -> EngineCoreRequest:
         return self._engine.input_processor.process_inputs(
             request_id,
-            tokens_input(list(ids), cache_salt=self._salt(lora)),
+            tokens_input(list(plain_ids(ids)), cache_salt=self._salt(lora)),
             params,
             supported_tasks=self._engine.get_supported_tasks(),
             lora_request=lora,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Capabilities, SampleRequest
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.errors import UnsupportedParameter
@@ -35,7 +36,7 @@ def sample_requests(
         text = str(place) if generation.seed is None else ",".join(map(str, row))
         if generation.seed is not None and copies[place]:
             text += f";{copies[place]}"
-        ids = tuple(row)
+        ids = token_array(row)
         for sample in range(generation.num_samples or 1):
             seed = request_seed(base, text, sample, 0, 0)
             requests.append(

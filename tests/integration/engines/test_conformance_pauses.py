@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_train.assembly.publisher import PAUSES
@@ -74,7 +75,7 @@ def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: Bench, re
         assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
         assert_spans(completion, versions)
         before, after = completion.versions
-        old = reference.score([[*request.token_ids, *completion.token_ids[: before.stop]]])[0]
+        old = reference.score([[*request.token_ids.tolist(), *completion.token_ids[: before.stop].tolist()]])[0]
         assert largest_gap(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
         wanted = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
         assert largest_gap(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
@@ -91,7 +92,7 @@ def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Bench,
         assert (len(completion.token_ids), completion.stop_reason) == (LONGEST, "length")
         assert_spans(completion, versions)
         before, after = completion.versions
-        ids, start = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+        ids, start = [*request.token_ids.tolist(), *completion.token_ids.tolist()], len(request.token_ids) - 1
         (old_scores,), (new_scores,) = reference.score([ids]), new.score([ids])
         wanted = [*old_scores[start:][: before.stop], *new_scores[start:][after.start :]]
         assert largest_gap(completion.full_logprobs, wanted) <= TOLERANCE
@@ -155,7 +156,7 @@ def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, r
         fresh = bench.generate(
             *(
                 bench.request(
-                    (*request.token_ids, *completion.token_ids[:start]),
+                    np.concatenate((request.token_ids, completion.token_ids[:start])).tolist(),
                     temperature=0.0,
                     max_tokens=len(completion.token_ids) - start,
                 )

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
@@ -78,7 +79,9 @@ def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: Served
     )
     prompt = tuple(answer.prompt_token_ids)  # type: ignore[attr-defined]
     sampling = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9)
-    requests = [SampleRequest(f"{n}", prompt, sampling, request_seed(5, "0", n, 0, 0), group="g") for n in range(3)]
+    requests = [
+        SampleRequest(f"{n}", token_array(prompt), sampling, request_seed(5, "0", n, 0, 0), group="g") for n in range(3)
+    ]
     own: list[Completion] = served.loop.run(served.engine.generate(requests))
     assert len({tuple(one.token_ids) for one in own}) == 3
     for choice, completion in zip(answer.choices, own, strict=True):
@@ -193,7 +196,9 @@ def test_weights_arrive_over_http(served: Served, tmp_path: Path, route: str):
                 metrics = await publisher.publish(version)
                 assert metrics["weights/probe_gap"] < 1e-4
                 assert (await remote.health()).version == version
-                done = (await remote.generate([SampleRequest("r", (5, 6), SamplingParams(max_tokens=3), 1)]))[0]
+                done = (
+                    await remote.generate([SampleRequest("r", token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
+                )[0]
                 assert {span.version for span in done.versions} == {version}
             with torch.no_grad():
                 model.get_parameter("model.norm.weight")[0] = float("nan")
@@ -232,7 +237,9 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time():
     async def run(url: str) -> float:
         remote = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(30)
         try:
-            call = asyncio.ensure_future(remote.generate([SampleRequest("r", (5, 6), SamplingParams(max_tokens=3), 1)]))
+            call = asyncio.ensure_future(
+                remote.generate([SampleRequest("r", token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
+            )
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
             start = time.monotonic()

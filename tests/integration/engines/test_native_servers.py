@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from skyrl_train.assembly.engines import connect_engine
 from skyrl_train.config.hydra import load
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
@@ -97,7 +98,7 @@ def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
 
     async def use(engine: NativeEngine) -> None:
         for temperature in (0.0, 1.0):
-            request = SampleRequest("r", PROMPT, SamplingParams(max_tokens=16, temperature=temperature), 1)
+            request = SampleRequest("r", token_array(PROMPT), SamplingParams(max_tokens=16, temperature=temperature), 1)
             assert_logprobs(reference, request, (await engine.generate([request]))[0])
 
     server.run(use)
@@ -106,7 +107,7 @@ def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
 def test_vllms_temperatures_need_the_right_log_probs(server: Server):
     async def use(engine: NativeEngine) -> None:
         sampling = SamplingParams(max_tokens=4, temperature=0.7, ignore_eos=True)  # a plain server draws as it likes
-        request = SampleRequest("r", PROMPT, sampling, 1)
+        request = SampleRequest("r", token_array(PROMPT), sampling, 1)
         if server.kind == "sglang":
             assert len((await engine.generate([request]))[0].token_ids) == 4
             return
@@ -181,7 +182,7 @@ def test_torchrls_calls_reach_sglangs_own_server(server: Server):
 
 def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server):
     async def use(engine: NativeEngine) -> None:
-        request = SampleRequest("r", PROMPT, SamplingParams(max_tokens=900, ignore_eos=True), 1)
+        request = SampleRequest("r", token_array(PROMPT), SamplingParams(max_tokens=900, ignore_eos=True), 1)
         call = asyncio.ensure_future(engine.generate([request]))
         while not (await engine.health()).running:
             await asyncio.sleep(0.01)

@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
@@ -104,7 +105,7 @@ names = itertools.count()
 
 def request(prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) -> SampleRequest:
     params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **sampling})
-    return SampleRequest(f"particular-{next(names)}", prompt, params, seed)
+    return SampleRequest(f"particular-{next(names)}", token_array(prompt), params, seed)
 
 
 async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyncio.Task[list[Completion]]]:

@@ -12,6 +12,7 @@ import pytest
 
 from skyrl_train.assembly.publisher import score_sequences
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
@@ -47,9 +48,9 @@ async def pair(
 
 async def gap(learner: Learner, engine: TransformersEngine) -> float:
     """Largest difference (nats) between the engine's log-probs of what it sampled and the trainer's."""
-    request = SampleRequest("r", tuple(PROBE_IDS[0]), SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
+    request = SampleRequest("r", token_array(PROBE_IDS[0]), SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
     (done,) = await engine.generate([request])
-    ids = [*request.token_ids, *done.token_ids]
+    ids = [*request.token_ids.tolist(), *done.token_ids.tolist()]
     (mine,) = await score_sequences(learner, learner.policy, [ids])
     theirs = done.full_logprobs.tolist()
     return max(abs(a - b) for a, b in zip(mine[len(request.token_ids) - 1 :], theirs, strict=True))

@@ -26,7 +26,7 @@ def assert_agrees_with_the_learner(bench: Bench) -> None:
 
 @torch.no_grad()
 def learners_logprobs(scorer: TokenScorer, request: SampleRequest, completion: Completion) -> list[float]:
-    ids = torch.tensor([*request.token_ids, *completion.token_ids])
+    ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])
     places = torch.arange(len(ids))
     sampled = places >= len(request.token_ids)
     temperature = torch.tensor([request.sampling.temperature])

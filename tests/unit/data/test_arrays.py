@@ -12,6 +12,7 @@ from skyrl_train.data.arrays import fresh, give_back, joined, mask_of, spans_of,
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
 from skyrl_train.engines.checks import Checks
+from skyrl_train.errors import UnsupportedParameter
 from tests.support.trajectories import completion_from, trajectory_from
 
 
@@ -36,11 +37,18 @@ def test_a_part_of_something_larger_does_not_keep_it():
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 3], (1, 2, 3), np.arange(1, 4, dtype=np.int32), (1, *np.arange(2, 4))])
-def test_requests_have_python_s_own_integers(ids: Any):
+def test_requests_have_arrays_and_what_is_scored_python_s_own_integers(ids: Any):
     request = SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
-    assert request.token_ids == (1, 2, 3) and {*map(type, request.token_ids)} == {int}
+    assert request.token_ids.tolist() == [1, 2, 3] and request.token_ids.dtype == np.int32
+    assert request == replace(request, token_ids=token_array([1, 2, 3])) != replace(request, token_ids=token_array([1]))
     scored = Checks(Capabilities("any"), vocab_size=4, max_model_len=9, max_score_len=9).score([ids], 1.0)
     assert scored == [(1, 2, 3)] and {*map(type, scored[0])} == {int}
+
+
+@pytest.mark.parametrize("ids", [[1.5], [2**31], [2**70], ["a"], np.array([0.5]), np.array([2**40])])
+def test_a_request_refuses_what_is_no_token_id(ids: Any):
+    with pytest.raises(UnsupportedParameter, match=r"request 'a': token ids must be whole numbers"):
+        SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
 
 
 def test_trajectories_and_completions_are_equal_by_their_elements():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.accelerator import Accelerator, compute
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
@@ -46,7 +47,7 @@ def engine_on(device: Device) -> TransformersEngine:
 
 
 def request() -> SampleRequest:
-    return SampleRequest("r", (5, 6, 7), SamplingParams(max_tokens=4, ignore_eos=True), 0)
+    return SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=4, ignore_eos=True), 0)
 
 
 async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, EngineSupervisor, EngineClient]:

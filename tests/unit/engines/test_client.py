@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines import client as client_module
 from skyrl_train.engines.base import EngineHealth, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
@@ -16,7 +17,9 @@ from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
 
 
 def _request(name: str, group: str = "", session: str = "", **more: Any) -> SampleRequest:
-    return SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 0, session=session, group=group, **more)
+    return SampleRequest(
+        name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0, session=session, group=group, **more
+    )
 
 
 def _engines(count: int = 2, **options: Any) -> list[ScriptedEngine]:

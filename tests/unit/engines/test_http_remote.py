@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import ATTEMPTS
@@ -28,7 +29,7 @@ TOKEN = "a-secret-of-this-test"
 
 
 def _request(name: str = "r0", **more: Any) -> SampleRequest:
-    return replace(SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 7), **more)
+    return replace(SampleRequest(name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 7), **more)
 
 
 def remotely(test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEngine, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, TextPart
 from skyrl_train.engines.http.codec import Malformed, Untransferable, decode, encode, read_json, write_json
@@ -66,7 +67,7 @@ def _arguments(method: str, body: Any) -> Any:
 
 
 def _request(**more: Any) -> SampleRequest:
-    return replace(SampleRequest("r0", (1, 2, 3), SamplingParams(max_tokens=4), 7), **more)
+    return replace(SampleRequest("r0", token_array((1, 2, 3)), SamplingParams(max_tokens=4), 7), **more)
 
 
 def _translator() -> Translator:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
@@ -17,7 +18,7 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 
 
 def _request(name: str) -> SampleRequest:
-    return SampleRequest(name, (1, 2), SamplingParams(max_tokens=3), 0)
+    return SampleRequest(name, token_array((1, 2)), SamplingParams(max_tokens=3), 0)
 
 
 def _batches(engine: ScriptedEngine) -> list[list[str]]:

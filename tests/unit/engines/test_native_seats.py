@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine, _NativeRequest
 
@@ -25,7 +26,7 @@ def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(ticks: int, end: str):
     async def run() -> None:
         engine = NativeEngine(server, model="m", dtype="float32", device="cpu", folder="f", max_num_seqs=SEATS)
         for number in range(SEATS + 1):
-            entry = _NativeRequest(SampleRequest(f"r{number}", (1, 2), SamplingParams(max_tokens=4), 0))
+            entry = _NativeRequest(SampleRequest(f"r{number}", token_array((1, 2)), SamplingParams(max_tokens=4), 0))
             running = asyncio.ensure_future(engine._run(entry))
             for _ in range(ticks):
                 await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.scaling import EngineScaler
@@ -86,7 +87,7 @@ class Scaled:
 
 
 def request(name: str, session: str = "") -> SampleRequest:
-    return SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 0, session=session)
+    return SampleRequest(name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0, session=session)
 
 
 def scaled(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
@@ -52,7 +53,7 @@ def send(client: EngineClient, names: str, session: str = "", group: str = "") -
     """A call of one request for each letter."""
 
     async def call(name: str) -> list[Completion]:
-        request = SampleRequest(name, (1, 2), SamplingParams(4), 0, session=session, group=group)
+        request = SampleRequest(name, token_array((1, 2)), SamplingParams(4), 0, session=session, group=group)
         return await client.generate([request])
 
     return {name: asyncio.ensure_future(call(name)) for name in names}
@@ -265,7 +266,7 @@ def test_a_lockstep_call_is_one_call_however_large():
 
         async def episode(name: str) -> None:
             async with lockstep.episode():
-                await lockstep.generate([SampleRequest(name, (1,), SamplingParams(4), 0, group=name)])
+                await lockstep.generate([SampleRequest(name, token_array((1,)), SamplingParams(4), 0, group=name)])
 
         busy = send(client, "x")
         await settle()

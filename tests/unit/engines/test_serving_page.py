@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.testing.scripted_engine import ScriptedEngine
@@ -78,7 +79,7 @@ def test_the_other_end_is_an_engine():
         names: dict[str, Any] = {}
         code = REMOTE.replace("10.0.0.7:8001", f"127.0.0.1:{port}")
         exec(code.replace("await engine.close()", "await engine.close()\n    return completions"), names)
-        request = SampleRequest("a", (5, 6), SamplingParams(max_tokens=4), seed=1)
+        request = SampleRequest("a", token_array((5, 6)), SamplingParams(max_tokens=4), seed=1)
         return asyncio.run(names["use"](TOKEN, [request]))
 
     (completion,) = answered(use)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
@@ -60,7 +61,7 @@ def supervised(
 
 
 def request(name: str) -> SampleRequest:
-    return SampleRequest(name, (1, 2, 3), SamplingParams(max_tokens=4), 0)
+    return SampleRequest(name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0)
 
 
 @pytest.mark.fault("F29")

@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter
@@ -42,7 +43,7 @@ async def _engine(model: PreTrainedModel, **adapters: str) -> AsyncIterator[Tran
 
 def _request(name: str, adapter: str | None = None, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> SampleRequest:
     params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
-    return SampleRequest(name, prompt, params, seed=7, adapter=adapter)
+    return SampleRequest(name, token_array(prompt), params, seed=7, adapter=adapter)
 
 
 @pytest.fixture(scope="module")

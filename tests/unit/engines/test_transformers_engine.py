@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
@@ -38,7 +39,7 @@ async def _engine(model: Any = None, **options: Any) -> AsyncIterator[Transforme
 
 def _request(name: str = "r", prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) -> SampleRequest:
     sampling = {"max_tokens": 8, "ignore_eos": True} | sampling
-    return SampleRequest(name, prompt, SamplingParams(**sampling), seed)
+    return SampleRequest(name, token_array(prompt), SamplingParams(**sampling), seed)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

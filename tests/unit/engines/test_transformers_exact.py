@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.engine import TransformersEngine
@@ -50,7 +51,7 @@ def _prompts(lengths: list[int], seed: int = 0) -> list[tuple[int, ...]]:
 
 def _requests(prompts: list[tuple[int, ...]], samples: int, sampling: SamplingParams) -> list[SampleRequest]:
     return [
-        SampleRequest(f"{p}.{s}", prompt, sampling, seed=1000 * p + s, group=str(p))
+        SampleRequest(f"{p}.{s}", token_array(prompt), sampling, seed=1000 * p + s, group=str(p))
         for p, prompt in enumerate(prompts)
         for s in range(samples)
     ]
@@ -71,7 +72,7 @@ def _generate(model: PreTrainedModel, requests: list[SampleRequest], **options) 
 def _reference(model: PreTrainedModel, request: SampleRequest, ids: list[int]) -> tuple[list[float], list[float]]:
     """Log-probs of `ids` (of the truncated distribution, of the full one), one row at a time, eager attention."""
     model.set_attn_implementation("eager")
-    tokens = torch.tensor([[*request.token_ids, *ids]])
+    tokens = torch.tensor([[*request.token_ids.tolist(), *ids]])
     logits = model(input_ids=tokens, use_cache=False).logits[0].float()
     sampling, start = request.sampling, len(request.token_ids)
     logprobs, full = [], []
@@ -131,7 +132,7 @@ def test_greedy_equals_hugging_faces_greedy(kind):
     model.set_attn_implementation("eager")
     reference: Any = model
     for request, completion in zip(requests, _generate(model, requests), strict=True):
-        ids = torch.tensor([request.token_ids])
+        ids = torch.tensor([request.token_ids.tolist()])
         mask = torch.ones_like(ids)
         wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert completion.token_ids.tolist() == wanted[0, ids.shape[1] :].tolist()
@@ -266,7 +267,7 @@ def test_scores_are_the_models_for_sequences_of_any_length(kind):
 
     for temperature in (1.0, 0.7):
         for ids, scores in zip(sequences, asyncio.run(score(temperature)), strict=True):
-            request = SampleRequest("", ids[:1], SamplingParams(1, temperature=temperature), 0)
+            request = SampleRequest("", token_array(ids[:1]), SamplingParams(1, temperature=temperature), 0)
             assert scores == pytest.approx(_reference(model, request, list(ids[1:]))[1], abs=1e-4)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import collate
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
@@ -24,7 +25,10 @@ PROMPTS = [(5, 6, 7, 8, 9, 10, 11), (20, 21, 22), (5, 6, 7, 8, 9, 10, 11), (30,)
 
 def requests(count: int) -> list[SampleRequest]:
     sampling = SamplingParams(max_tokens=count, ignore_eos=True)
-    return [SampleRequest(str(i), prompt, sampling, seed=i, group=str(prompt)) for i, prompt in enumerate(PROMPTS)]
+    return [
+        SampleRequest(str(i), token_array(prompt), sampling, seed=i, group=str(prompt))
+        for i, prompt in enumerate(PROMPTS)
+    ]
 
 
 def sampled(kind: str, retracted: bool = False) -> list[Completion]:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt
-from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.environments.base import StepOutput
@@ -100,7 +102,7 @@ def test_a_group_goes_out_in_one_call_with_seeds_of_its_own():
     (requests,) = engine.batches
     assert len({request.seed for request in requests}) == 3
     assert len({request.group for request in requests}) == 1
-    assert len({request.token_ids for request in requests}) == 1
+    assert len({tuple(request.token_ids) for request in requests}) == 1
 
 
 @pytest.mark.fault("F11")
@@ -164,3 +166,48 @@ def test_an_empty_completion_is_a_trajectory_without_tokens_to_learn_from():
     group = generate(ScriptedEngine(lambda request: []), ToyEnvironments([]))
     assert group.trajectories[0].loss_mask.tolist() == []
     assert group.trajectories[0].status == OK
+
+
+def test_thousands_of_groups_that_begin_together_open_their_environments_over_many_turns_of_the_loop():
+    started: Counter[int] = Counter()
+
+    class Counted(ToyEnvironments):
+        async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
+            started[turn] += 1
+            return await super().start(env_class, prompt)
+
+    turn = 0
+
+    async def run() -> None:
+        nonlocal turn
+        client = EngineClient([ScriptedEngine(answer)], deadline_s=10.0)
+        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_prompt_tokens=100, deadline_s=10.0)
+        generator = ConversationGenerator(client, Counted([]), TOKENIZER, settings)
+        rollouts = [asyncio.ensure_future(generator.rollout(PROMPT, position)) for position in range(200)]
+        while not all(rollout.done() for rollout in rollouts):
+            turn += 1
+            await asyncio.sleep(0)
+        assert [rollout.result().prompt for rollout in rollouts] == [PROMPT] * 200
+
+    asyncio.run(run())
+    assert started.total() == 600 and max(started.values()) <= 64
+
+
+def test_while_its_environment_works_a_conversation_keeps_no_completion_whose_tokens_its_ledger_has():
+    kept: list[int] = []
+
+    class Looking(ToyEpisode):
+        async def step(self, text: str) -> StepOutput:
+            await asyncio.sleep(0.01)  # all of the group are here by then
+            kept.append(sum(type(one) is Completion for one in gc.get_objects()))
+            return await super().step(text)
+
+    class Environments(ToyEnvironments):
+        async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
+            return Looking(prompt.messages, None)
+
+    gc.collect()
+    before = sum(type(one) is Completion for one in gc.get_objects())
+    group = generate(ScriptedEngine(answer), Environments([]))
+    assert [item.reward for item in group.trajectories] == [2.0] * 3
+    assert kept == [before] * 3

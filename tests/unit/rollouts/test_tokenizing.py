@@ -1,4 +1,4 @@
-"""What conversations ask of a tokenizer is done in one thread, together, and answered to whoever asked."""
+"""What conversations ask of a tokenizer: the short in the event loop, so much in a turn, the long in a thread."""
 
 from __future__ import annotations
 
@@ -9,50 +9,61 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollouts.tokenizing import TokenizerThread, tokenizer_thread
+from skyrl_train.rollouts.tokenizing import LONG, Tokenizing, tokenizing_of
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 
-def test_what_is_asked_in_one_turn_of_the_loop_is_done_together_beside_it(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_short_is_done_in_order_in_the_loop_and_what_is_long_beside_it():
     tokenizer = byte_tokenizer()
-    thread, sent, seen = TokenizerThread(tokenizer), [], []
-    send = thread._send
-
-    def watched(loop: asyncio.AbstractEventLoop) -> None:
-        sent.append(loop)
-        send(loop)
-
-    monkeypatch.setattr(thread, "_send", watched)
+    tokenizing, seen = Tokenizing(tokenizer), []
 
     def encode(own: Any, text: str) -> list[int]:
-        seen.append((threading.current_thread(), own))
+        seen.append((text, threading.current_thread(), own))
         if text == "bad":
             raise DataError(text)
         ids: list[int] = own.encode(text)
         return ids
 
     async def run() -> None:
-        cut = asyncio.ensure_future(thread.run(encode, "never mind"))
-        calls = [asyncio.ensure_future(thread.run(encode, text)) for text in ("one", "bad", "two")]
-        await asyncio.sleep(0)
+        cut = asyncio.ensure_future(tokenizing.run(1, encode, "never mind"))
+        calls = [asyncio.ensure_future(tokenizing.run(3, encode, text)) for text in ("one", "bad", "two")]
+        long = asyncio.ensure_future(tokenizing.run(LONG, encode, "long"))
         cut.cancel()
         one, bad, two = await asyncio.gather(*calls, return_exceptions=True)
-        assert (one, two) == (tokenizer.encode("one"), tokenizer.encode("two"))
+        assert (one, two, await long) == tuple(tokenizer.encode(text) for text in ("one", "two", "long"))
         assert isinstance(bad, DataError)
 
-    for turn in (1, 2):  # in a loop of its own each
+    for _ in (1, 2):  # in a loop of its own each
+        seen.clear()
         asyncio.run(run())
-        assert len(sent) == turn
-    (worker,) = {one for one, _ in seen}
-    assert worker is not threading.main_thread()
-    assert all(own is not tokenizer for _, own in seen), "others may set its padding meanwhile"
+        here = [text for text, thread, own in seen if thread is threading.main_thread() and own is tokenizer]
+        assert here == ["one", "bad", "two"], "one that was cancelled is not done"
+        ((text, _, own),) = [one for one in seen if one[1] is not threading.main_thread()]
+        assert text == "long" and own is not tokenizer, "others may set its padding meanwhile"
 
 
-def test_a_loop_that_ended_before_it_sent_what_was_asked_holds_up_no_other():
-    thread = TokenizerThread(byte_tokenizer())
+@pytest.mark.parametrize("size", [0, LONG - 1])
+def test_many_texts_at_once_leave_the_event_loop_time_for_other_things(size: int):
+    """Each turn of the loop does its share: with a task that counts turns, that many more of them."""
+    tokenizing, done = Tokenizing(byte_tokenizer()), []
+
+    async def run() -> int:
+        calls = [asyncio.ensure_future(tokenizing.run(size, lambda _, at=at: done.append(at))) for at in range(2000)]
+        turns = 0
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    turns = asyncio.run(run())
+    assert done == list(range(2000))
+    assert turns >= (7 if size == 0 else 100)
+
+
+def test_a_loop_that_ended_before_it_did_what_was_asked_holds_up_no_other():
+    tokenizing = Tokenizing(byte_tokenizer())
     loop = asyncio.new_event_loop()
-    task = thread.run(lambda tokenizer: 1)
-    asked = loop.create_task(task)
+    asked = loop.create_task(tokenizing.run(1, lambda tokenizer: 1))
     loop.call_soon(loop.stop)
     loop.run_forever()
     asked.cancel()
@@ -60,12 +71,12 @@ def test_a_loop_that_ended_before_it_sent_what_was_asked_holds_up_no_other():
 
     async def run() -> int:
         async with asyncio.timeout(10):
-            return await thread.run(lambda tokenizer: 2)
+            return await tokenizing.run(1, lambda tokenizer: 2)
 
     assert asyncio.run(run()) == 2
 
 
-def test_a_tokenizer_has_one_thread_which_follows_its_changes_and_need_not_be_copied():
+def test_the_thread_follows_the_changes_of_its_tokenizer_which_need_not_be_copied():
     class Own:
         """With what no copy can be made of."""
 
@@ -78,16 +89,17 @@ def test_a_tokenizer_has_one_thread_which_follows_its_changes_and_need_not_be_co
             return 3
 
     async def template(tokenizer: Any) -> Any:
-        return await tokenizer_thread(tokenizer).run(lambda own: own.chat_template)
+        return await tokenizing_of(tokenizer).run(LONG, lambda own: own.chat_template)
 
     def stops(tokenizer: Any) -> None:
         raise StopIteration("here")
 
     own, tokenizer = Own(), byte_tokenizer()
     assert asyncio.run(template(own)) == "a"
-    assert tokenizer_thread(tokenizer) is tokenizer_thread(tokenizer)
+    assert tokenizing_of(tokenizer) is tokenizing_of(tokenizer)
     assert asyncio.run(template(tokenizer)) == tokenizer.chat_template
     tokenizer.chat_template = "another"
     assert asyncio.run(template(tokenizer)) == "another"
-    with pytest.raises(RuntimeError, match="StopIteration: here"):
-        asyncio.run(tokenizer_thread(tokenizer).run(stops))
+    for size in (1, LONG):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            asyncio.run(tokenizing_of(tokenizer).run(size, stops))

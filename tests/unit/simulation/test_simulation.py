@@ -18,6 +18,7 @@ import pytest
 
 from skyrl_train.config.hydra import CONFIG_FILE, save_resolved
 from skyrl_train.config.schema import Config
+from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.entrypoints.simulate import _timings, main, splits
 from skyrl_train.errors import ConfigError, DataError, EngineError, RolloutsFailed
@@ -45,7 +46,7 @@ def config(prompts: int = 4, samples: int = 4) -> Config:
 
 
 def request(name: str, tokens: int, prompt: int = 1) -> SampleRequest:
-    return SampleRequest(name, (0,) * prompt, SamplingParams(max_tokens=tokens), 0)
+    return SampleRequest(name, token_array((0,) * prompt), SamplingParams(max_tokens=tokens), 0)
 
 
 def engine(**timings: float) -> SimulatedEngine:

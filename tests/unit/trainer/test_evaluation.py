@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.data.arrays import token_array
 from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
@@ -120,7 +121,7 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
     client = EngineClient([engine], deadline_s=60.0)
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
-        request = SampleRequest(prompt.uid, (1, 2, 3), SamplingParams(max_tokens=4), 0)
+        request = SampleRequest(prompt.uid, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0)
         (completion,) = await client.generate([request])
         ids = completion.token_ids.tolist()
         row = trajectory_from(prompt, 0, [1], ids, [1] * len(ids), [0.0] * len(ids), [], 1.0, "stop", 1.0)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import skyrl_train as sk
+from skyrl_train.data.arrays import token_array
 from skyrl_train.environments.tools.registry import make_tool
 from skyrl_train.errors import Stopped
 
@@ -160,7 +161,7 @@ async def drive(cfg: sk.Config) -> None:
     async with sk.session(cfg, Watched) as run:
         assert isinstance(run, sk.Session) and run.trainer.step == 0
         request = sk.SampleRequest(
-            "mine", tuple(run.tokenizer.encode("hello")), sk.SamplingParams(max_tokens=3), seed=1
+            "mine", token_array(run.tokenizer.encode("hello")), sk.SamplingParams(max_tokens=3), seed=1
         )
         async with run.generating():
             (before,) = await run.client.generate([request])

@@ -121,9 +121,9 @@ def test_padding_of_the_input_is_not_sent_to_the_engine(wrap: Any):
     wrapper = wrap(input_mode="tokens")
     padded = torch.tensor([[PAD, PAD, 5, 6], [7, PAD, 8, 9]])
     wrapper(TensorDict(tokens=Tokens(prompt=padded, batch_size=(2,)), batch_size=(2,)))
-    assert [request.token_ids for request in wrapper.engine.batches[0]] == [(5, 6), (7, PAD, 8, 9)]
+    assert [request.token_ids.tolist() for request in wrapper.engine.batches[0]] == [[5, 6], [7, PAD, 8, 9]]
     wrapper(TensorDict(tokens=padded, attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1]]), batch_size=(2,)))
-    assert [request.token_ids for request in wrapper.engine.batches[1]] == [(PAD, 5, 6), (7, PAD, 9)]
+    assert [request.token_ids.tolist() for request in wrapper.engine.batches[1]] == [[PAD, 5, 6], [7, PAD, 9]]
 
 
 @pytest.mark.defect("D20")
@@ -132,7 +132,7 @@ def test_ends_of_sequences_within_a_prompt_stay_also_where_they_are_the_padding(
     padded = torch.tensor([[1, 20, END, 30], [END, END, 20, 30]])
     out = wrapper(TensorDict(tokens=Tokens(prompt=padded, batch_size=(2,)), batch_size=(2,)))
     assert listed(out, "tokens", "prompt") == [[1, 20, END, 30], [20, 30]]
-    assert [request.token_ids for request in wrapper.engine.batches[0]] == [(1, 20, END, 30), (20, 30)]
+    assert [request.token_ids.tolist() for request in wrapper.engine.batches[0]] == [[1, 20, END, 30], [20, 30]]
 
 
 @pytest.mark.defect("D20")
@@ -152,7 +152,7 @@ def test_a_prompt_that_begins_with_the_padding_is_identified_by_the_mask_of_its_
     td["tokens"].prompt = torch.tensor([[END, 20]])  # not what the mask is of
     td["tokens"].full = torch.zeros_like(full)
     wrapper(td)
-    assert [request.token_ids for batch in wrapper.engine.batches for request in batch] == [(END, 20, 30), (20,)]
+    assert [one.token_ids.tolist() for batch in wrapper.engine.batches for one in batch] == [[END, 20, 30], [20]]
 
 
 @pytest.mark.defect("D20")
@@ -220,7 +220,7 @@ def test_prefer_tokens_continues_the_tokens_that_are_there(wrap: Any, chats: Any
     wrapper = wrap(prefer_tokens=True)
     wrapper(chats)
     # As an HTTP engine writes them: a tensor is equal to its number, and is not one.
-    assert json.dumps([request.token_ids for request in wrapper.engine.batches[0]]) == "[[1, 2], [3, 4, 5]]"
+    assert json.dumps([request.token_ids.tolist() for request in wrapper.engine.batches[0]]) == "[[1, 2], [3, 4, 5]]"
 
 
 @pytest.mark.defect("D02")
@@ -385,9 +385,9 @@ def test_with_a_seed_equal_prompts_of_a_call_differ_and_repeat_in_whatever_batch
 @pytest.mark.defect("D12")
 def test_threads_through_one_wrapper_get_their_own_answers(wrap: Any):
     def answer(request: Any) -> list[int]:
-        if request.token_ids == tuple(ids("bad")):
+        if request.token_ids.tolist() == ids("bad"):
             raise EngineError("bad prompt")
-        return list(request.token_ids)
+        return request.token_ids.tolist()
 
     wrapper = wrap(answer, input_mode="text", inplace=False, min_batch_size=4, batching_timeout=0.02)
 
