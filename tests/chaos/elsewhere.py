@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.listening import API_KEY
+from tests.support.served import serving
 
 TOKEN = "a-token-for-chaos"
 _HOST = "127.0.0.1"
@@ -73,12 +72,5 @@ def engine_elsewhere(model: str) -> Iterator[Proxy]:
     _, port = free_address(_HOST)
     keys = [f"trainer.policy.model.path={model}", f"generator.http_endpoint_port={port}", "data.train_data=[none]"]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {API_KEY: TOKEN})
-    assert server.stdout is not None
-    try:
-        assert any(line.startswith("Serving ") for line in server.stdout), "it ended before it served"
-        with closing(Proxy(port)) as proxy:
-            yield proxy
-    finally:
-        server.terminate()
-        server.communicate(timeout=60)
+    with serving(command, **{API_KEY: TOKEN}), closing(Proxy(port)) as proxy:
+        yield proxy

@@ -28,6 +28,7 @@ from skyrl_train.listening import API_KEY
 from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
 from tests.support.native_servers import end
 from tests.support.pages import REPOSITORY, Command, blocks, documented
+from tests.support.served import serving
 from tests.unit.environments.foreign.test_openenv import Server
 
 from .conftest import ONE_PROCESS, flat, metrics_of
@@ -206,14 +207,8 @@ def served(model: Path) -> Iterator[str]:
     port = free_port()
     own = ["generator.http_endpoint_host=127.0.0.1", f"generator.http_endpoint_port={port}"]
     words = [sys.executable, *command.words[1:], f"trainer.policy.model.path={model}", *own]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert any(line.startswith("Serving ") for line in process.stdout), "it ended before it served"
-            yield f"127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.communicate(timeout=60)
+    with serving(words):
+        yield f"127.0.0.1:{port}"
 
 
 @contextmanager

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from tests.support.served import serving
 
 from .conftest import Run, metrics_of
 
@@ -24,19 +24,9 @@ def server(tiny_model_path: str, tmp_path: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     keys = [f"trainer.policy.model.path={tiny_model_path}", f"generator.http_endpoint_port={port}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys, "data.train_data=[none]"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"SKYRL_API_KEY": TOKEN},
-    )
-    try:
-        assert process.stdout is not None
-        assert any(line.startswith("Serving ") for line in process.stdout), "it ended before it served"
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys, "data.train_data=[none]"]
+    with serving(command, SKYRL_API_KEY=TOKEN):
         yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from skyrl_train.engines.base import SampleRequest
+from skyrl_train.engines.http.wire import REMOTE_METHODS
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,3 +21,19 @@ def test_the_table_is_what_the_code_says(script: str, page: str):
     generator = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert text == generator["render"](text), f"run: python scripts/{script}.py"
+
+
+def test_every_token_level_route_is_in_its_table_with_the_names_of_its_arguments():
+    text = (ROOT / "docs" / "serving.md").read_text()
+    table = text.partition("## The token-level routes")[2].partition("\n```")[0]
+    told = {}
+    for row in re.findall(r"^\| `.*$", table, re.MULTILINE):
+        routes, arguments, result = (cell.strip() for cell in row[1:-1].split("|"))
+        verb, groups = routes[1:].partition(" ")[0], [*arguments.split(";"), ""]
+        for route, names in zip(re.findall(r"(/\w+)`", routes), groups, strict=False):
+            told[verb, route] = set(re.findall(r"`(\w+)`", names)), "*control*" in result
+    of_requests = {field.name for field in fields(SampleRequest)}
+    for call in REMOTE_METHODS.values():
+        names = {field.name for field in fields(call.arguments)} | (of_requests if call.method == "generate" else set())
+        assert told.pop((call.verb, call.route)) == (names, call.control), call.route
+    assert not told
