@@ -7,7 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
@@ -56,34 +58,39 @@ class PerTurn:
 
     def __init__(self, most: int):
         self._most = most
-        self._gone = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
     async def __call__(self) -> None:
         """Go through, in this turn or in a later one."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._gone = loop, 0
-            self._waiting.clear()
-        if not self._gone:
-            loop.call_soon(self._next_turn, loop)
-        if self._gone < self._most and not self._waiting:
-            self._gone += 1
+        line = self._lines.setdefault(loop, _Line())
+        if not line.gone:
+            loop.call_soon(self._next_turn, loop, line)
+        if line.gone < self._most and not line.waiting:
+            line.gone += 1
             return
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
+        line.waiting.append(turn)
         await turn
 
-    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._gone = 0
-        while self._waiting and self._gone < self._most:
-            turn = self._waiting.popleft()
+    def _next_turn(self, loop: asyncio.AbstractEventLoop, line: _Line) -> None:
+        line.gone = 0
+        while line.waiting and line.gone < self._most:
+            turn = line.waiting.popleft()
             if not turn.done():  # whoever waited was cancelled
                 turn.set_result(None)
-                self._gone += 1
-        if self._gone:
-            loop.call_soon(self._next_turn, loop)
+                line.gone += 1
+        if line.gone:
+            loop.call_soon(self._next_turn, loop, line)
+
+
+@dataclass(slots=True)
+class _Line:
+    """Of one event loop."""
+
+    gone: int = 0
+    """How many went through in this turn."""
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
 class Shared:

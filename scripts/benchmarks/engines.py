@@ -111,7 +111,7 @@ def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
     sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
 
     def generate(requests: list[SampleRequest]) -> list[int]:
-        prompts = [{"prompt_token_ids": list(request.token_ids)} for request in requests]
+        prompts = [{"prompt_token_ids": request.token_ids.tolist()} for request in requests]
         found: Any = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
         return [min(len(one.outputs[0].token_ids), len(one.outputs[0].logprobs)) for one in found]
 
@@ -150,7 +150,7 @@ def bare_sglang(model: str, threads: int) -> Iterator[Generate]:
 
     def generate(requests: list[SampleRequest]) -> list[int]:
         sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
-        prompts = [list(request.token_ids) for request in requests]
+        prompts = [request.token_ids.tolist() for request in requests]
         found: Any = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         return [min(len(one["output_ids"]), len(one["meta_info"]["output_token_logprobs"])) for one in found]
 

@@ -43,7 +43,10 @@ PAUSE_MODES = frozenset({"keep", "abort", "wait", "retract"})
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One continuation to sample. `token_ids` is [L]; whatever numpy makes an array of may be given for it.
+    """One continuation to sample.
+
+    `token_ids` is [L]. Whatever numpy makes an array of may be given for it; an array of int32 is not copied: do not
+    write into it while the request is under way.
 
     The result depends only on token_ids, sampling and seed: not on the order of requests, nor (up to the rounding of
     differently shaped matrix products) on the rest of the batch.
@@ -65,18 +68,20 @@ class SampleRequest:
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", _checked_ids(self.request_id, self.token_ids))
+        object.__setattr__(self, "token_ids", request_ids(f"request {self.request_id!r}", self.token_ids))
 
     __eq__ = same_fields
 
 
-def _checked_ids(request_id: str, given: ArrayLike) -> Tokens:
-    """Raises UnsupportedParameter for what is no token id of any model."""
-    ids = np.asarray(given)
-    if ids.dtype == np.int32 or not len(ids):
-        return token_array(ids)
-    if ids.dtype.kind not in "iu" or ids.min() < -(2**31) or ids.max() >= 2**31:
-        raise UnsupportedParameter(f"request {request_id!r}: token ids must be whole numbers from 0, below 2^31.")
+def request_ids(what: str, given: ArrayLike) -> Tokens:
+    """[L] the `token_ids` of a request. Raises UnsupportedParameter for what is no token id of any model."""
+    try:
+        ids = np.asarray(given)
+    except (TypeError, ValueError):
+        ids = np.asarray(None)
+    fits = ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
+    if not fits or (len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31)):
+        raise UnsupportedParameter(f"{what}: token_ids must be one list of whole numbers from 0, below 2^31.")
     return token_array(ids)
 
 

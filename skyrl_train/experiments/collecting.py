@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 THRESHOLDS = (20_000, 100, 10)
 """New objects between two passes over the youngest, and how many of these between two over those that are older: a pass
-takes a microsecond an object, in which nothing else happens, so the first are small and the others rare."""
+takes up to a microsecond an object, in which nothing else happens, so the first are small and the others rare."""
 
 
 @contextmanager

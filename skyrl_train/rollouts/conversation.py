@@ -244,11 +244,10 @@ class ConversationGenerator:
         return True
 
     def _size(self, state: _EpisodeState) -> int:
-        """How many characters are encoded before the next turn."""
-        messages = state.trajectory.messages
-        return sum(
-            len(plain_text(one)) for one in messages[0 if self._settings.retokenize else state.answers[-1] + 1 :]
-        )
+        """How many characters are encoded before the next turn, at most."""
+        whole = self._settings.retokenize or self._settings.step_wise
+        begin = 0 if whole else state.answers[-1] + 1
+        return sum(len(plain_text(message)) for message in state.trajectory.messages[begin:])
 
     def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render every turn as a message of its own, with the chat template."""

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+from skyrl_train.tasks import unwatched
+
 T = TypeVar("T")
 _Asked = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]
 LONG = 1 << 14
@@ -47,28 +49,30 @@ class Tokenizing:
 
     async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
         """`function(tokenizer, *args)`, or what it raises. `size`: how many characters or tokens go through it."""
+        return await self._answer(size, partial(_called, function, args))  # type: ignore[no-any-return]
+
+    def _answer(self, size: int, work: Callable[[Any], Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
-        work = partial(_outcome, function, args)
-        if size < LONG:
-            asked = self._asked.setdefault(loop, deque())
-            if not asked:
-                loop.call_soon(self._work, loop)
-            answer = loop.create_future()
-            asked.append((_EACH + size, work, answer))
-            value, error = await answer
-        else:
-            value, error = await loop.run_in_executor(self._thread, work, self._own())
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+        if size >= LONG:
+            return loop.run_in_executor(self._thread, work, self._own())
+        asked = self._asked.setdefault(loop, deque())
+        if not asked:
+            loop.call_soon(self._work, loop)
+        answer = unwatched(loop.create_future())
+        asked.append((_EACH + size, work, answer))
+        return answer
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         asked, done, tokenizer = self._asked[loop], 0, self._original()
         while asked and done < _PER_TURN:
             size, work, answer = asked.popleft()
             if not answer.done():  # whoever asked was cancelled
-                answer.set_result(work(tokenizer))
                 done += size
+                try:
+                    answer.set_result(work(tokenizer))
+                except BaseException as error:
+                    answer.set_exception(error)
+            del work, answer  # an error's traceback keeps this frame, which would keep the error
         if asked:
             loop.call_soon(self._work, loop)
 
@@ -91,9 +95,9 @@ def _state(tokenizer: Any) -> Any:
     return getattr(tokenizer, "chat_template", None), len(tokenizer), dict(tokenizer.special_tokens_map)
 
 
-def _outcome(function: Callable[..., T], args: Any, tokenizer: Any) -> tuple[T | None, BaseException | None]:
-    """A future takes no StopIteration."""
+def _called(function: Callable[..., T], args: Any, tokenizer: Any) -> T:
+    """What it returns or raises, but for StopIteration, which no future takes."""
     try:
-        return function(tokenizer, *args), None
-    except BaseException as error:
-        return None, error
+        return function(tokenizer, *args)
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 from numpy.typing import ArrayLike
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.arrays import token_array
 from skyrl_train.data.chat import render_prompt
-from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, request_ids
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.openai import Translator
@@ -80,9 +79,10 @@ class InferenceEngineClient:
     def _request(self, token_ids: ArrayLike, sampling: SamplingParams, session: Any) -> SampleRequest:
         where, name = current(), "" if session is None else str(session)
         number = where.number(name)
+        id = f"skyrl.{where.name}.{name}.{number}"
         return SampleRequest(
-            request_id=f"skyrl.{where.name}.{name}.{number}",
-            token_ids=token_array(token_ids),
+            request_id=id,
+            token_ids=request_ids(f"request {id!r}", token_ids),
             sampling=sampling,
             seed=request_seed(self._config.trainer.seed, f"{where.name} {name}", number, 0, 0),
             session=name and f"skyrl.{where.name}.{name}",

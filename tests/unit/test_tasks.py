@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -89,6 +90,17 @@ def test_so_many_go_through_in_a_turn_of_the_loop_in_the_order_in_which_they_cam
 
     for _ in (1, 2):  # in a loop of its own each
         assert asyncio.run(run()) == [[0, 1, 2], [3, 5, 6], [7, 8, 9], [10]]
+
+
+def test_loops_of_several_threads_do_not_hold_each_other_up():
+    passes = PerTurn(1)
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(passes() for _ in range(2000)))
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: asyncio.run(run()), range(3)))
 
 
 def test_a_loop_that_ended_while_some_waited_holds_up_no_other():

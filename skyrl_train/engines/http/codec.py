@@ -95,11 +95,12 @@ def decode(kind: Any, value: Any, param: str = "") -> Any:
         return items if origin in (list, Sequence) else origin(items)
     if origin is np.ndarray:
         (scalar,) = get_args(get_args(kind)[1])
-        items = _items(int if issubclass(scalar, np.integer) else float, value, param)
-        try:
-            return np.array(items, scalar)
-        except OverflowError as error:
-            raise Malformed(param, f"must be whole numbers of {8 * scalar().itemsize} bits.") from error
+        if not issubclass(scalar, np.integer):
+            return np.array(_items(float, value, param), scalar)
+        items, bounds = _items(int, value, param), np.iinfo(scalar)
+        if items and not bounds.min <= min(items) <= max(items) <= bounds.max:
+            raise Malformed(param, f"must be whole numbers from {bounds.min} to {bounds.max}.")
+        return np.array(items, scalar)
     if origin in (dict, Mapping):
         if type(value) is not dict:
             _wrong(dict, value, param)

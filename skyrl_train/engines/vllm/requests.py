@@ -48,7 +48,7 @@ class VLLMRequest:
     def put_nothing(self) -> None:
         """Set an empty output, for a request that was aborted before vLLM saw it."""
         empty = CompletionOutput(0, "", [], None, None, finish_reason="abort")
-        self.put(RequestOutput(self.id, None, list(self.request.token_ids), None, [empty], finished=True))
+        self.put(RequestOutput(self.id, None, self.request.token_ids.tolist(), None, [empty], finished=True))
 
     def completion(self, engine: str, decode: Callable[[int], str | None]) -> Completion:
         """vLLM's output as a Completion. Raises EngineError if a log-prob is not finite."""

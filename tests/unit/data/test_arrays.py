@@ -45,9 +45,15 @@ def test_requests_have_arrays_and_what_is_scored_python_s_own_integers(ids: Any)
     assert scored == [(1, 2, 3)] and {*map(type, scored[0])} == {int}
 
 
-@pytest.mark.parametrize("ids", [[1.5], [2**31], [2**70], ["a"], np.array([0.5]), np.array([2**40])])
-def test_a_request_refuses_what_is_no_token_id(ids: Any):
-    with pytest.raises(UnsupportedParameter, match=r"request 'a': token ids must be whole numbers"):
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *([1.5], [2**31], [2**70], ["7"], [[1, 2], [3]], 5, None, {1, 2}),
+        *(np.array([0.5]), np.array([2**32 + 5]), np.array([[1, 2, 3]], np.int32)),
+    ],
+)
+def test_a_request_refuses_what_are_no_token_ids(ids: Any):
+    with pytest.raises(UnsupportedParameter, match=r"request 'a': token_ids must be one list of whole numbers"):
         SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
 
 

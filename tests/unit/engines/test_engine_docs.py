@@ -4,6 +4,7 @@ import re
 import runpy
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,7 @@ def test_every_token_level_route_is_in_its_table_with_the_names_of_its_arguments
             told[verb, route] = set(re.findall(r"`(\w+)`", names)), "*control*" in result
     of_requests = {field.name for field in fields(SampleRequest)}
     for call in REMOTE_METHODS.values():
-        names = {field.name for field in fields(call.arguments)} | (of_requests if call.method == "generate" else set())
+        kind: Any = call.arguments
+        names = {field.name for field in fields(kind)} | (of_requests if call.method == "generate" else set())
         assert told.pop((call.verb, call.route)) == (names, call.control), call.route
     assert not told

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -103,3 +106,31 @@ def test_the_thread_follows_the_changes_of_its_tokenizer_which_need_not_be_copie
     for size in (1, LONG):
         with pytest.raises(RuntimeError, match="StopIteration"):
             asyncio.run(tokenizing_of(tokenizer).run(size, stops))
+
+
+@pytest.mark.parametrize("size", [1, LONG])
+def test_what_failed_is_let_go_of_at_once(size: int):
+    """An error's traceback holds the frames that it went through, with all that they hold."""
+
+    class Conversation:
+        pass
+
+    async def run() -> bool:
+        asked = Conversation()
+        gone = weakref.ref(asked)
+
+        def fails(tokenizer: Any, conversation: Conversation) -> None:
+            raise DataError("no")
+
+        with suppress(DataError):
+            await Tokenizing(byte_tokenizer()).run(size, fails, asked)
+        del asked
+        await asyncio.sleep(0.01)  # a thread lets go of what it did last
+        return gone() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(run())
+    finally:
+        gc.enable()
