@@ -167,8 +167,10 @@ def _end(family: Sequence[psutil.Process]) -> None:
 
 def _host(folder: str, nodes: Sequence[dict[str, Any]], system: Mapping[str, Any]) -> None:
     """Start the nodes, and end them when whoever started this process closes its end of the pipe, or dies."""
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)  # where Ray writes, and makes no folder
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     cluster = Cluster()
     common = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}

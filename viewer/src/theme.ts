@@ -17,12 +17,12 @@ effect(() => {
 });
 
 export function choose(chosen: Theme): void {
-  theme.value = chosen;
   try {
     localStorage.setItem(KEPT_AS, chosen);
   } catch {
     // a browser that keeps nothing of files: it holds until the page is closed
   }
+  theme.value = chosen;
 }
 
 function kept(): Theme {

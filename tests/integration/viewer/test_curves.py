@@ -140,6 +140,7 @@ def test_dark_and_light_follow_the_system_until_someone_chooses(browser: Any, re
         expect(back).to_have_css("background-color", LIGHT)
         page.get_by_label("Theme").select_option("dark")
         expect(back).to_have_css("background-color", DARK)
+        assert page.evaluate("Object.values(localStorage)") == ["dark"]
         page.reload()
         expect(back).to_have_css("background-color", DARK)
         page.get_by_label("Theme").select_option("system")
