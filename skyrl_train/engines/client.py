@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train import trace
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.engine_record import BusyClock, EngineRecord
+from skyrl_train.engines.engine_record import BusyClock, EngineRecord, peaks
 from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
 from skyrl_train.engines.seats import Call, Seats, keys_of, tokens_of
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
@@ -251,7 +251,9 @@ class EngineClient:
         died = {record: error for record, error in died.items() if record.empty is None}
         if died and (lost_at or not (self.any_lives or self.revive)):
             record, error = next(iter(died.items()))
-            raise EngineError(self._lost(record, error)) from error
+            last = "" if record.cause else f" {record.name}: {type(error).__name__}: {error}"
+            lost = f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
+            raise EngineError(f"{lost}{last} {self._causes()}".rstrip()) from error
         lost_at.update(died)
 
     @asynccontextmanager
@@ -273,12 +275,13 @@ class EngineClient:
             record = self._route(request, avoid, seat)
             parts[record][number] = request
             record.load += tokens_of(request)
-        calls = []
-        for record, part in parts.items():
-            call = asyncio.ensure_future(self._generate(record, list(part.values())))
-            call.add_done_callback(partial(record.unload, sum(map(tokens_of, part.values()))))  # even if it never began
-            calls.append(call)
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        if len(parts) == 1:  # as it is for most conversations, which need no task for it
+            results = [await self._alone(*next(iter(parts.items())))]
+        else:
+            calls = [asyncio.ensure_future(self._generate(one, list(part.values()))) for one, part in parts.items()]
+            for call, (record, part) in zip(calls, parts.items(), strict=True):  # even if it never began
+                call.add_done_callback(partial(record.unload, sum(map(tokens_of, part.values()))))
+            results = await asyncio.gather(*calls, return_exceptions=True)
         failed: dict[EngineRecord, BaseException] = {}
         for (record, part), result in zip(parts.items(), results, strict=True):
             if isinstance(result, UnsupportedParameter) or (
@@ -290,6 +293,17 @@ class EngineClient:
             else:
                 completions.update(zip(part, result, strict=True))
         return failed
+
+    async def _alone(self, record: EngineRecord, part: dict[int, SampleRequest]) -> list[Completion] | BaseException:
+        """What becomes of a call that has one engine, if it is not cancelled."""
+        try:
+            return await self._generate(record, list(part.values()))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return error
+        finally:
+            record.unload(sum(map(tokens_of, part.values())))
 
     def _take_back(self, requests: dict[int, SampleRequest], completions: dict[int, Completion]) -> None:
         """Forget the completions of requests that a pause ended, unless their own deadline did."""
@@ -352,13 +366,6 @@ class EngineClient:
         welcome = [index for index in alive if self._all[index] not in avoid] or alive
         home = next((home for home in homes if home in welcome), None)
         return min(welcome, key=lambda one: (self._all[one].load, one)) if home is None else home
-
-    def _lost(self, record: EngineRecord, error: BaseException) -> str:
-        last = "" if record.cause else f" {record.name}: {type(error).__name__}: {error}"
-        return (
-            f"Requests were lost and could not be sent to another engine ({len(self.engines)} left)."
-            f"{last} {self._causes()}".rstrip()
-        )
 
     def _causes(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.dead.items())
@@ -546,7 +553,7 @@ class EngineClient:
             "engines/queued": float(sum(one.queued for one in every) + self._seats.requests),
             "engines/count": float(sum(record.takes_requests for record in self._all)),
             "engines/dead": float(len(self.dead)),
-            **_peaks(every),
+            **peaks(every),
         }
 
     async def begin_anew(self) -> None:
@@ -589,9 +596,3 @@ class EngineClient:
             if deadline.expired():
                 raise DeadlineExceeded(f"{record.name}.{method}", seconds) from error
             raise
-
-
-def _peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
-    """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
-    found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
-    return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}

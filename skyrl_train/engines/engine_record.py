@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.clock import now
+from skyrl_train.engines.base import EngineHealth
 from skyrl_train.engines.progress import Progress
 
 
@@ -53,3 +55,9 @@ class EngineRecord:
 
     def mark_dead(self, error: BaseException) -> None:
         self.cause = self.cause or f"{type(error).__name__}: {error}"
+
+
+def peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
+    """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
+    found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
+    return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}

@@ -6,14 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (20_000, 100, 10)
-"""New objects between two passes over the youngest, and how many of these between two over those that are older: a pass
-takes up to a microsecond an object, in which nothing else happens, so the first are small and the others rare."""
+THRESHOLDS = (5_000, 400, 10)
+"""New objects, less those that went, between two passes over the youngest, and how many of these between two over those
+that are older: a pass takes up to a microsecond an object, in which nothing else happens, so the first are small and the
+others rare."""
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Inside, cycles are looked for a thirtieth as often, and not among what was there before.
+    """Inside, cycles are looked for a seventh as often, among the youngest only for the most part, and not among what was there before.
 
     A driver keeps the messages of thousands of conversations, and makes some hundred short-lived objects a turn, almost
     none of them in cycles: with Python's defaults the collector took more than half of its time.

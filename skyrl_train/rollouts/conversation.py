@@ -35,7 +35,7 @@ from skyrl_train.tasks import PerTurn
 CUT = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
 _LEAST_S = 1e-3
-_OPENED_PER_TURN = 64
+_OPENED_PER_TURN = 32
 """Episodes that begin in one turn of the event loop."""
 log = logging.getLogger(__name__)
 
