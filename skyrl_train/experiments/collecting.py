@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (5_000, 400, 10)
-"""New objects, less those that went, between two passes over the youngest, and how many of these between two over those
-that are older: a pass takes up to a microsecond an object, in which nothing else happens, so the first are small and the
-others rare."""
+"""New objects, less those that went, between two passes over the youngest, and how many of these between two over
+those that are older. A pass takes up to a microsecond an object, in which nothing else happens: so it is a small one,
+or a rare one."""
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Inside, cycles are looked for a seventh as often, among the youngest only for the most part, and not among what was there before.
+    """Inside, cycles are looked for more seldom, and not among what was there before.
 
     A driver keeps the messages of thousands of conversations, and makes some hundred short-lived objects a turn, almost
     none of them in cycles: with Python's defaults the collector took more than half of its time.
