@@ -88,7 +88,8 @@ def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, add
 @needs_chromium
 def test_the_search_finds_a_key_by_its_whole_name(page: Page, address: str):
     page.goto(f"{address}/")
-    page.locator("[data-md-component=search-query]").fill("trainer.algorithm.eps_clip_low")
+    # By its keys, which are what the theme listens to: it does not always see what is filled in at once.
+    page.locator("[data-md-component=search-query]").press_sequentially("trainer.algorithm.eps_clip_low")
     found = page.locator(".md-search-result__item")
     found.first.wait_for(timeout=30_000)
     assert any(text.startswith("Configuration") for text in found.all_inner_texts())
