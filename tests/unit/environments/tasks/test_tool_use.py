@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,7 @@ def test_mistakes_get_feedback_and_the_episode_continues(episode: Any):
     assert step(environment, "#### 42").metadata["tool_errors"] == 5
 
 
-def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any):
+def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any, request: pytest.FixtureRequest):
     environment = episode({"max_turns": 9})
     for text, *told in [
         (call(40), {"name": "add", "arguments": '{"a": 40, "b": 2}'}),
@@ -128,6 +130,8 @@ def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any)
     ]:
         assert checked_step_output(step(environment, str(text))).tool_calls == told
     assert step(environment, "#### 42").tool_calls == []
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # as a process begins with; what ran before in this one may have raised it
     deep = [call("[" * depth + "]" * depth) for depth in range(800, 1000, 5)]  # about as deep as JSON can be read
     told = [step(episode({"max_turns": 9}), text).tool_calls[0]["error"] for text in deep]
     assert {*told} == {"bad_arguments", "unreadable"}
