@@ -19,15 +19,41 @@ from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
 
+@dataclass(slots=True)
+class LastRendered:
+    """How a conversation was rendered last, up to the header of an answer: the next time its text begins so, unless the
+    template writes it anew. That is all there is to know of the text, which may be long, of thousands of conversations.
+    """
+
+    messages: int | None = None
+    length: int = 0
+    hashed: int = 0
+
+    def note(self, messages: int, text: str) -> None:
+        self.messages, self.length, self.hashed = messages, len(text), hash(text)
+
+    def begins(self, messages: int, text: str) -> bool:
+        """Whether so many messages were rendered, to what `text` begins with."""
+        return self.messages == messages and hash(text[: self.length]) == self.hashed
+
+
 def render_prompt(
-    tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    last: LastRendered | None = None,
 ) -> list[int]:
     """Ids of `messages` and the answer's header, as by `apply_chat_template(messages, add_generation_prompt=True)`.
 
     The ids differ from it only if a message spells a control token. Raises DataError if the template rejects them.
+    `last`: see `render_continuation`.
     """
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    return chat.encode(chat.text(len(messages), open_answer=True))
+    text = chat.text(len(messages), open_answer=True)
+    if last is not None:
+        last.note(len(messages), text)
+    return chat.encode(text)
 
 
 def render_continuation(
@@ -37,12 +63,13 @@ def render_continuation(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
     verbatim: bool = False,
+    last: LastRendered | None = None,
 ) -> list[int] | None:
     """Ids between the last answer and the next one: the end of its turn, the messages after it, the next header.
 
     `answers` are the indices in `messages` of the model's own answers. Their tokens are kept elsewhere, so a
     placeholder is rendered for each; `verbatim` renders their texts, for templates that handle some text (reasoning)
-    specially.
+    specially. `last`: of this conversation under the same options, whose earlier messages are not rendered again then.
 
     Returns None if the template now renders the messages before the last answer, or the answer itself, differently.
     Raises DataError if it rejects the messages.
@@ -53,7 +80,7 @@ def render_continuation(
             {**message, "content": ANSWER} if place in own else message for place, message in enumerate(messages)
         ]
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    between = chat.after_answer(answers[-1])
+    between = chat.after_answer(answers[-1], last)
     return None if between is None else chat.encode(between)
 
 
@@ -190,16 +217,22 @@ class _Chat:
             return before[: before.rindex(header) + len(header)]
         return before
 
-    def after_answer(self, place: int) -> str | None:
+    def after_answer(self, place: int, last: LastRendered | None = None) -> str | None:
         """The rendered text after the answer at `place`, with a header for the next; None if the rest has changed.
 
         White space around an answer is ignored: templates may insert or strip it.
         """
-        answer = self.messages[place]["content"]
-        before, after = self.before_answer(place), self.text(len(self.messages), open_answer=True)
-        if not after.startswith(before):
+        answer, last = self.messages[place]["content"], last or LastRendered()
+        after = self.text(len(self.messages), open_answer=True)
+        if last.begins(place, after):
+            length: int | None = last.length
+        else:
+            before = self.before_answer(place)
+            length = len(before) if after.startswith(before) else None
+        last.note(len(self.messages), after)
+        if length is None:
             return None
-        rest = after[len(before) :]
+        rest = after[length:]
         if rest.startswith(answer):
             return rest[len(answer) :]
         rest, answer = rest.lstrip(), answer.strip()

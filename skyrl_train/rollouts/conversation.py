@@ -8,12 +8,21 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from skyrl_train.clock import now
 from skyrl_train.data.arrays import Tokens, token_array
-from skyrl_train.data.chat import decode_answer, encode_text, is_control, plain_text, render_continuation, render_prompt
+from skyrl_train.data.chat import (
+    LastRendered,
+    decode_answer,
+    encode_text,
+    is_control,
+    plain_text,
+    render_continuation,
+    render_prompt,
+)
 from skyrl_train.data.dataset import max_turns_of
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
@@ -131,7 +140,7 @@ class ConversationGenerator:
             async with self._sampler.episode():
                 await self._opens()
                 states += [_EpisodeState.empty(prompt, sample, temperature) for sample in range(samples)]
-                rendered: list[tuple[list[Message], Tokens]] = []
+                rendered: list[tuple[list[Message], Tokens, LastRendered]] = []
                 tasks += [asyncio.create_task(self._start(state, rendered)) for state in states]
                 await asyncio.gather(*tasks)
                 opened = [state for state in states if state.session is not None]
@@ -152,7 +161,7 @@ class ConversationGenerator:
                 self._limiter.release(samples)
         return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
-    async def _start(self, state: _EpisodeState, rendered: list[tuple[list[Message], Tokens]]) -> None:
+    async def _start(self, state: _EpisodeState, rendered: list[tuple[list[Message], Tokens, LastRendered]]) -> None:
         """`rendered`: the openings of this group so far, and their tokens; most samples have the same one."""
         prompt = state.trajectory.prompt
         try:
@@ -168,11 +177,14 @@ class ConversationGenerator:
         opening = state.session.messages
         state.trajectory.messages = list(opening)
         try:
-            ids = next((ids for messages, ids in rendered if messages == opening), None)
-            if ids is None:
-                ids = token_array(render_prompt(self._tokenizer, opening, self._settings.chat_template_kwargs))
-                rendered.append((opening, ids))
+            same = next((one for one in rendered if one[0] == opening), None)
+            if same is None:
+                kwargs, last = self._settings.chat_template_kwargs, LastRendered()
+                same = opening, token_array(render_prompt(self._tokenizer, opening, kwargs, last=last)), last
+                rendered.append(same)
+            _, ids, last = same
             state.ledger.open(ids)
+            state.last_rendered = copy(last)
         except DataError as error:  # the row's own messages were rendered when it was loaded
             state.trajectory.fail("chat_template", str(error))
             await state.close()
@@ -254,7 +266,14 @@ class ConversationGenerator:
         settings, item, ledger = self._settings, state.trajectory, state.ledger
         kwargs, ids = settings.chat_template_kwargs, None
         if not settings.retokenize:
-            ids = render_continuation(tokenizer, item.messages, state.answers, kwargs, verbatim=settings.step_wise)
+            ids = render_continuation(
+                tokenizer,
+                item.messages,
+                state.answers,
+                kwargs,
+                verbatim=settings.step_wise,
+                last=state.last_rendered,
+            )
         if ids is None and not settings.step_wise:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
@@ -313,6 +332,7 @@ class _EpisodeState:
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""
+    last_rendered: LastRendered = field(default_factory=LastRendered)
     by_stop_string: bool = False
     """Whether a stop string ended the last turn."""
     running_s: float = 0.0

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.chat import render_continuation, render_conversation, render_prompt
+from skyrl_train.data.chat import LastRendered, render_continuation, render_conversation, render_prompt
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import CHATML, SPECIAL, byte_tokenizer
 
@@ -275,6 +275,54 @@ def test_a_template_that_loses_a_first_answer_is_refused():
     )
     with pytest.raises(DataError, match="with which the conversation begins"):
         render_conversation(tokenizer, [assistant("hello"), user("hi")])
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, DEFAULTING, HEADLESS])
+@pytest.mark.parametrize("verbatim", [True, False])
+def test_a_conversation_that_goes_on_is_rendered_once_a_turn(
+    template: str, verbatim: bool, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer = with_template(template)
+    messages, answers = [user("a"), user("b<|im_end|>")], list[int]()
+    last = LastRendered()
+    assert render_prompt(tokenizer, messages, last=last) == render_prompt(tokenizer, messages)
+    rendered: list[int] = []
+    apply = tokenizer.apply_chat_template
+
+    def counted(conversation: list[Any], **options: Any) -> Any:
+        rendered.append(len(conversation))
+        return apply(conversation, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    for turn in range(3):
+        answers.append(len(messages))
+        messages += [assistant(f"c{turn}<|im_end|>"), user(f"d{turn}")]
+        expected = render_continuation(tokenizer, messages, answers, verbatim=verbatim)
+        rendered.clear()
+        assert render_continuation(tokenizer, messages, answers, verbatim=verbatim, last=last) == expected is not None
+        assert rendered == [len(messages)]
+
+
+def test_a_template_that_writes_the_opening_anew_is_asked_for_it_again():
+    """As one does that tells the time: what it wrote last is not what it writes now."""
+    tokenizer = with_template("{{ time }}" + CHATML)
+    messages, last = [user("a"), assistant("b"), user("c")], LastRendered()
+    render_prompt(tokenizer, messages[:1], {"time": "23:59"}, last=last)
+    expected = render_continuation(tokenizer, messages, [1], {"time": "00:00"})
+    assert render_continuation(tokenizer, messages, [1], {"time": "00:00"}, last=last) == expected is not None
+
+
+@pytest.mark.parametrize("verbatim", [True, False])
+def test_a_template_that_drops_reasoning_is_noticed_at_every_turn(verbatim: bool):
+    tokenizer = with_template(FORGETFUL)
+    messages, answers, last = [user("a")], list[int](), LastRendered()
+    render_prompt(tokenizer, messages, last=last)
+    for _ in range(3):
+        answers.append(len(messages))
+        messages += [assistant("<think>hm</think>b"), user("c")]
+        expected = render_continuation(tokenizer, messages, answers, verbatim=verbatim)
+        assert (expected is None) is verbatim
+        assert render_continuation(tokenizer, messages, answers, verbatim=verbatim, last=last) == expected
 
 
 def test_a_conversation_without_an_answer_has_nothing_to_learn():
