@@ -38,6 +38,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -216,14 +218,20 @@ def shards(sequences: int, tokens: int) -> dict[str, float]:
         {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
     )
     limits = PassLimits(None, 16_384, 6 * 1024, None)
+    with_store = find_spec("skyrl_train.learner.shards") is not None
+    stored_shards: Any = import_module("skyrl_train.learner.shards") if with_store else None
     times = []
     for _ in range(7):
         start = time.process_time()
         found = module.collate(groups, **without)
         sent = found.to_update("policy") if hasattr(found, "to_update") else found
-        for rows in micro_batches(sent, RANKS, limits, shares_prompts(sent, limits)):
-            for one in rows:
-                sent.select(one)
+        if stored_shards is not None:
+            divided = stored_shards.Shards(sent, [range(len(sent))], RANKS, limits)
+            divided.updates(lambda part: part, divided.mini_batches[0], sent)
+        else:
+            for rows in micro_batches(sent, RANKS, limits, shares_prompts(sent, limits)):
+                for one in rows:
+                    sent.select(one)
         times.append(time.process_time() - start)
     return {"rollouts to shards, million tokens a CPU-s": sequences * tokens / statistics.median(times) / 1e6}
 

@@ -42,6 +42,8 @@ class OffPolicyCorrection:
         ratios = importance_ratios(old, rollout, batch.loss_mask)
         _describe(batch, ratios, metrics)
         mask = self._kept(batch, ratios, metrics)
+        if torch.equal(mask, batch.loss_mask):
+            mask = batch.loss_mask  # which ranks that have scored the batch have already
         weights = None
         if self.settings.tis_ratio_type == "token":
             high = self.settings.token_tis_ratio_clip_high

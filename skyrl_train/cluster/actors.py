@@ -35,6 +35,10 @@ _CALLS_AT_A_TIME = 1_000_000
 call under way takes 60 KiB of its memory, and no thread."""
 
 
+_Arguments = Sequence[Any] | Callable[..., Sequence[Any]]
+"""Of a call, or what makes them of what is stored."""
+
+
 class _Shell:
     """An actor with one object of any class; it runs one call at a time."""
 
@@ -67,13 +71,13 @@ class _Shell:
         """What Ray writes before lines that it prints for this actor."""
         return self._name
 
-    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return getattr(self._object, method)(*args, **kwargs)
+    def call(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
+        return getattr(self._object, method)(*(args(*stored) if callable(args) else args), **kwargs)
 
-    def call_traced(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_traced(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         """The result of `call`, and the spans that were noted here since the last answer."""
         with trace.span(method, row=_CALLS):
-            result = self.call(method, args, kwargs)
+            result = self.call(method, args, kwargs, *stored)
         return result, trace.hand_over()
 
     def read(self, attribute: str) -> Any:
@@ -83,13 +87,13 @@ class _Shell:
 class _AsyncShell(_Shell):
     """An actor with one object whose methods are coroutines; it runs many calls at a time."""
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # type: ignore[override]
-        result = getattr(self._object, method)(*args, **kwargs)
+    async def call(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:  # type: ignore[override]
+        result = super().call(method, args, kwargs, *stored)
         return await result if inspect.isawaitable(result) else result
 
-    async def call_traced(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def call_traced(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         with trace.span(method, row=_CALLS, overlaps=True):
-            result = await self.call(method, args, kwargs)
+            result = await self.call(method, args, kwargs, *stored)
         return result, trace.hand_over()
 
 
@@ -145,16 +149,18 @@ class Remote:
         """Call a method with a given deadline."""
         return await self._call(deadline_s, method, args, kwargs)
 
-    def store(self, args: Sequence[Any]) -> ObjectRef[Any]:
-        """Put the arguments of a call into shared memory, where all actors of this machine read their arrays.
+    def store(self, value: Any) -> ObjectRef[Any]:
+        """Put a value into shared memory, where all actors of a machine read its arrays, until it is let go of.
 
-        It blocks, for large ones for a while: to be called in a thread.
+        It blocks, for a large one for a while: to be called in a thread.
         """
-        return ray.put(tuple(args))
+        return ray.put(value)
 
-    async def call_stored(self, method: str, stored: ObjectRef[Any]) -> Any:
-        """Call a method with arguments that `store` has stored."""
-        return await self._call(self._deadlines.get(method, self._deadline_s), method, stored, {})
+    async def call_stored(
+        self, method: str, make: Callable[..., Sequence[Any]], stored: Sequence[ObjectRef[Any]]
+    ) -> Any:
+        """Call a method with the arguments that `make` returns there for what `store` has stored."""
+        return await self._call(self._deadlines.get(method, self._deadline_s), method, make, {}, *stored)
 
     async def read(self, attribute: str, deadline_s: float) -> Any:
         """Read an attribute; the first call waits for the constructor."""
@@ -170,11 +176,11 @@ class Remote:
         ray.kill(self._handle, no_restart=True)
 
     async def _call(
-        self, deadline_s: float, method: str, args: Sequence[Any] | ObjectRef[Any], kwargs: Mapping[str, Any]
+        self, deadline_s: float, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: ObjectRef[Any]
     ) -> Any:
         if not trace.on():
-            return await self._wait(self._handle.call.remote(method, args, kwargs), method, deadline_s)
-        reference: Any = self._handle.call_traced.remote(method, args, kwargs)
+            return await self._wait(self._handle.call.remote(method, args, kwargs, *stored), method, deadline_s)
+        reference: Any = self._handle.call_traced.remote(method, args, kwargs, *stored)
         result, spans = await self._wait(reference, method, deadline_s)
         trace.take_over(spans, self._name)
         return result

@@ -52,7 +52,8 @@ _OWN_CLUSTER_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 OBJECT_STORE_BYTES = 2 << 30
-"""Enough, as batches pass through it one by one; Ray's own default is 30 % of memory."""
+"""Enough for the token ids and mask of a step, and for what an update adds to a mini-batch of it (with replayed routing
+much more: Ray then writes to the disk); Ray's own default is 30 % of memory."""
 _OWN_SETTINGS = {
     "include_dashboard": False,
     "object_store_memory": OBJECT_STORE_BYTES,

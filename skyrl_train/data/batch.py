@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -57,6 +57,8 @@ _READ_BY = {
     "critic": {"input_ids", "loss_mask", "values", "returns", "loss_weights"},
 }
 """The token fields that the updates of a model read."""
+SCORED = ("input_ids", "loss_mask", "routing")
+"""Those that a model reads to score tokens."""
 
 
 @dataclass(frozen=True)
@@ -195,15 +197,25 @@ class TrainBatch:
         rows = torch.as_tensor(rows, dtype=torch.int64)
         lengths = self.lengths[rows]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return TrainBatch(offsets=offsets, **self._of_rows(rows, copy))
+
+    def arrays(self, rows: Sequence[int], without: Collection[str]) -> dict[str, NDArray[Any]]:
+        """What there is of the given sequences in the given order, by field, but for some fields: copies."""
+        picked = self._of_rows(torch.as_tensor(rows, dtype=torch.int64), True, without)
+        return {name: value.numpy() for name, value in picked.items()}
+
+    def with_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> TrainBatch:
+        """The same sequences with what `arrays` has returned for them in another process."""
+        return replace(self, **_tensors(arrays))
+
+    def _of_rows(self, rows: Tensor, copy: bool, without: Collection[str] = ()) -> dict[str, Tensor]:
+        """By field, those that there are; `offsets` are not these rows' own."""
         stretches = _stretches(self.offsets.tolist(), rows.tolist())
-        picked: dict[str, Tensor | None] = {"offsets": offsets}
-        for name in TOKEN_FIELDS:
-            value = getattr(self, name)
-            picked[name] = None if value is None else _taken(value, stretches, copy)
-        for name in SEQUENCE_FIELDS:
-            value = getattr(self, name)
-            picked[name] = None if value is None else value[rows]
-        return TrainBatch(**picked)  # type: ignore[arg-type]
+        return {
+            name: _taken(value, stretches, copy) if name in TOKEN_FIELDS else value[rows]
+            for name, value in self._tensors().items()
+            if name != "offsets" and name not in without
+        }
 
     def with_tokens(self, **tensors: Tensor | None) -> TrainBatch:
         """The same sequences with token-level tensors added or replaced."""
@@ -213,8 +225,7 @@ class TrainBatch:
 
     def to_score(self) -> TrainBatch:
         """The same sequences without what nobody reads who runs a model over their tokens."""
-        kept = {"input_ids", "loss_mask", "routing"}
-        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in kept})
+        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in SCORED})
 
     def to_update(self, role: str) -> TrainBatch:
         """The same sequences without what the updates of that model, "policy" or "critic", do not read."""
@@ -270,10 +281,14 @@ class TrainBatch:
         return rectangle
 
 
-def _of_arrays(arrays: dict[str, NDArray[Any]]) -> TrainBatch:
+def _of_arrays(arrays: Mapping[str, NDArray[Any]]) -> TrainBatch:
+    return TrainBatch(**_tensors(arrays))
+
+
+def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to a batch
-        return TrainBatch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)

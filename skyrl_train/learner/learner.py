@@ -20,9 +20,10 @@ from skyrl_train.algorithms.value_objective import explained_variance
 from skyrl_train.cluster.actors import Remote
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError, DeadlineExceeded, SkyRLError, WeightSyncError, WorkerDied
-from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
+from skyrl_train.learner.micro_batches import PassLimits
+from skyrl_train.learner.shards import MiniBatchShards, Shards, Stored
 from skyrl_train.learner.stalls import explain_stall
-from skyrl_train.learner.worker import LearnerWorker, MiniBatch
+from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.metrics import Metrics
 from skyrl_train.tasks import gather_all
 
@@ -30,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
-Arguments = Sequence[Any] | Callable[[], Sequence[Any]]
 DEATH_KNOWN_S = 5.0
 """On one machine the driver knows by then that a rank died, after its peers did."""
 
@@ -64,29 +64,26 @@ class WorkerGroup:
         """Make the same call on every rank."""
         return await self.scatter(method, [args] * len(self))
 
-    async def scatter(self, method: str, args_of_part: Sequence[Arguments]) -> list[Any]:
+    async def scatter(self, method: str, args_of_part: Sequence[Sequence[Any] | Stored]) -> list[Any]:
         """Call `method` on every rank, with a part's own arguments on each of its ranks.
 
-        Large arguments are given as a function that returns them: it runs in a thread, a part at a time, and what it
-        returns is stored once for all ranks of the part. The number of ranks is a multiple of the number of parts; a
-        part goes to equally many neighbouring ranks. Raises the first failure without waiting for the other ranks; but
-        if a rank has lost a peer, the death of that one.
+        Large arguments are stored beforehand, and read by all ranks of the part. The number of ranks is a multiple of
+        the number of parts; a part goes to equally many neighbouring ranks. Raises the first failure without waiting
+        for the other ranks; but if a rank has lost a peer, the death of that one.
         """
         neighbours, rest = divmod(len(self), len(args_of_part))
         assert rest == 0, f"{len(args_of_part)} parts for {len(self)} ranks"
         calls: list[asyncio.Future[Any]] = []
         self.calls += 1
         try:
-            stored = [
-                await asyncio.to_thread(_stored, self.workers[part * neighbours], args) if callable(args) else None
-                for part, args in enumerate(args_of_part)
-            ]
-            # From here on nothing else begins a call: all ranks take the calls of several callers in one order, or the
+            # Nothing else begins a call in between: all ranks take the calls of several callers in one order, or the
             # collectives of one would meet those of another.
             for rank, worker in enumerate(self.workers):
-                part = rank // neighbours
-                args = args_of_part[part]
-                call = worker.call_stored(method, stored[part]) if callable(args) else getattr(worker, method)(*args)
+                args = args_of_part[rank // neighbours]
+                if isinstance(args, Stored):
+                    call = worker.call_stored(method, args.make, args.values)
+                else:
+                    call = getattr(worker, method)(*args)
                 calls.append(asyncio.ensure_future(call))
             return await asyncio.gather(*calls)
         except RuntimeError as error:
@@ -97,6 +94,10 @@ class WorkerGroup:
             self.calls -= 1
             for call in calls:
                 call.cancel()
+
+    def store(self, value: Any) -> Any:
+        """Put a value where all ranks read it. It blocks: to be called in a thread."""
+        return self.workers[0].store(value)
 
     async def _death_among(self, calls: Sequence[asyncio.Future[Any]]) -> WorkerDied | None:
         """The first death that is known of, in time."""
@@ -116,10 +117,6 @@ class WorkerGroup:
         return int((await self.all("setup", address, port))[0])
 
 
-def _stored(worker: Any, make: Callable[[], Sequence[Any]]) -> Any:
-    return worker.store(make())
-
-
 def _is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
@@ -134,12 +131,12 @@ class LocalWorker:
     def __init__(self, worker: LearnerWorker):
         self.worker = worker
 
-    def store(self, args: Sequence[Any]) -> Sequence[Any]:
-        """See Remote.store; here they are where they are read."""
-        return args
+    def store(self, value: Any) -> Any:
+        """See Remote.store; here it is where it is read."""
+        return value
 
-    async def call_stored(self, method: str, stored: Sequence[Any]) -> Any:
-        return await asyncio.to_thread(getattr(self.worker, method), *stored)
+    async def call_stored(self, method: str, make: Callable[..., Sequence[Any]], stored: Sequence[Any]) -> Any:
+        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*make(*stored)))
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -204,6 +201,9 @@ class Learner:
         """[T] those of the last update's batch, 0 for other sequences; None if it kept none."""
         self.progress: tuple[int, int] | None = None
         """Of the policy's optimizer steps under way: how many are taken, of how many."""
+        self._known_shards: dict[tuple[int, int, bool], Shards] = {}
+        """Of the batch that is learnt from: by number of parts and of prompts in a mini-batch, and whether routing is
+        theirs."""
         self.critic = critic
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
@@ -241,47 +241,67 @@ class Learner:
                 " has none, or its engine does not keep them. Use old_policy, or null."
             )
         if self.routing_replay == "old_policy":
-            old_logprobs, routing = await self._token_results(self.policy, batch, "score_and_route")
+            old_logprobs, routing = await self._token_results(
+                self.policy, batch, "score_and_route", await self._shards(self.policy, batch)
+            )
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
-        elif len(await asyncio.to_thread(self._mini_batch_rows, batch)) > 1 if needs_old is None else needs_old:
-            scored = scored.with_tokens(old_logprobs=await self.token_scores(self.policy, batch))
+        elif await self._several_steps(batch) if needs_old is None else needs_old:
+            scored = scored.with_tokens(old_logprobs=await self._scores(self.policy, batch))
         if self.critic is not None:
-            scored = scored.with_tokens(values=await self.token_scores(self.critic, batch))
+            scored = scored.with_tokens(values=await self._scores(self.critic, batch))
         return await self.with_reference(scored)
 
     async def with_reference(self, batch: TrainBatch) -> TrainBatch:
         """Add the reference's log-probs if there is a reference."""
         if self.reference is None:
             return batch
-        return batch.with_tokens(ref_logprobs=await self.token_scores(self.reference, batch))
+        return batch.with_tokens(ref_logprobs=await self._scores(self.reference, batch))
 
     async def token_scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
-        """[T] log-probs (nats), or values of a critic, for tokens in the loss mask; 0 elsewhere."""
-        return (await self._token_results(group, batch, "score"))[0]
+        """[T] log-probs (nats), or values of a critic, for tokens in the loss mask; 0 elsewhere.
 
-    async def _token_results(self, group: WorkerGroup, batch: TrainBatch, method: str) -> list[Tensor]:
-        """What a method of the ranks says of each token: tensors [T, ...].
+        Of any batch: what ranks have of the one that is being learnt from stays as it is.
+        """
+        shards = await asyncio.to_thread(self._divided, group, batch, [range(len(batch))])
+        return (await self._token_results(group, batch, "score", shards))[0]
+
+    async def _scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
+        """The same, of the batch that is to be learnt from."""
+        return (await self._token_results(group, batch, "score", await self._shards(group, batch)))[0]
+
+    async def _token_results(
+        self, group: WorkerGroup, batch: TrainBatch, method: str, shards: Shards, only: MiniBatchShards | None = None
+    ) -> list[Tensor]:
+        """What a method of the ranks says of each token: tensors [T, ...]. `only`: the batch is this mini-batch.
 
         Sequences without tokens to score have 0, or -1 in a tensor of integers.
         """
-        batch = self._for(group, batch).to_score()
-        share, shards = await asyncio.to_thread(self._shards, group, batch, self.sizes.micro_forward_sequences)
-        count = max(len(rows) for rows in shards)
-
-        def arguments(rows: list[list[int]]) -> tuple[list[TrainBatch], int, bool]:
-            return [batch.select(one) for one in rows], count, share
-
-        parts = await group.scatter(method, [partial(arguments, rows) for rows in shards])
+        limits = self._limits(self.sizes.micro_forward_sequences)
+        passes, arguments = await asyncio.to_thread(shards.scores, group.store, limits, only)
+        parts = await group.scatter(method, arguments)
         found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
-        return await asyncio.to_thread(_in_place, batch, shards, found)
+        return await asyncio.to_thread(_in_place, batch, passes, found)
 
-    def _shards(
-        self, group: WorkerGroup, batch: TrainBatch, sequences: int | None
-    ) -> tuple[bool, list[list[list[int]]]]:
-        """Whether repeated prompts are run once, and the rows of every pass of each part."""
-        limits = self._limits(sequences)
-        share = shares_prompts(batch, limits)
-        return share, micro_batches(batch, group.num_parts, limits, share)
+    async def _shards(self, group: WorkerGroup, batch: TrainBatch) -> Shards:
+        """The batch as the ranks of a group have it: the same for all groups that divide it alike."""
+        known = {key: one for key, one in self._known_shards.items() if one.has_tokens_of(batch)}
+        routed = batch.routing is not None and group is self.policy
+        groups = self.sizes.critic_mini_batch_groups if group is self.critic else self.sizes.mini_batch_groups
+        key = (group.num_parts, groups, routed)
+        if key not in known or (routed and not known[key].has_routing_of(batch)):
+            mini_batches = await asyncio.to_thread(mini_batch_rows, batch, groups)
+            known[key] = await asyncio.to_thread(self._divided, group, batch, mini_batches)
+        self._known_shards = known
+        return known[key]
+
+    def _divided(self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> Shards:
+        if group is not self.policy:
+            batch = batch.with_tokens(routing=None)  # other models have other experts
+        return Shards(batch, mini_batches, group.num_parts, self._limits(self.sizes.micro_train_sequences))
+
+    async def _several_steps(self, batch: TrainBatch) -> bool:
+        """Whether the policy takes more than one optimizer step on a batch."""
+        return len((await self._shards(self.policy, batch)).mini_batches) * self.sizes.update_epochs > 1
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
@@ -294,6 +314,7 @@ class Learner:
                 metrics = await self._take_optimizer_steps(batch)
             finally:
                 self.progress = None
+                self._known_shards = {}
             self._between_versions = False
             self.version += 1
         return metrics.flush()
@@ -316,21 +337,25 @@ class Learner:
         metrics = Metrics()
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
-        mini_batches = await asyncio.to_thread(self._mini_batch_rows, batch)
-        metrics.count("policy/optimizer_steps", len(mini_batches))
+        shards = await self._shards(self.policy, batch)
+        self._known_shards = {}  # each is let go of after its last step, and those of other models now
+        steps = shards.mini_batches * self.sizes.update_epochs
+        metrics.count("policy/optimizer_steps", len(steps))
         self.logprobs = None
-        tells = len(mini_batches) == 1 and batch.old_logprobs is None
-        if not mini_batches:
+        tells = len(steps) == 1 and batch.old_logprobs is None
+        if not steps:
             _log.warning("No token of this step's batch counts: nothing was learnt from it.")
-        for index, rows in enumerate(mini_batches):
-            self.progress = index, len(mini_batches)
-            mini_batch = await asyncio.to_thread(_mini_batch, batch, rows, self.reduction)
+        for index, one in enumerate(steps):
+            self.progress = index, len(steps)
+            mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, self.reduction)
             if self.choose is not None:
-                mini_batch = await self._with_selected_tokens(mini_batch, self.choose, first=index == 0)
-            wanted = {place for place, row in enumerate(rows) if tells and row < self.tells_logprobs_of}
-            told = await self._step(self.policy, mini_batch.to_update("policy"), metrics, wanted)
+                mini_batch = await self._with_selected_tokens(mini_batch, self.choose, shards, one, first=index == 0)
+            wanted = {place for place, row in enumerate(one.rows) if tells and row < self.tells_logprobs_of}
+            told = await self._step(self.policy, shards, one, mini_batch.to_update("policy"), metrics, wanted)
             if told is not None:
-                self.logprobs = _in_place(batch, [[rows]], [[told]])[0]
+                self.logprobs = _in_place(batch, [[one.rows]], [[told]])[0]
+            if index + len(shards.mini_batches) >= len(steps):
+                one.stored = None
         return metrics
 
     async def _update_critic(self, critic: WorkerGroup, batch: TrainBatch, metrics: Metrics) -> None:
@@ -344,39 +369,41 @@ class Learner:
         explained = await asyncio.to_thread(explained_variance, batch.values, batch.returns, batch.loss_mask)
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
-        for rows in await asyncio.to_thread(self._mini_batch_rows, batch, self.sizes.critic_mini_batch_groups):
-            mini_batch = await asyncio.to_thread(_mini_batch, batch, rows, partial(token_mean, max_seq_len=1))
-            await self._step(critic, mini_batch.to_update("critic"), metrics)
+        shards = await self._shards(critic, batch)
+        for one in shards.mini_batches * self.sizes.update_epochs:
+            mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, partial(token_mean, max_seq_len=1))
+            await self._step(critic, shards, one, mini_batch.to_update("critic"), metrics)
 
     async def _step(
-        self, group: WorkerGroup, mini_batch: TrainBatch, metrics: Metrics, wanted: Collection[int] = ()
+        self,
+        group: WorkerGroup,
+        shards: Shards,
+        one: MiniBatchShards,
+        mini_batch: TrainBatch,
+        metrics: Metrics,
+        wanted: Collection[int] = (),
     ) -> Tensor | None:
         """Take one optimizer step of a model, on all of its ranks.
 
         Returns [T] the log-probs before it of the sequences `wanted`, 0 for others; None if none are.
         """
-        mini_batch = self._for(group, mini_batch)
-        tokens = int((await asyncio.to_thread(lambda: mini_batch.loss_tokens)).sum())
-        share, shards = await asyncio.to_thread(self._shards, group, mini_batch, self.sizes.micro_train_sequences)
-        count = max(len(rows) for rows in shards)
-
-        def arguments(rows: list[list[int]]) -> tuple[MiniBatch]:
-            places = [[place for place, row in enumerate(one) if row in wanted] for one in rows] if wanted else None
-            return (MiniBatch([mini_batch.select(one) for one in rows], count, tokens, share, places),)
-
-        states = await group.scatter("update", [partial(arguments, rows) for rows in shards])
+        states = await group.scatter(
+            "update", await asyncio.to_thread(shards.updates, group.store, one, mini_batch, wanted)
+        )
         for state in states:
             metrics.merge(state)
         if not wanted:
             return None
-        chosen = [[[row for row in one if row in wanted] for one in rows] for rows in shards]
+        chosen = [[[row for row in rows if row in wanted] for rows in passes] for passes in one.passes]
         return _in_place(mini_batch, chosen, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
 
-    async def _with_selected_tokens(self, mini_batch: TrainBatch, choose: Choose, *, first: bool) -> TrainBatch:
+    async def _with_selected_tokens(
+        self, mini_batch: TrainBatch, choose: Choose, shards: Shards, one: MiniBatchShards, *, first: bool
+    ) -> TrainBatch:
         """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""
         old, advantages = mini_batch.old_logprobs, mini_batch.token_advantages
         assert old is not None and advantages is not None, "a choice of tokens needs old log-probs"
-        current = old if first else await self.token_scores(self.policy, mini_batch)
+        current = old if first else (await self._token_results(self.policy, mini_batch, "score", shards, one))[0]
         chosen = await asyncio.to_thread(choose, current, old, advantages, mini_batch.loss_mask)
         return mini_batch.with_tokens(selected=chosen)
 
@@ -422,14 +449,6 @@ class Learner:
 
     async def _call_all_groups(self, method: str) -> None:
         await asyncio.gather(*(group.all(method) for group in self._groups))
-
-    def _for(self, group: WorkerGroup, batch: TrainBatch) -> TrainBatch:
-        """The batch without what is the policy's alone: other models have other experts."""
-        return batch if group is self.policy or batch.routing is None else batch.with_tokens(routing=None)
-
-    def _mini_batch_rows(self, batch: TrainBatch, num_groups: int | None = None) -> list[list[int]]:
-        """The rows of every optimizer step, repeated for every epoch; `num_groups` defaults to the policy's."""
-        return mini_batch_rows(batch, num_groups or self.sizes.mini_batch_groups) * self.sizes.update_epochs
 
     def _limits(self, sequences: int | None) -> PassLimits:
         sizes = self.sizes

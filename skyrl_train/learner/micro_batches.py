@@ -43,27 +43,35 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
     With `share`, sequences of one prompt are put into the same pass if possible: each pass runs a prompt once.
     """
     wanted = batch.loss_tokens.nonzero().flatten().tolist()
-    sequences = None if limits.tokens else limits.sequences
-    costs = _Costs(batch, limits.attention_tokens, share, sequences)
-    result = []
-    for rows in _balanced(wanted, ranks, costs):
-        ordered = [row for unit in costs.units(rows) for row in unit]
-        lengths = [costs.lengths[row] for row in ordered]
-        repeated = [
-            costs.prompts[row] if at and share and costs.groups[row] == costs.groups[ordered[at - 1]] else 0
-            for at, row in enumerate(ordered)
-        ]
-        result.append([[ordered[at] for at in one] for one in pack(lengths, sequences, limits.tokens, repeated)])
-    return result
+    costs = _Costs(batch, limits, share)
+    return [_packed(rows, costs, limits, share) for rows in _balanced(wanted, ranks, costs)]
+
+
+def passes_of(
+    batch: TrainBatch, rows_of_rank: Sequence[Sequence[int]], limits: PassLimits, share: bool
+) -> list[list[list[int]]]:
+    """The same for sequences that have their ranks already."""
+    costs = _Costs(batch, limits, share)
+    return [_packed(rows, costs, limits, share) for rows in rows_of_rank]
+
+
+def _packed(rows: Sequence[int], costs: _Costs, limits: PassLimits, share: bool) -> list[list[int]]:
+    ordered = [row for unit in costs.units(rows) for row in unit]
+    lengths = [costs.lengths[row] for row in ordered]
+    repeated = [
+        costs.prompts[row] if at and share and costs.groups[row] == costs.groups[ordered[at - 1]] else 0
+        for at, row in enumerate(ordered)
+    ]
+    return [[ordered[at] for at in one] for one in pack(lengths, costs.sequences, limits.tokens, repeated)]
 
 
 class _Costs:
     """Costs of sequences; the unit is the time that one token takes in the linear layers."""
 
-    def __init__(self, batch: TrainBatch, attention_tokens: int, share: bool, sequences: int | None):
+    def __init__(self, batch: TrainBatch, limits: PassLimits, share: bool):
         self.lengths: list[int] = batch.lengths.tolist()
-        self._sequences = sequences
-        self._attention_tokens = attention_tokens
+        self.sequences = None if limits.tokens else limits.sequences
+        self._attention_tokens = limits.attention_tokens
         rows = range(len(batch))
         self.prompts: list[int] = batch.prompt_lengths.tolist()
         # Sequences with the same number share a prompt. Not group_ids: an environment may give each sample its own.
@@ -81,7 +89,7 @@ class _Costs:
         """The cost of rows that share a prompt, which every pass runs once."""
         prompt = self.prompts[unit[0]] if len(unit) > 1 else 0
         own = (self._of_tokens(prompt, self.lengths[row]) for row in unit)
-        passes = 1 if self._sequences is None else -(-len(unit) // self._sequences)
+        passes = 1 if self.sequences is None else -(-len(unit) // self.sequences)
         return sum(own) + passes * self._of_tokens(0, prompt)
 
     def _of_tokens(self, start: int, stop: int) -> float:

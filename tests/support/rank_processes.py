@@ -96,11 +96,11 @@ class RankProcess:
 
         return call
 
-    def store(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args
+    def store(self, value: Any) -> Any:
+        return value
 
-    async def call_stored(self, method: str, stored: tuple[Any, ...]) -> Any:
-        return await asyncio.to_thread(self._call, method, stored)
+    async def call_stored(self, method: str, make: Callable[..., Any], stored: Sequence[Any]) -> Any:
+        return await asyncio.to_thread(lambda: self._call(method, tuple(make(*stored))))
 
     def end(self) -> None:
         """At once."""

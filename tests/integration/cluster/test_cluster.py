@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,9 @@ from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.stacks import stacks
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
-from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
+from skyrl_train.learner.shards import Stored
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
 from tests.support.padded_reference import grouped_batch
 
@@ -141,22 +140,15 @@ def test_of_ranks_that_lost_a_peer_and_the_peer_that_died_the_death_is_raised(cl
 
 
 def test_ranks_read_their_parts_of_a_batch_where_they_were_stored(cluster: Cluster):
-    """One part for two ranks: made in a thread, once. Its arrays are large enough for shared memory."""
+    """One part for two ranks, of two values. Its arrays are large enough for shared memory."""
     slots = reserve(cluster, count=2, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     kwargs: dict[str, Any] = {"slots": slots, "name": "subject", "concurrent": False, "deadline_s": 60.0}
     group = WorkerGroup([spawn(cluster, SUBJECT, {}, index=index, **kwargs) for index in range(2)], parallel_size=2)
     batch = grouped_batch([(7, [5, 9, 3]), (4, [60_000])])
-    made_in: list[int] = []
-
-    def arguments() -> tuple[list[TrainBatch]]:
-        made_in.append(threading.get_ident())
-        return ([batch.select([0, 2]), batch.select([3])],)
-
-    answers = asyncio.run(group.scatter("overwrites", [arguments]))
+    stored = [group.store(batch.select([0, 2])), group.store(batch.select([3]))]
+    answers = asyncio.run(group.scatter("overwrites", [Stored(stored, lambda *batches: (batches,))]))
     wanted = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
     assert answers == [(wanted, True)] * 2
-    assert len(made_in) == 1
-    assert made_in != [threading.get_ident()]
 
 
 def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):

@@ -20,7 +20,8 @@ from skyrl_train.cluster.sockets import GROUP_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
+from skyrl_train.learner.shards import Stored
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
@@ -201,9 +202,8 @@ def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_numb
 
 
 def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
-    learner = Learner(WorkerGroup([]), None, BatchSizes(mini_batch_groups=3, update_epochs=2))
     batch = policy_batch()  # 8 sequences, 4 groups of 2
-    assert learner._mini_batch_rows(batch) == [[0, 1, 2, 3, 4, 5], [6, 7]] * 2
+    assert mini_batch_rows(batch, 3) == [[0, 1, 2, 3, 4, 5], [6, 7]]
 
 
 def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
@@ -288,18 +288,15 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
 
 
 def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
-    """Or the collectives of one would meet those of the other: parts are stored before any rank is called."""
+    """Or the collectives of one would meet those of the other."""
 
     class Rank:
         def __init__(self) -> None:
             self.taken: list[str] = []
 
-        def store(self, args: Any) -> Any:
-            time.sleep(0.02)
-            return args
-
-        async def call_stored(self, method: str, stored: Any) -> None:
+        async def call_stored(self, method: str, make: Any, stored: Any) -> None:
             self.taken.append(method)
+            await asyncio.sleep(0.01)
 
         async def manifest(self) -> None:
             self.taken.append("manifest")
@@ -308,12 +305,10 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
     group = WorkerGroup(ranks)
 
     async def run() -> None:
-        scattered = asyncio.ensure_future(group.scatter("score", [tuple] * 4))
-        await asyncio.sleep(0.03)  # it has stored one
-        await asyncio.gather(scattered, group.all("manifest"))
+        await asyncio.gather(group.scatter("score", [Stored([], tuple)] * 4), group.all("manifest"))
 
     asyncio.run(run())
-    assert [rank.taken for rank in ranks] == [["manifest", "score"]] * 4
+    assert [rank.taken for rank in ranks] == [["score", "manifest"]] * 4
 
 
 def test_what_an_objective_reads_is_on_the_rank_s_device():

@@ -1,0 +1,157 @@
+"""A batch divided among the ranks of a model: what does not change of it in a step is stored once, for all calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, groupby, pairwise
+from typing import Any
+
+from numpy.typing import NDArray
+
+from skyrl_train.data.batch import SCORED, TrainBatch, cat
+from skyrl_train.learner.micro_batches import PassLimits, micro_batches, passes_of, shares_prompts
+from skyrl_train.learner.worker import MiniBatch
+
+Passes = list[list[list[int]]]
+"""[part][pass][row]"""
+_SAME = ("input_ids", "loss_mask", "offsets", "prompt_lengths", "group_ids", "temperature")
+"""What tells one batch from another: what is scored, and how it is divided."""
+Store = Callable[[Any], Any]
+"""Puts a value where the ranks read it, and returns what to call it by."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The arguments of a call, as its rank makes them of what is stored: `make(*values)`."""
+
+    values: Sequence[Any]
+    make: Callable[..., Sequence[Any]]
+
+
+@dataclass(eq=False)
+class MiniBatchShards:
+    """A mini-batch as its update divides it among parts."""
+
+    rows: list[int]
+    """Of the batch."""
+    passes: Passes
+    """Rows of the mini-batch."""
+    share_prompts: bool
+    stored: list[Any] | None = None
+    """[part] the rows of its passes, one after the other, without what the update is to find out."""
+
+    def rows_of(self, part: int) -> list[int]:
+        """Those of the mini-batch that are stored for a part, in that order."""
+        return [row for one in self.passes[part] for row in one]
+
+
+class Shards:
+    """From the scores of a step to its last update token ids and mask stay the same, and so does the routing that is
+    known beforehand. They are stored once for each mini-batch and part. A score adds nothing to them, and an update
+    what has been found since: log-probs, advantages, weights.
+
+    So a row is scored by the part that updates on it.
+    """
+
+    def __init__(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]], parts: int, limits: PassLimits):
+        """`mini_batches`: rows. `limits`: of the passes of updates."""
+        self._batch = batch.to_score()
+        self._parts = parts
+        self.mini_batches: list[MiniBatchShards] = []
+        loads = [0] * parts
+        for rows in mini_batches:
+            mini_batch = self._batch.select(rows, copy=False)
+            share = shares_prompts(mini_batch, limits)
+            passes = micro_batches(mini_batch, parts, limits, share)
+            tokens = [int(mini_batch.lengths[list(chain(*of_part))].sum()) for of_part in passes]
+            # Or the part that has the longest sequences of each mini-batch would hold up a score of all of them.
+            busiest_first = sorted(range(parts), key=lambda part: -loads[part])
+            least_first = sorted(range(parts), key=lambda part: tokens[part])
+            given = dict(zip(busiest_first, least_first, strict=True)) if self.mini_batches else range(parts)
+            loads = [load + tokens[given[part]] for part, load in enumerate(loads)]
+            divided = [passes[given[part]] for part in range(parts)]
+            self.mini_batches.append(MiniBatchShards(list(rows), divided, share))
+
+    def has_tokens_of(self, batch: TrainBatch) -> bool:
+        """Whether they are of this batch, whatever else is known about it by now."""
+        return all(getattr(self._batch, name) is getattr(batch, name) for name in _SAME)
+
+    def has_routing_of(self, batch: TrainBatch) -> bool:
+        return self._batch.routing is batch.routing
+
+    def scores(
+        self, store: Store, limits: PassLimits, only: MiniBatchShards | None = None
+    ) -> tuple[Passes, list[Stored]]:
+        """The passes of a score of the batch, or of one mini-batch, as its rows; and each part's arguments."""
+        chosen = self.mini_batches if only is None else [only]
+        stored = [self._stored(store, one) for one in chosen]
+        batch = self._batch if only is None else self._batch.select(only.rows, copy=False)
+        rows = [
+            [[one.rows[row] if only is None else row for row in one.rows_of(part)] for one in chosen]
+            for part in range(self._parts)
+        ]
+        share = shares_prompts(batch, limits)
+        passes = passes_of(batch, [list(chain(*shards)) for shards in rows], limits, share)
+        count = max(map(len, passes), default=0)
+        arguments = []
+        for part, of_part in enumerate(passes):
+            place = {row: (shard, at) for shard, one in enumerate(rows[part]) for at, row in enumerate(one)}
+            make = partial(_to_score, [[place[row] for row in one] for one in of_part], count, share)
+            arguments.append(Stored([one[part] for one in stored], make))
+        return passes, arguments
+
+    def updates(
+        self, store: Store, shards: MiniBatchShards, mini_batch: TrainBatch, wanted: Collection[int] = ()
+    ) -> list[Stored]:
+        """Each part's arguments of the update on a mini-batch.
+
+        `mini_batch`: its rows, with what the update reads. `wanted`: those of which log-probs are to be returned.
+        """
+        stored = self._stored(store, shards)
+        tokens = int(mini_batch.loss_tokens.sum())
+        count = max(map(len, shards.passes))
+        arguments = []
+        for part, passes in enumerate(shards.passes):
+            found = mini_batch.arrays(shards.rows_of(part), without=SCORED)
+            places = [[place for place, row in enumerate(one) if row in wanted] for one in passes] if wanted else None
+            make = partial(_to_update, [len(one) for one in passes], count, tokens, shards.share_prompts, places)
+            arguments.append(Stored([stored[part], store(found)], make))
+        return arguments
+
+    def _stored(self, store: Store, shards: MiniBatchShards) -> list[Any]:
+        if shards.stored is None:
+            rows = [[shards.rows[row] for row in shards.rows_of(part)] for part in range(self._parts)]
+            shards.stored = [store(self._batch.select(of_part)) for of_part in rows]
+        return shards.stored
+
+
+def _to_score(
+    passes: list[list[tuple[int, int]]], count: int, share: bool, *shards: TrainBatch
+) -> tuple[list[TrainBatch], int, bool]:
+    """The arguments of LearnerWorker.score. `passes`: (shard, place in it) of their sequences."""
+    return [_picked(shards, one) for one in passes], count, share
+
+
+def _picked(shards: Sequence[TrainBatch], places: Sequence[tuple[int, int]]) -> TrainBatch:
+    parts = [
+        shards[shard].select([place for _, place in run], copy=False)
+        for shard, run in groupby(places, key=lambda one: one[0])
+    ]
+    return parts[0] if len(parts) == 1 else cat(parts)
+
+
+def _to_update(
+    sizes: list[int],
+    count: int,
+    tokens: int,
+    share: bool,
+    wanted: list[list[int]] | None,
+    shard: TrainBatch,
+    found: dict[str, NDArray[Any]],
+) -> tuple[MiniBatch]:
+    """The arguments of LearnerWorker.update. `sizes`: how many sequences of the shard each pass has, in its order."""
+    whole = shard.with_arrays(found)
+    passes = [whole.select(range(start, stop), copy=False) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return (MiniBatch(passes, count, tokens, share, wanted),)

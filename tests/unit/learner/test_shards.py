@@ -1,0 +1,331 @@
+"""What ranks are given of a batch, and how often it moves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.selections import choose_kl_cov
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
+from skyrl_train.learner.micro_batches import PassLimits, micro_batches
+from skyrl_train.learner.worker import MiniBatch
+from skyrl_train.metrics import Metrics
+from tests.support.padded_reference import grouped_batch
+
+GROUPS = [(5, [9, 4, 7]), (3, [2, 8]), (6, [1, 1, 12]), (4, [6, 3])]
+PARTS = 2
+
+
+class Rank:
+    """Scores every token by its id, and keeps what updates have."""
+
+    def __init__(self, seen: list[tuple[str, TrainBatch]]):
+        self._seen = seen
+
+    def score(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
+        self._seen += [("score", one) for one in micro_batches]
+        return torch.cat([torch.zeros(0), *(one.input_ids.float() for one in micro_batches)])
+
+    def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
+        self._seen += [("update", one) for one in mini_batch.micro_batches]
+        told = [torch.zeros(0)]
+        for one, wanted in zip(mini_batch.micro_batches, mini_batch.wanted or (), strict=False):
+            told += [one.select([row]).input_ids.float() for row in wanted]
+        return Metrics().state() | {"logprobs": torch.cat(told)}
+
+
+class Group(WorkerGroup):
+    """Ranks in this process, and what was put where they read it."""
+
+    def __init__(self, stored: list[Any], ranks: int = PARTS, parallel_size: int = 1, kind: type[Rank] = Rank):
+        self.stored = stored
+        super().__init__([LocalWorker(kind([])) for _ in range(ranks)], parallel_size)  # type: ignore[arg-type]
+
+    @property
+    def seen(self) -> list[tuple[str, TrainBatch]]:
+        return [one for worker in self.workers for one in worker.worker._seen]
+
+    def store(self, value: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread(), "the event loop would stand still"
+        self.stored.append(value)
+        return value
+
+
+def numbered() -> TrainBatch:
+    """Each row says which one it is."""
+    batch = grouped_batch(GROUPS)
+    rows = torch.arange(len(batch))
+    logprobs = -torch.rand(len(batch.input_ids))
+    return replace(
+        batch, rewards=rows.float(), episode_ids=rows, rollout_logprobs=logprobs, sequence_advantages=rows - 2.0
+    )
+
+
+def assert_rows_of(batch: TrainBatch, seen: Sequence[TrainBatch], fields: Sequence[str], times: int = 1) -> None:
+    """Every row of the batch is there so many times, whole."""
+    assert sorted(int(row) for one in seen for row in one.rewards) == sorted([*range(len(batch))] * times)
+    for one in seen:
+        whole = batch.select(one.rewards.long())
+        for name in fields:
+            assert torch.equal(getattr(one, name), getattr(whole, name)), name
+
+
+@pytest.mark.parametrize(("mini_batch_groups", "epochs"), [(4, 1), (1, 1), (3, 2)])
+def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_batch_groups: int, epochs: int):
+    stored: list[Any] = []
+    policy, reference, critic = Group(stored), Group(stored), Group(stored)
+    sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens=40)
+    learner = Learner(policy, reference, sizes, critic=critic, needs_old_logprobs=True)
+    batch = numbered()
+
+    async def run() -> TrainBatch:
+        scored = await learner.score(batch)
+        scored = scored.with_tokens(returns=scored.values)
+        await learner.update(scored)
+        return scored
+
+    scored = asyncio.run(run())
+    assert scored.ref_logprobs is not None and torch.equal(scored.ref_logprobs, batch.input_ids.float())
+    of_tokens = [one for one in stored if isinstance(one, TrainBatch)]
+    assert sum(len(one.input_ids) for one in of_tokens) == len(batch.input_ids)
+    found = [one for one in stored if not isinstance(one, TrainBatch)]
+    assert found and not {"input_ids", "loss_mask"} & {name for one in found for name in one}
+    for group in (policy, reference, critic):
+        assert_rows_of(scored, [one for call, one in group.seen if call == "score"], ["input_ids", "loss_mask"])
+    updates = [one for call, one in policy.seen if call == "update"]
+    read = ["input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs"]
+    assert_rows_of(scored, updates, [*read, "sequence_advantages", "episode_ids", "temperature"], times=epochs)
+    assert all(one.sequence_weights is not None for one in updates)
+    assert all(one.values is None and one.returns is None for one in updates)
+    updates = [one for call, one in critic.seen if call == "update"]
+    assert_rows_of(scored, updates, ["input_ids", "loss_mask", "values", "returns"], times=epochs)
+    assert learner._known_shards == {}
+
+
+def test_a_choice_of_tokens_scores_a_mini_batch_from_what_is_stored():
+    stored: list[Any] = []
+    policy = Group(stored)
+    chosen: list[Tensor] = []
+
+    def choose(current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        chosen.append(current)
+        return choose_kl_cov(current, old, advantages, mask, kl_cov_fraction=0.2)
+
+    learner = Learner(policy, None, BatchSizes(2, max_tokens=40), choose=choose)
+    batch = numbered()
+
+    async def run() -> None:
+        await learner.update(await learner.score(batch))
+
+    asyncio.run(run())
+    assert torch.equal(torch.cat(chosen), batch.input_ids.float())
+    assert sum(len(one.input_ids) for one in stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
+
+
+def test_a_mask_that_changed_after_the_scores_is_what_the_update_has():
+    """As a correction does that rejects sequences: rows without a token that counts are left out."""
+    policy = Group([])
+    learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
+    batch = numbered()
+    mask = batch.loss_mask & batch.per_token(batch.rewards != 4)
+
+    async def run() -> None:
+        scored = await learner.score(batch)
+        await learner.update(scored.with_tokens(loss_mask=mask))
+
+    asyncio.run(run())
+    updates = [one for call, one in policy.seen if call == "update"]
+    assert sorted(int(row) for one in updates for row in one.rewards) == [row for row in range(len(batch)) if row != 4]
+    for one in updates:
+        assert torch.equal(one.loss_mask, batch.with_tokens(loss_mask=mask).select(one.rewards.long()).loss_mask)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
+    policy = Group([])
+    learner = Learner(policy, None, BatchSizes(3, max_tokens=40, share_prompt=share), needs_old_logprobs=True)
+    batch = numbered()
+
+    async def run() -> None:
+        await learner.update(await learner.score(batch))
+
+    asyncio.run(run())
+    found = [one.rewards.int().tolist() for call, one in policy.seen if call == "update"]
+    wanted = []
+    for rows in mini_batch_rows(batch, 3):
+        passes = micro_batches(batch.select(rows), PARTS, PassLimits(1, 40, 6 * 1024, share), share)
+        wanted += [[rows[row] for row in one] for of_part in passes for one in of_part]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_a_critic_with_other_mini_batches_has_what_its_updates_read():
+    stored: list[Any] = []
+    policy, critic = Group(stored), Group(stored)
+    learner = Learner(policy, None, BatchSizes(4, critic_mini_batch_groups=1), critic=critic)
+    batch = numbered()
+
+    async def run() -> TrainBatch:
+        scored = await learner.score(batch)
+        scored = scored.with_tokens(returns=scored.values)
+        await learner.update(scored)
+        return scored
+
+    scored = asyncio.run(run())
+    updates = [one for call, one in critic.seen if call == "update"]
+    assert_rows_of(scored, updates, ["input_ids", "loss_mask", "values", "returns"])
+    assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "rollout_logprobs"])
+
+
+def test_parts_without_a_sequence_and_ranks_that_share_one_take_every_call():
+    policy = Group([], ranks=8, parallel_size=2)
+    batch = numbered().select([0, 1, 2])
+    learner = Learner(policy, None, BatchSizes(1), needs_old_logprobs=True)
+
+    async def run() -> None:
+        await learner.update(await learner.score(batch))
+
+    asyncio.run(run())
+    for call in ("score", "update"):
+        assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids"], times=2)
+
+
+def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
+    policy, reference = Group([]), Group([])
+    learner = Learner(
+        policy, reference, BatchSizes(2, max_tokens=40), needs_old_logprobs=True, routing_replay="rollout"
+    )
+    batch = numbered()
+    batch = batch.with_tokens(routing=torch.arange(len(batch.input_ids), dtype=torch.int16).reshape(-1, 1, 1))
+
+    async def run() -> None:
+        await learner.update(await learner.score(batch))
+
+    asyncio.run(run())
+    for call in ("score", "update"):
+        assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids", "routing"])
+    assert all(one.routing is None for _, one in reference.seen) and reference.seen
+    assert sum(len(one.input_ids) for one in policy.stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
+
+
+def test_log_probs_that_an_update_tells_are_found_in_their_place():
+    policy = Group([])
+    learner = Learner(policy, None, BatchSizes(4, max_tokens=40))
+    learner.tells_logprobs_of = 5
+    batch = numbered()
+    asyncio.run(learner.update(batch))
+    first = int(batch.offsets[5])
+    assert learner.logprobs is not None and torch.equal(learner.logprobs[:first], batch.input_ids[:first].float())
+    assert not learner.logprobs[first:].any()
+
+
+def test_a_mini_batch_is_let_go_of_after_its_last_step():
+    policy = Group([])
+    learner = Learner(policy, None, BatchSizes(2, update_epochs=2), needs_old_logprobs=True)
+    batch = numbered()
+    left: list[int] = []
+
+    async def run() -> None:
+        scored = await learner.score(batch)
+        shards = await learner._shards(policy, scored)
+        scatter = policy.scatter
+
+        async def watched(method: str, args: Sequence[Any]) -> list[Any]:
+            left.append(sum(one.stored is not None for one in shards.mini_batches))
+            return await scatter(method, args)
+
+        policy.scatter = watched  # type: ignore[method-assign, assignment]
+        await learner.update(scored)
+        assert not any(one.stored for one in shards.mini_batches)
+
+    asyncio.run(run())
+    assert left == [2, 2, 2, 1]
+
+
+def test_a_probe_between_scores_and_update_leaves_what_is_stored():
+    stored: list[Any] = []
+    policy = Group(stored)
+    learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
+    batch, probe = numbered(), grouped_batch([(2, [3])])
+
+    async def run() -> None:
+        scored = await learner.score(batch)
+        await learner.token_scores(policy, probe)
+        await learner.update(scored)
+
+    asyncio.run(run())
+    of_tokens = [one for one in stored if isinstance(one, TrainBatch)]
+    assert sum(len(one.input_ids) for one in of_tokens) == len(batch.input_ids) + len(probe.input_ids)
+
+
+def test_the_longest_of_each_mini_batch_is_not_scored_by_the_same_rank():
+    policy = Group([])
+    batch = grouped_batch([(2, [100]), (2, [10])] * 4)
+    learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
+
+    async def run() -> None:
+        await learner.update(await learner.score(batch))
+
+    asyncio.run(run())
+    first, second = (
+        sum(len(one.input_ids) for call, one in worker.worker._seen if call == "score") for worker in policy.workers
+    )
+    assert first == second
+
+
+def test_rows_of_a_probe_are_balanced_over_ranks_whatever_mini_batches_are():
+    policy = Group([])
+    learner = Learner(policy, None, BatchSizes(1))
+    batch = grouped_batch([(2, [9])] * 6)
+    asyncio.run(learner.token_scores(policy, batch))
+    assert [len([one for _, one in worker.worker._seen]) for worker in policy.workers] == [3, 3]
+
+
+def test_routing_that_the_scores_find_is_stored_for_the_update():
+    class Routes(Rank):
+        def score_and_route(self, micro_batches: list[TrainBatch], count: int, share: bool) -> tuple[Tensor, Tensor]:
+            scores = self.score(micro_batches, count, share)
+            return scores, scores.short().reshape(-1, 1, 1)
+
+    policy = Group([], kind=Routes)
+    learner = Learner(policy, None, BatchSizes(2, max_tokens=40), routing_replay="old_policy")
+    batch = numbered()
+
+    async def run() -> TrainBatch:
+        scored = await learner.score(batch)
+        await learner.update(scored)
+        return scored
+
+    scored = asyncio.run(run())
+    assert scored.routing is not None and torch.equal(scored.routing.flatten(), batch.input_ids.short())
+    assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "routing"])
+
+
+def test_another_batch_is_not_taken_for_the_one_that_is_stored():
+    policy = Group([])
+    learner = Learner(policy, None, BatchSizes(4))
+    one, other = numbered(), numbered()
+    other = other.with_tokens(input_ids=other.input_ids + 1)
+
+    async def run() -> list[Tensor]:
+        return [await learner._scores(policy, batch) for batch in (one, other, one)]
+
+    for batch, scores in zip((one, other, one), asyncio.run(run()), strict=True):
+        assert torch.equal(scores, batch.input_ids.float())
+
+
+def test_arrays_of_rows_make_them_again_elsewhere():
+    batch = numbered()
+    rows = [7, 2, 3]
+    there = batch.to_score().select(rows).with_arrays(batch.arrays(rows, without=("input_ids", "loss_mask")))
+    assert torch.equal(there.rollout_logprobs, batch.select(rows).rollout_logprobs)  # type: ignore[arg-type]
+    assert torch.equal(there.offsets, batch.select(rows).offsets)
+    assert all(isinstance(value, np.ndarray) for value in batch.arrays(rows, without=()).values())
