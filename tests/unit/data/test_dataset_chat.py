@@ -307,9 +307,9 @@ def test_a_template_that_writes_the_opening_anew_is_asked_for_it_again():
     """As one does that tells the time: what it wrote last is not what it writes now."""
     tokenizer = with_template("{{ time }}" + CHATML)
     messages, last = [user("a"), assistant("b"), user("c")], LastRendered()
-    render_prompt(tokenizer, messages[:1], {"time": "23:59"}, last=last)
-    expected = render_continuation(tokenizer, messages, [1], {"time": "00:00"})
-    assert render_continuation(tokenizer, messages, [1], {"time": "00:00"}, last=last) == expected is not None
+    render_prompt(tokenizer, messages[:1], {"time": "noon"}, last=last)
+    expected = render_continuation(tokenizer, messages, [1], {"time": "afternoon"})
+    assert render_continuation(tokenizer, messages, [1], {"time": "afternoon"}, last=last) == expected is not None
 
 
 @pytest.mark.parametrize("verbatim", [True, False])
