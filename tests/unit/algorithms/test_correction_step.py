@@ -170,6 +170,12 @@ def test_sampled_by_the_old_policy_itself_nothing_is_corrected():
             assert (result.importance_weights == 1).all()
 
 
+def test_a_mask_that_loses_nothing_stays_the_one_that_ranks_have_already():
+    batch = hard_batch("failed rows")
+    batch = batch.with_tokens(rollout_logprobs=batch.old_logprobs)
+    assert corrected(batch, tis_ratio_type="token").loss_mask is batch.loss_mask
+
+
 def test_without_the_log_probs_of_both_policies_the_batch_is_left_alone():
     batch = hard_batch("regular").with_tokens(old_logprobs=None)
     assert corrected(batch, **CASES["token TIS"][0]) is batch
