@@ -79,13 +79,8 @@ def assert_rows_of(batch: TrainBatch, seen: Sequence[TrainBatch], fields: Sequen
             assert torch.equal(getattr(one, name), getattr(whole, name)), name
 
 
-@pytest.mark.parametrize(("mini_batch_groups", "epochs"), [(4, 1), (1, 1), (3, 2)])
-def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_batch_groups: int, epochs: int):
-    stored: list[Any] = []
-    policy, reference, critic = Group(stored), Group(stored), Group(stored)
-    sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens=40)
-    learner = Learner(policy, reference, sizes, critic=critic, needs_old_logprobs=True)
-    batch = numbered()
+def learnt(learner: Learner, batch: TrainBatch) -> TrainBatch:
+    """The batch as it was scored, after a step on it; a critic learns the values that it has."""
 
     async def run() -> TrainBatch:
         scored = await learner.score(batch)
@@ -93,7 +88,17 @@ def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_
         await learner.update(scored)
         return scored
 
-    scored = asyncio.run(run())
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("mini_batch_groups", "epochs"), [(4, 1), (1, 1), (3, 2)])
+def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_batch_groups: int, epochs: int):
+    stored: list[Any] = []
+    policy, reference, critic = Group(stored), Group(stored), Group(stored)
+    sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens=40)
+    learner = Learner(policy, reference, sizes, critic=critic, needs_old_logprobs=True)
+    batch = numbered()
+    scored = learnt(learner, batch)
     assert scored.ref_logprobs is not None and torch.equal(scored.ref_logprobs, batch.input_ids.float())
     of_tokens = [one for one in stored if isinstance(one, TrainBatch)]
     assert sum(len(one.input_ids) for one in of_tokens) == len(batch.input_ids)
@@ -122,11 +127,7 @@ def test_a_choice_of_tokens_scores_a_mini_batch_from_what_is_stored():
 
     learner = Learner(policy, None, BatchSizes(2, max_tokens=40), choose=choose)
     batch = numbered()
-
-    async def run() -> None:
-        await learner.update(await learner.score(batch))
-
-    asyncio.run(run())
+    learnt(learner, batch)
     assert torch.equal(torch.cat(chosen), batch.input_ids.float())
     assert sum(len(one.input_ids) for one in stored if isinstance(one, TrainBatch)) == len(batch.input_ids)
 
@@ -154,11 +155,7 @@ def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
     policy = Group([])
     learner = Learner(policy, None, BatchSizes(3, max_tokens=40, share_prompt=share), needs_old_logprobs=True)
     batch = numbered()
-
-    async def run() -> None:
-        await learner.update(await learner.score(batch))
-
-    asyncio.run(run())
+    learnt(learner, batch)
     found = [one.rewards.int().tolist() for call, one in policy.seen if call == "update"]
     wanted = []
     for rows in mini_batch_rows(batch, 3):
@@ -172,14 +169,7 @@ def test_a_critic_with_other_mini_batches_has_what_its_updates_read():
     policy, critic = Group(stored), Group(stored)
     learner = Learner(policy, None, BatchSizes(4, critic_mini_batch_groups=1), critic=critic)
     batch = numbered()
-
-    async def run() -> TrainBatch:
-        scored = await learner.score(batch)
-        scored = scored.with_tokens(returns=scored.values)
-        await learner.update(scored)
-        return scored
-
-    scored = asyncio.run(run())
+    scored = learnt(learner, batch)
     updates = [one for call, one in critic.seen if call == "update"]
     assert_rows_of(scored, updates, ["input_ids", "loss_mask", "values", "returns"])
     assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "rollout_logprobs"])
@@ -189,11 +179,7 @@ def test_parts_without_a_sequence_and_ranks_that_share_one_take_every_call():
     policy = Group([], ranks=8, parallel_size=2)
     batch = numbered().select([0, 1, 2])
     learner = Learner(policy, None, BatchSizes(1), needs_old_logprobs=True)
-
-    async def run() -> None:
-        await learner.update(await learner.score(batch))
-
-    asyncio.run(run())
+    learnt(learner, batch)
     for call in ("score", "update"):
         assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids"], times=2)
 
@@ -205,11 +191,7 @@ def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
     )
     batch = numbered()
     batch = batch.with_tokens(routing=torch.arange(len(batch.input_ids), dtype=torch.int16).reshape(-1, 1, 1))
-
-    async def run() -> None:
-        await learner.update(await learner.score(batch))
-
-    asyncio.run(run())
+    learnt(learner, batch)
     for call in ("score", "update"):
         assert_rows_of(batch, [one for name, one in policy.seen if name == call], ["input_ids", "routing"])
     assert all(one.routing is None for _, one in reference.seen) and reference.seen
@@ -270,11 +252,7 @@ def test_the_longest_of_each_mini_batch_is_not_scored_by_the_same_rank():
     policy = Group([])
     batch = grouped_batch([(2, [100]), (2, [10])] * 4)
     learner = Learner(policy, None, BatchSizes(2), needs_old_logprobs=True)
-
-    async def run() -> None:
-        await learner.update(await learner.score(batch))
-
-    asyncio.run(run())
+    learnt(learner, batch)
     first, second = (
         sum(len(one.input_ids) for call, one in worker.worker._seen if call == "score") for worker in policy.workers
     )
@@ -298,13 +276,7 @@ def test_routing_that_the_scores_find_is_stored_for_the_update():
     policy = Group([], kind=Routes)
     learner = Learner(policy, None, BatchSizes(2, max_tokens=40), routing_replay="old_policy")
     batch = numbered()
-
-    async def run() -> TrainBatch:
-        scored = await learner.score(batch)
-        await learner.update(scored)
-        return scored
-
-    scored = asyncio.run(run())
+    scored = learnt(learner, batch)
     assert scored.routing is not None and torch.equal(scored.routing.flatten(), batch.input_ids.short())
     assert_rows_of(scored, [one for call, one in policy.seen if call == "update"], ["input_ids", "routing"])
 
