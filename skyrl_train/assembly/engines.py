@@ -14,9 +14,9 @@ from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.assembly.sync_choices import wants_adapter
 from skyrl_train.cluster.actors import Remote, spawn
-from skyrl_train.cluster.placement import placed_again, places_of, unless_lost, visible_devices
+from skyrl_train.cluster.placement import free_address_of, placed_again, places_of, unless_lost, visible_devices
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.config.choices import ENGINES
+from skyrl_train.config.choices import ENGINES, WORKER_NODES
 from skyrl_train.config.presence import INSTALL
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
@@ -69,33 +69,38 @@ async def build_engine(
 
     `place`: which member of `role_slots` it is; None for the `index`-th.
     """
-    indices = _slots_of(index, role_slots, place)
-    first = indices[0]
-    devices = None
-    if device == "cuda" and role_slots.stride > role_slots.slots.together:  # its ranks are processes of its own
-        places = await places_of(role_slots.slots, indices, timeouts.engine_start_s)
-        ranks = generator.inference_engine_tensor_parallel_size
-        devices = visible_devices(places, f"generator.inference_engine_tensor_parallel_size={ranks}")
-    engine = spawn(
-        cluster,
-        ENGINES[generator.backend],
-        engine_kwargs(generator, device, f"{generator.backend} {index}")
-        | {"threads": threads_per_process(cluster, role_slots, device), "slot": index * role_slots.stride},
-        slots=role_slots.slots,
-        index=first,
-        name=engine_name(index),
-        concurrent=True,
-        deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
-        deadlines={"generate": math.inf},  # the client watches its progress
-        died=EngineError,
-        devices=devices,
-    )
+    slots, indices = role_slots.slots, _slots_of(index, role_slots, place)
+    kwargs = engine_kwargs(generator, device, f"{generator.backend} {index}")
+    kwargs |= {"threads": threads_per_process(cluster, role_slots, device), "slot": index * role_slots.stride}
+    if role_slots.nodes > 1:
+        host, port = await free_address_of(cluster, slots, indices[0], timeouts.engine_start_s)
+        kwargs |= {"nnodes": role_slots.nodes, "master_addr": host, "master_port": port}
+    started: list[Remote] = []
     try:
-        started = engine.read("capabilities", timeouts.engine_start_s)
-        capabilities = await unless_lost(started, role_slots.slots, indices)
+        for node, (share, devices) in enumerate(await _shares(indices, generator, timeouts, role_slots, device)):
+            process = spawn(
+                cluster,
+                WORKER_NODES[generator.backend] if node else ENGINES[generator.backend],
+                kwargs | ({"node_rank": node} if node else {}),
+                slots=slots,
+                index=share[0],
+                name=f"{engine_name(index)} node {node}" if node else engine_name(index),
+                concurrent=True,
+                deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
+                deadlines={"generate": math.inf},  # the client watches its progress
+                died=EngineError,
+                devices=devices,
+            )
+            started.append(process)
+        ready = gather_all(process.read("capabilities", timeouts.engine_start_s) for process in started)
+        capabilities, *_ = await unless_lost(ready, slots, indices)
     except BaseException:
-        engine.kill()  # an engine that has not started still occupies its slot
+        for process in started:
+            process.kill()  # an engine that has not started still occupies its slots
         raise
+    engine, *others = started
+    if others:
+        engine.lives_with(others, cluster)
     # A run that began on one node has ranks that meet on loopback, to which an engine of a node that came later cannot.
     engine.know(capabilities=replace(capabilities, other_machine=not cluster.single_machine))
     return engine
@@ -126,6 +131,20 @@ async def build_engine_again(
     except ClusterLost:
         await placed_again(role_slots.slots, indices, patience_s)
     return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
+
+
+async def _shares(
+    indices: range, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_slots: RoleSlots, device: str
+) -> list[tuple[range, str | None]]:
+    """The slots of an engine on each of its nodes, and which accelerators these are if Ray does not say it there."""
+    size = role_slots.stride // role_slots.nodes
+    shares = [indices[begin : begin + size] for begin in range(0, role_slots.stride, size)]
+    if device != "cuda" or size <= role_slots.slots.together:
+        return [(share, None) for share in shares]
+    key = f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size}"
+    places = await places_of(role_slots.slots, indices, timeouts.engine_start_s)
+    found = iter(places)
+    return [(share, visible_devices([next(found) for _ in share], key)) for share in shares]
 
 
 def _slots_of(index: int, role_slots: RoleSlots, place: int | None) -> range:

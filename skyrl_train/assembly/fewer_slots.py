@@ -94,6 +94,7 @@ def has_room(cfg: Config, uses: Uses, nodes: Sequence[FreeNode], cpus: float) ->
     home = slots.total if slots.time_shared else slots.policy
     needs = [Need(count, slot, placement.node_labels) for count in (home, slots.reference, slots.critic, slots.reward)]
     if not slots.time_shared:
-        needs.append(Need(slots.engines, slot, placement.engine_node_labels, slots_per_engine(cfg.generator)))
+        together = slots_per_engine(cfg.generator) // placement.nodes_per_engine
+        needs.append(Need(slots.engines, slot, placement.engine_node_labels, together))
     needs.append(Need(_hosts(cfg, uses), {"CPU": environment.host_cpus, **environment.host_resources}))
     return fits(needs, nodes)

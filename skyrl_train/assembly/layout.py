@@ -24,6 +24,8 @@ class RoleSlots:
     stride: int = 1
     beside: int = 0
     """Members of other roles that compute at the same time."""
+    nodes: int = 1
+    """Nodes of one member, with as many of its slots on each."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def place(
         with_engines=with_engines,
     )
     policy, engines, stride = counts.policy, counts.engines, slots_per_engine(generator)
-    time_shared, total = counts.time_shared, counts.total
+    time_shared, total, nodes = counts.time_shared, counts.total, placement.nodes_per_engine
     how: dict[str, Any] = {"total_slots": total, "deadline_s": deadline_s, "other_cpus": other_cpus}
     take: Callable[..., Slots | None] = partial(_take, cluster, placement, device=device, **how)
     tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
@@ -94,7 +96,7 @@ def place(
     critic_slots = take(counts.critic, 1, "trainer.placement.critic_num_gpus_per_node")
     reward_slots = take(counts.reward, 1, "trainer.placement.reward_num_gpus_per_node")
     judged_at_engines = counts.reward_colocated and not with_policy
-    apart = _engines_apart(placement, 1 if judged_at_engines else stride)
+    apart = _engines_apart(placement, 1 if judged_at_engines else stride // nodes)
     engine_slots = home if time_shared else take(engines, 1 + judged_at_engines, _ENGINES, **apart)
     return Layout(
         policy=policy_slots,
@@ -107,13 +109,13 @@ def place(
             if counts.reward_colocated
             else _role(reward_slots, counts.reward)
         ),
-        engines=_role(engine_slots, generator.num_inference_engines, stride, beside=policy * at_once),
+        engines=_role(engine_slots, engines // stride, stride, beside=policy * at_once, nodes=nodes),
         time_shared=time_shared,
     )
 
 
 def _engines_apart(placement: PlacementConfig, together: int) -> dict[str, Any]:
-    """Where engines with slots of their own are. The ranks of one are processes that it starts itself, on its node."""
+    """Where engines with slots of their own are. Ranks of one on a node are processes that one actor there starts."""
     return {
         "strategy": placement.engine_strategy,
         "labels": placement.engine_node_labels,
@@ -126,5 +128,5 @@ def _take(cluster: Cluster, placement: PlacementConfig, count: int, tenants: int
     return reserve(cluster, count=count, tenants=tenants, key=key, **(where | how)) if count else None
 
 
-def _role(slots: Slots | None, count: int, stride: int = 1, beside: int = 0) -> RoleSlots | None:
-    return None if slots is None else RoleSlots(slots, count, stride, beside)
+def _role(slots: Slots | None, count: int, stride: int = 1, beside: int = 0, nodes: int = 1) -> RoleSlots | None:
+    return None if slots is None else RoleSlots(slots, count, stride, beside, nodes)

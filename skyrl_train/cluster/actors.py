@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.imports import import_modules
 from skyrl_train.registry import load_object
 
+_log = logging.getLogger(__name__)
 _CALLS = "calls"
 """The row of an actor's time line that has its calls."""
 _CALLS_AT_A_TIME = 1_000_000
@@ -127,6 +129,8 @@ class Remote:
         self._name = name
         self._deadline_s = deadline_s
         self._died = died
+        self._parts: Sequence[Remote] = ()
+        self._killed = False
 
     @property
     def name(self) -> str:
@@ -172,8 +176,29 @@ class Remote:
         return str(self._handle._actor_id.hex())
 
     def kill(self) -> None:
-        """Kill the process."""
-        ray.kill(self._handle, no_restart=True)
+        """Kill the process, and those that belong to it."""
+        self._killed = True
+        for process in (self, *self._parts):
+            ray.kill(process._handle, no_restart=True)
+
+    def lives_with(self, parts: Sequence[Remote], cluster: Cluster) -> None:
+        """Have these processes belong to this one, which can do nothing without them: none outlives another.
+
+        Each has a method `ended`, which returns or raises once it is of no use any more. Needs a running event loop.
+        """
+        self._parts = parts
+        for part in parts:
+            cluster.owns_watch(asyncio.get_running_loop().create_task(self._end_after(part)))
+
+    async def _end_after(self, part: Remote) -> None:
+        try:
+            await part.call_within(math.inf, "ended")
+            how = f"{part.name} ended"
+        except SkyRLError as error:
+            how = str(error)
+        if not self._killed:
+            _log.warning("%s is ended, as a part of it is gone: %s", self._name, how)
+            self.kill()
 
     async def _call(
         self, deadline_s: float, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: ObjectRef[Any]

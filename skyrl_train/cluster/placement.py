@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import (
@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.sockets import LOOPBACK, free_address
 from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, NoRoom
 
 T = TypeVar("T")
@@ -299,6 +300,20 @@ async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> 
         raise DeadlineExceeded(f"asking slots {list(indices)} for their accelerators", deadline_s) from error
 
 
+async def free_address_of(cluster: Cluster, slots: Slots, index: int, deadline_s: float) -> tuple[str, int]:
+    """(address, free port) of the node of a slot, as the run's other processes reach it. Raises DeadlineExceeded."""
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": in_slot(slots, index)}
+    asked: Any = ray.remote(_free_address).options(**options).remote(cluster.single_machine)
+    try:
+        return await asyncio.wait_for(asked, deadline_s)  # type: ignore[no-any-return]
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"asking the node of slot {index} for a free port", deadline_s) from error
+
+
+def _free_address(single_machine: bool) -> tuple[str, int]:
+    return free_address(LOOPBACK if single_machine else ray.util.get_node_ip_address())
+
+
 def _place() -> tuple[str, str]:
     (device,) = ray.get_gpu_ids()
     return ray.get_runtime_context().get_node_id(), str(device)
@@ -312,7 +327,8 @@ def visible_devices(places: Sequence[tuple[str, str]], key: str) -> str:
     nodes = sorted({node for node, _ in places})
     if len(nodes) > 1:
         raise ConfigError(
-            f"{key}: the {len(places)} accelerators of one engine lie on {len(nodes)} nodes ({', '.join(nodes)}); they "
-            "must be on one. Make it divide the accelerators of a node, and start more engines instead."
+            f"{key}: {len(places)} accelerators that one engine needs on one node lie on {len(nodes)} "
+            f"({', '.join(nodes)}). Make it divide the accelerators of a node and start more engines instead, or set "
+            "trainer.placement.nodes_per_engine."
         )
     return ",".join(device for _, device in places)

@@ -300,6 +300,7 @@ class Cluster:
         self._workers = workers
         self._preload = tuple(preload)
         self._actors: list[ActorHandle] = []
+        self._watches: set[asyncio.Task[None]] = set()
         self._groups: list[PlacementGroup] = []
         self._logs: Path | None = None
         self._death: ClusterLost | None = None
@@ -408,6 +409,8 @@ class Cluster:
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        for watch in self._watches:
+            watch.cancel()
         dead = self.death() is not None
         if not dead:  # or these calls would wait a minute for an answer
             for actor in self._actors:
@@ -503,6 +506,11 @@ class Cluster:
         """Register an actor to be killed when the run ends."""
         self._use()
         self._actors.append(actor)
+
+    def owns_watch(self, watch: asyncio.Task[None]) -> None:
+        """Register a task that watches an actor, to be cancelled before the actors are killed."""
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
 
     def owns_group(self, group: PlacementGroup) -> None:
         """Register a placement group to be removed when the run ends."""

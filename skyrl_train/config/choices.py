@@ -69,6 +69,9 @@ ENGINES = {
     "vllm": "skyrl_train.engines.vllm.engine:VLLMEngine",
 }
 
+WORKER_NODES = {"vllm": "skyrl_train.engines.vllm.worker_node:VLLMWorkerNode"}
+"""Of engines over several nodes: what runs on all but the first."""
+
 ENVIRONMENTS = {
     "aime": "skyrl_train.environments.tasks.aime:AIMEEnv",
     "arithmetic": "skyrl_train.environments.tasks.arithmetic:ArithmeticEnv",

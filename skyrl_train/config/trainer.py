@@ -11,6 +11,7 @@ from skyrl_train.config.conditions import (
     CRITIC,
     CRITIC_APART,
     ENGINES_APART,
+    LOCAL_ENGINES,
     REFERENCE,
     REFERENCE_APART,
     REWARD_MODEL,
@@ -62,7 +63,10 @@ class PlacementConfig(Section):
     """How the ranks of a model are placed: `PACK` on as few nodes as possible, `SPREAD` on as many as possible. In
     either case ranks on one node are neighbours."""
     engine_strategy: str = key("PACK", choices=PLACEMENT_STRATEGIES, needs=ENGINES_APART)
-    """The same of engines that have slots of their own. All ranks of one engine are on one node."""
+    """The same of engines that have slots of their own."""
+    nodes_per_engine: int = key(1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES)
+    """Nodes that each engine's ranks are spread over, as many on each; more than 1 is for models that one node cannot
+    hold, with `generator.backend=vllm`."""
     node_labels: dict[str, str] = key(factory=dict)
     """Ray's labels of the nodes that models may be on, such as `{ray.io/accelerator-type: H100}`; with
     `colocate_all` those of engines too. Empty: any node."""

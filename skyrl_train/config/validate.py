@@ -16,6 +16,7 @@ from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.config.reference import ESTIMATORS, measures_kl
 from skyrl_train.config.schema import Config, DPPOConfig
+from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
 
@@ -348,6 +349,7 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         allowed = "false on a CPU" if config.device == "cpu" else "false with generator.backend=transformers"
         advice = "It is a mode of vLLM's and SGLang's kernels for GPUs."
         yield Problem("generator.batch_invariant", True, allowed, advice)
+    yield from _nodes_per_engine(config)
     if generator.backend != "transformers":
         return
     for kind in ("tensor", "pipeline", "expert"):
@@ -355,6 +357,19 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         if (size := value_at(config, key)) != 1:
             advice = "One transformers engine has one accelerator: raise generator.num_inference_engines instead."
             yield Problem(key, size, "1 with generator.backend=transformers", advice)
+
+
+def _nodes_per_engine(config: Config) -> Iterator[Problem]:
+    key, nodes = "trainer.placement.nodes_per_engine", config.trainer.placement.nodes_per_engine
+    ranks, backend = slots_per_engine(config.generator), config.generator.backend
+    if nodes > 1 and backend != "vllm":
+        advice = "An engine of vLLM can be on several nodes; of another backend start more engines."
+        yield Problem(key, nodes, f"1 with generator.backend={backend}", advice)
+    elif nodes > 1 and ranks % nodes:
+        advice = (
+            "Each node has as many ranks of an engine (generator.inference_engine_tensor_parallel_size) as another."
+        )
+        yield Problem(key, nodes, f"a divisor of {ranks}, the ranks of an engine", advice)
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:

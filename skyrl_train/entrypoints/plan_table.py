@@ -58,7 +58,8 @@ def _roles(cfg: Config, plans: Sequence[SlotPlan], counts: SlotCounts) -> str:
     )
     roles = ", ".join(f"{plan.count} x {plan.name}" for plan in plans)
     stride = slots_per_engine(cfg.generator)
-    wide = f"; an engine has {stride}" if stride > 1 else ""
+    nodes = cfg.trainer.placement.nodes_per_engine
+    wide = f"; an engine has {stride}" + f" on {nodes} nodes" * (nodes > 1) if stride > 1 else ""
     hosts = cfg.environment.hosts
     beside = f"; beside them {hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if hosts else ""
     return f"{roles}; each {each}{wide}" + ("; engines and trainer take turns" if counts.time_shared else "") + beside

@@ -14,6 +14,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config
@@ -62,11 +63,24 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     arguments |= given
     if arguments["tensor_parallel_size"] > 1:
         arguments.setdefault("distributed_executor_backend", "mp")
+    if arguments.setdefault("nnodes", 1) > 1:
+        _listen_for_other_nodes()
     return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
 
 
+def _listen_for_other_nodes() -> None:
+    """Have the ranks of this node listen where the run's other processes reach it."""
+    address = os.environ.get(GROUP_ADDRESS)
+    if address is not None:
+        os.environ["VLLM_HOST_IP"] = address
+        choose_interface(address)
+
+
 def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
-    """Leave the placement of threads to the system: on a CPU vLLM would bind all processes' to the same cores."""
+    """Leave the placement of threads to the system: on a CPU vLLM would bind all processes' to the same cores.
+
+    `ranks`: those on this node.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     if not on_cpu:

@@ -97,7 +97,7 @@ class VLLMEngine:
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
-        bind_threads(threads, ranks, self._on_cpu)
+        bind_threads(threads, ranks // arguments["nnodes"], self._on_cpu)
         self._engine = started(arguments, name, self._on_cpu)
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self._engine, name)
@@ -253,6 +253,11 @@ class VLLMEngine:
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
+        if (nodes := self._engine.vllm_config.parallel_config.nnodes) > 1:
+            raise EngineError(
+                f"Engine {self.name!r} is on {nodes} nodes, of which the first alone would see adapter {name!r}: it "
+                "takes adapters from weight syncs only. Load it into an engine on one node."
+            )
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
         await self._ask_between_steps(lambda: self._adapters.add(name, copied))
 

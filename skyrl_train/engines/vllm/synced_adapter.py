@@ -19,7 +19,7 @@ from skyrl_train.weight_sync.wire import AdapterSpec
 
 
 class SyncedAdapter:
-    """One rank's copy of the adapter's tensors. The first rank writes the folder, which all ranks load afterwards."""
+    """One rank's copy of the adapter's tensors. The first of a node writes the folder, which all load afterwards."""
 
     def __init__(self, folder: str, model: str, dtype: torch.dtype, max_rank: int, writes: bool):
         self._folder = Path(folder)

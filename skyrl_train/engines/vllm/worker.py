@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -36,6 +39,8 @@ class WorkerExtension:
 
         `adapter_folder`: a folder of this engine's own, for adapters from weight syncs.
         """
+        if self.parallel_config.nnodes > 1:
+            Thread(target=_end_with_parent, name="parent", daemon=True).start()
         replace_sampler(self.model_runner, name)
         head = getattr(self.model_runner.model, "logits_processor", None)
         if hasattr(head, "punica_wrapper"):
@@ -43,7 +48,7 @@ class WorkerExtension:
             if self.device.type == "cpu":
                 _skip_rows_without_adapter()
         config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
-        adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.rank == 0)
+        adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
         store = ReloadedModel(self.model_runner.model, config, adapter)
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
@@ -88,6 +93,14 @@ class WorkerExtension:
         for file in sorted(Path(folder).glob("*.safetensors")):
             store.load(list(load_file(file, device=str(self.device)).items()))
         store.finish()
+
+
+def _end_with_parent() -> None:
+    """vLLM ends what waits for a scheduler on this node once that is gone, but not what waits for one on another."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _score_without_adapters(head: Any) -> None:

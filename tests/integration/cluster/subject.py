@@ -75,6 +75,9 @@ class Subject:
     def die(self) -> None:
         os._exit(3)
 
+    async def ended(self) -> None:
+        await asyncio.sleep(600)
+
     async def wait(self, seconds: float) -> float:
         await asyncio.sleep(seconds)
         return seconds

@@ -84,6 +84,27 @@ def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
     assert set(asyncio.run(run())) == {(worker, True) for worker in workers}
 
 
+@pytest.mark.parametrize("killed", ["part", "whole"])
+def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, killed: str, caplog: pytest.LogCaptureFixture):
+    async def run() -> None:
+        whole, part = (start(cluster, concurrent=True) for _ in range(2))
+        assert [await one.add(1, 2) for one in (whole, part)] == [3, 3]
+        whole.lives_with([part], cluster)
+        waiting = asyncio.ensure_future((whole if killed == "part" else part).wait(60.0))
+        await asyncio.sleep(0.5)
+        if killed == "part":
+            with pytest.raises(WorkerDied):
+                await part.die()
+        else:
+            whole.kill()
+        with pytest.raises(WorkerDied):
+            await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(run())
+    said = [one.getMessage() for one in caplog.records if "is ended, as a part of it is gone" in one.getMessage()]
+    assert len(said) == (killed == "part")
+
+
 async def meeting_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGroup, list[int]]:
     """Two ranks that have met, with the pid of each. What both import takes longer than the deadline of a call."""
     slots = reserve(cluster, count=2, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")

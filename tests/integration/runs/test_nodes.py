@@ -45,9 +45,14 @@ def nodes() -> Iterator[Raylets]:
 
 
 def run_and_lose(
-    nodes: Raylets, overrides: list[str], folder: Path, lost: int | None, expect: int = 0, cwd: Path | None = None
+    nodes: Raylets,
+    overrides: list[str],
+    folder: Path,
+    lost: int | Callable[[], int] | None,
+    expect: int = 0,
+    cwd: Path | None = None,
 ) -> str:
-    """A run's output; node `lost` is killed after the second step."""
+    """A run's output; node `lost`, or what it says then, is killed after the second step."""
     metrics, log = folder / "ckpts" / "metrics.jsonl", folder / "run.log"
     deadline = time.monotonic() + 500
     with log.open("w") as output:
@@ -58,7 +63,7 @@ def run_and_lose(
         while driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
             if lost is not None and metrics.exists() and re.search(r'"step": 2,', metrics.read_text()):
-                nodes.kill(lost)
+                nodes.kill(lost() if callable(lost) else lost)
                 lost = None
     finally:
         driver.kill()
@@ -81,6 +86,44 @@ def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: 
     overrides = [*small(tmp_path), *APART, "trainer.max_steps=5", "trainer.placement.policy_num_gpus_per_node=2"]
     said = run_and_lose(nodes, overrides, tmp_path, lost=3)
     assert re.search(r"engine \d died \(.*its node .* was lost.* and was restarted with the current weights", said)
+    found = metrics_of(tmp_path)
+    assert set(found) == set(range(6))
+    assert found[5]["engines/restarts"] == 1
+    assert found[5]["rollouts/failed"] == 0
+    assert found[5]["rollout/logprob_diff_max"] <= 1e-4
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_lost(
+    small: Callable[[Path], list[str]], nodes: Raylets, tmp_path: Path, rank: int
+):
+    """The scheduler is where rank 0 is."""
+    overrides = [
+        *small(tmp_path),
+        *APART,
+        f"trainer.policy.model.path={save_tiny_model(tmp_path / 'qwen3', 'qwen3')}",
+        "trainer.max_steps=5",
+        "generator.backend=vllm",
+        "generator.num_inference_engines=1",
+        "generator.inference_engine_tensor_parallel_size=2",
+        "trainer.placement.nodes_per_engine=2",
+    ]
+
+    def of_rank() -> int:
+        titles = {at: [" ".join(one.cmdline()) for one in nodes.processes(at)] for at in (3, 4)}
+        (node,) = [at for at in titles if any(one.startswith(f"VLLM::Worker_TP{rank}") for one in titles[at])]
+        return node
+
+    before = {*Path("/dev/shm").glob("psm_*")}
+    said = run_and_lose(nodes, overrides, tmp_path, lost=of_rank)
+    for left in {*Path("/dev/shm").glob("psm_*")} - before:  # vLLM's, of a node that lost its power
+        left.unlink()
+    ended = r"engine 0 is ended, as a part of it is gone: engine 0 node 1 died during ended: its node .* was lost"
+    assert bool(re.search(ended, said)) == (rank == 1), said[-4000:]
+    assert re.search(r"engine 0 died .* and was restarted with the current weights", said), said[-4000:]
+    assert "Traceback" not in said
     found = metrics_of(tmp_path)
     assert set(found) == set(range(6))
     assert found[5]["engines/restarts"] == 1

@@ -78,6 +78,18 @@ def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes
     assert (slots.policy, slots.engines, found.environment.hosts) == wanted
 
 
+@pytest.mark.parametrize(("nodes", "fit"), [(1, False), (2, True)])
+def test_an_engine_needs_a_node_for_itself_or_parts_of_several(nodes: int, fit: bool):
+    config = configured(
+        "generator.backend=vllm",
+        "generator.num_inference_engines=1",
+        "generator.inference_engine_tensor_parallel_size=4",
+        f"trainer.placement.nodes_per_engine={nodes}",
+    )
+    free = [FreeNode({"CPU": cpus}) for cpus in (3.0, 3.0, 2.0)]
+    assert has_room(config, Uses(), free, cpus=9.0) == fit
+
+
 def test_slots_share_the_cpus_that_hosts_leave():
     config = configured("environment.hosts=1", "environment.host_cpus=2")
     assert has_room(config, Uses(), [FreeNode({"CPU": 6.0})], cpus=6.0)

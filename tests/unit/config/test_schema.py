@@ -112,6 +112,7 @@ NEW_KEYS = {
     "trainer.metrics_host",
     "trainer.metrics_port",
     "trainer.placement.engine_strategy",
+    "trainer.placement.nodes_per_engine",
     "trainer.placement.strategy",
     "trainer.restarts",
     "trainer.max_steps",

@@ -56,6 +56,21 @@ def test_defaults_are_valid():
     assert problems() == {}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["generator.backend=transformers"], "must be 1 with generator.backend=transformers"),
+        (["generator.backend=vllm"], "must be a divisor of 1, the ranks of an engine"),
+        (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "a divisor of 3"),
+        (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=4"], None),
+    ],
+)
+def test_ranks_of_an_engine_are_shared_out_evenly_over_its_nodes(overrides: list[str], said: str | None):
+    key = "trainer.placement.nodes_per_engine"
+    found = problems("device=cuda", f"{key}=2", *overrides).get(key, "")
+    assert said in found if said else not found
+
+
 @pytest.mark.fault("F02")
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
