@@ -194,7 +194,7 @@ class Remote:
         try:
             await part.call_within(math.inf, "ended")
             how = f"{part.name} ended"
-        except SkyRLError as error:
+        except Exception as error:  # whatever it is: what waits for the part would wait for ever
             how = str(error)
         if not self._killed:
             _log.warning("%s is ended, as a part of it is gone: %s", self._name, how)

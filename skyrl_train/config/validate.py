@@ -365,6 +365,9 @@ def _nodes_per_engine(config: Config) -> Iterator[Problem]:
     if nodes > 1 and backend != "vllm":
         advice = "An engine of vLLM can be on several nodes; of another backend start more engines."
         yield Problem(key, nodes, f"1 with generator.backend={backend}", advice)
+    elif nodes > 1 and config.device == "cpu" and ranks != nodes:
+        advice = "On CPUs vLLM takes two ranks of an engine on one node for ranks of different ones."
+        yield Problem(key, nodes, f"1 or {ranks}, the ranks of an engine, with device=cpu", advice)
     elif nodes > 1 and ranks % nodes:
         advice = (
             "Each node has as many ranks of an engine (generator.inference_engine_tensor_parallel_size) as another."

@@ -65,6 +65,8 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
         arguments.setdefault("distributed_executor_backend", "mp")
     if arguments.setdefault("nnodes", 1) > 1:
         _listen_for_other_nodes()
+        # Its check of peers takes ranks for devices of this process, which sees those of its part alone.
+        arguments.setdefault("disable_custom_all_reduce", True)
     return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
 
 
