@@ -73,7 +73,8 @@ async def build_engine(
     kwargs = engine_kwargs(generator, device, f"{generator.backend} {index}")
     kwargs |= {"threads": threads_per_process(cluster, role_slots, device), "slot": index * role_slots.stride}
     if role_slots.nodes > 1:
-        host, port = await free_address_of(cluster, slots, indices[0], timeouts.engine_start_s)
+        asked = free_address_of(cluster, slots, indices[0], timeouts.engine_start_s)
+        host, port = await unless_lost(asked, slots, indices[:1])
         kwargs |= {"nnodes": role_slots.nodes, "master_addr": host, "master_port": port}
     started: list[Remote] = []
     try:
@@ -142,7 +143,8 @@ async def _shares(
     if device != "cuda" or size <= role_slots.slots.together:
         return [(share, None) for share in shares]
     key = f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size}"
-    places = await places_of(role_slots.slots, indices, timeouts.engine_start_s)
+    asked = places_of(role_slots.slots, indices, timeouts.engine_start_s)
+    places = await unless_lost(asked, role_slots.slots, indices)
     found = iter(places)
     return [(share, visible_devices([next(found) for _ in share], key)) for share in shares]
 

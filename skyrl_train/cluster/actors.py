@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,10 @@ class _AsyncShell(_Shell):
     async def call(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:  # type: ignore[override]
         result = super().call(method, args, kwargs, *stored)
         return await result if inspect.isawaitable(result) else result
+
+    async def lives(self) -> None:
+        """Never returns: who waits for it hears when this process is gone."""
+        await asyncio.Event().wait()
 
     async def call_traced(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         with trace.span(method, row=_CALLS, overlaps=True):
@@ -178,17 +182,25 @@ class Remote:
     def kill(self) -> None:
         """Kill the process, and those that belong to it."""
         self._killed = True
-        for process in (self, *self._parts):
-            ray.kill(process._handle, no_restart=True)
+        with ExitStack() as stack:  # the others too if that fails for one
+            for process in (self, *self._parts):
+                stack.callback(ray.kill, process._handle, no_restart=True)
 
     def lives_with(self, parts: Sequence[Remote], cluster: Cluster) -> None:
         """Have these processes belong to this one, which can do nothing without them: none outlives another.
 
-        Each has a method `ended`, which returns or raises once it is of no use any more. Needs a running event loop.
+        All are concurrent actors. Each part has a method `ended`, which returns or raises once it is of no use any
+        more. Needs a running event loop.
         """
         self._parts = parts
-        for part in parts:
-            cluster.owns_watch(asyncio.get_running_loop().create_task(self._end_after(part)))
+        for watch in (self._end_parts(), *(self._end_after(part) for part in parts)):
+            cluster.owns_watch(asyncio.get_running_loop().create_task(watch))
+
+    async def _end_parts(self) -> None:
+        with suppress(Exception):  # whoever calls this process says what it died of
+            await self._wait(self._handle.lives.remote(), "lives", math.inf)
+        if not self._killed:
+            self.kill()
 
     async def _end_after(self, part: Remote) -> None:
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -301,13 +302,18 @@ async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> 
 
 
 async def free_address_of(cluster: Cluster, slots: Slots, index: int, deadline_s: float) -> tuple[str, int]:
-    """(address, free port) of the node of a slot, as the run's other processes reach it. Raises DeadlineExceeded."""
+    """(address, free port) of the node of a slot, as the run's other processes reach it.
+
+    Raises DeadlineExceeded, and ClusterLost if the node cannot be asked.
+    """
     options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": in_slot(slots, index)}
     asked: Any = ray.remote(_free_address).options(**options).remote(cluster.single_machine)
     try:
         return await asyncio.wait_for(asked, deadline_s)  # type: ignore[no-any-return]
     except TimeoutError as error:
         raise DeadlineExceeded(f"asking the node of slot {index} for a free port", deadline_s) from error
+    except RayError as error:
+        raise ClusterLost(f"the node of slot {index} does not say which of its ports is free: {error}") from error
 
 
 def _free_address(single_machine: bool) -> tuple[str, int]:

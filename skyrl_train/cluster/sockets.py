@@ -47,8 +47,8 @@ def interface_of(address: str) -> str | None:
 
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_chosen: list[str] = []
-"""The interface that `choose_interface` has set, if it has."""
+_CHOSEN = "SKYRL_CHOSE_INTERFACE"
+"""Environment variable: `choose_interface` has set the other one, here or in the process that started this one."""
 
 
 def choose_interface(address: str) -> None:
@@ -56,19 +56,18 @@ def choose_interface(address: str) -> None:
     interface = interface_of(address)
     if interface is not None and _INTERFACE not in os.environ:
         os.environ[_INTERFACE] = interface
-        _chosen.append(interface)
+        os.environ[_CHOSEN] = "1"
 
 
 def forget_interface() -> None:
     """Undo `choose_interface`, if it has done anything."""
-    while _chosen:
-        _chosen.pop()
+    if os.environ.pop(_CHOSEN, None):
         os.environ.pop(_INTERFACE, None)
 
 
 def configured_interface() -> str:
     """The interface that this machine's user wants gloo to use; empty if gloo is to choose."""
-    return "" if _chosen else os.environ.get(_INTERFACE, "")
+    return "" if _CHOSEN in os.environ else os.environ.get(_INTERFACE, "")
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -16,7 +16,6 @@ from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.config.reference import ESTIMATORS, measures_kl
 from skyrl_train.config.schema import Config, DPPOConfig
-from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
 
@@ -361,7 +360,10 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
 
 def _nodes_per_engine(config: Config) -> Iterator[Problem]:
     key, nodes = "trainer.placement.nodes_per_engine", config.trainer.placement.nodes_per_engine
-    ranks, backend = slots_per_engine(config.generator), config.generator.backend
+    ranks, backend = config.generator.inference_engine_tensor_parallel_size, config.generator.backend
+    for name in ("nnodes", "node_rank", "master_addr", "master_port"):
+        if name in (kwargs := config.generator.engine_init_kwargs):
+            yield Problem(f"generator.engine_init_kwargs.{name}", kwargs[name], "left out", f"Set {key} instead.")
     if nodes > 1 and backend != "vllm":
         advice = "An engine of vLLM can be on several nodes; of another backend start more engines."
         yield Problem(key, nodes, f"1 with generator.backend={backend}", advice)

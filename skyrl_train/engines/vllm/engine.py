@@ -93,7 +93,7 @@ class VLLMEngine:
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
         ranks = arguments["tensor_parallel_size"]
-        self.capabilities = vllm_capabilities(name, ranks, max_lora_rank)
+        self.capabilities = vllm_capabilities(name, ranks, max_lora_rank, arguments["nnodes"])
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
@@ -253,11 +253,6 @@ class VLLMEngine:
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
-        if (nodes := self._engine.vllm_config.parallel_config.nnodes) > 1:
-            raise EngineError(
-                f"Engine {self.name!r} is on {nodes} nodes, of which the first alone would see adapter {name!r}: it "
-                "takes adapters from weight syncs only. Load it into an engine on one node."
-            )
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
         await self._ask_between_steps(lambda: self._adapters.add(name, copied))
 

@@ -75,8 +75,20 @@ class Subject:
     def die(self) -> None:
         os._exit(3)
 
+    over: asyncio.Future[None] | None = None
+
     async def ended(self) -> None:
-        await asyncio.sleep(600)
+        self.over = asyncio.get_running_loop().create_future()
+        await self.over
+
+    async def end(self, error: Exception | None) -> None:
+        """Have `ended` return, or raise this."""
+        while self.over is None:
+            await asyncio.sleep(0.05)
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
 
     async def wait(self, seconds: float) -> float:
         await asyncio.sleep(seconds)

@@ -84,25 +84,27 @@ def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
     assert set(asyncio.run(run())) == {(worker, True) for worker in workers}
 
 
-@pytest.mark.parametrize("killed", ["part", "whole"])
-def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, killed: str, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("how", ["part dies", "part ends", "part fails", "whole dies", "whole is killed"])
+def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, how: str, caplog: pytest.LogCaptureFixture):
     async def run() -> None:
         whole, part = (start(cluster, concurrent=True) for _ in range(2))
         assert [await one.add(1, 2) for one in (whole, part)] == [3, 3]
         whole.lives_with([part], cluster)
-        waiting = asyncio.ensure_future((whole if killed == "part" else part).wait(60.0))
+        waiting = asyncio.ensure_future((part if how.startswith("whole") else whole).wait(60.0))
         await asyncio.sleep(0.5)
-        if killed == "part":
-            with pytest.raises(WorkerDied):
-                await part.die()
-        else:
+        if how == "whole is killed":
             whole.kill()
+        elif how.endswith("dies"):
+            with pytest.raises(WorkerDied):
+                await (part if how.startswith("part") else whole).die()
+        else:
+            await part.end(ValueError("of its own kind") if how == "part fails" else None)
         with pytest.raises(WorkerDied):
             await asyncio.wait_for(waiting, 20)
 
     asyncio.run(run())
     said = [one.getMessage() for one in caplog.records if "is ended, as a part of it is gone" in one.getMessage()]
-    assert len(said) == (killed == "part")
+    assert len(said) == how.startswith("part")
 
 
 async def meeting_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGroup, list[int]]:

@@ -63,12 +63,33 @@ def test_defaults_are_valid():
         (["generator.backend=vllm"], "must be a divisor of 1, the ranks of an engine"),
         (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "a divisor of 3"),
         (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=4"], None),
+        (["generator.backend=vllm", "generator.inference_engine_pipeline_parallel_size=2"], "a divisor of 1"),
     ],
 )
 def test_ranks_of_an_engine_are_shared_out_evenly_over_its_nodes(overrides: list[str], said: str | None):
     key = "trainer.placement.nodes_per_engine"
     found = problems("device=cuda", f"{key}=2", *overrides).get(key, "")
     assert said in found if said else not found
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "refused"), [(4, 2, True), (2, 2, False), (4, 4, False)])
+def test_on_a_cpu_each_node_of_an_engine_has_one_rank(ranks: int, nodes: int, refused: bool):
+    key = "trainer.placement.nodes_per_engine"
+    config = resolve_device(
+        load([f"generator.inference_engine_tensor_parallel_size={ranks}", f"{key}={nodes}"]),
+        has_accelerator=False,
+        given=["generator.backend"],
+    )[0]
+    found = [str(one) for one in validate(config) if one.key == key]
+    assert [f"must be 1 or {ranks}, the ranks of an engine, with device=cpu" in one for one in found] == [
+        True
+    ] * refused
+
+
+@pytest.mark.parametrize("name", ["nnodes", "node_rank", "master_addr", "master_port"])
+def test_where_ranks_of_an_engine_are_is_said_in_one_place(name: str):
+    found = problems(f"generator.engine_init_kwargs={{{name}: 2}}")
+    assert "Set trainer.placement.nodes_per_engine" in found[f"generator.engine_init_kwargs.{name}"]
 
 
 @pytest.mark.fault("F02")

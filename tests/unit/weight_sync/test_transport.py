@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +141,9 @@ def test_the_interface_of_the_trainers_own_group_is_no_choice_of_the_user_s(monk
     sockets.choose_interface("127.0.0.1")
     try:
         assert configured_interface() == ""
+        asks = "from skyrl_train.cluster.sockets import configured_interface as asked; print([asked()])"
+        started = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
+        assert started.stdout == "['']\n", "nor that of what it starts"
     finally:
         sockets.forget_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
