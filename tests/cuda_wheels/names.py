@@ -22,6 +22,7 @@ VLLM = {
         vllm.EngineArgs(..., logprobs_mode=_, worker_extension_cls=_, async_scheduling=_, disable_log_stats=_, seed=_)
         vllm.EngineArgs(..., generation_config=_, trust_remote_code=_, hf_overrides=_, distributed_executor_backend=_)
         vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, max_model_len=_, kv_cache_memory_bytes=_)
+        vllm.EngineArgs(..., nnodes=_, node_rank=_, master_addr=_, master_port=_, disable_custom_all_reduce=_)
         vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
         vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
         vllm.SamplingParams(..., output_kind=_, flat_logprobs=_, detokenize=_, skip_special_tokens=_)
@@ -30,6 +31,11 @@ VLLM = {
         vllm.transformers_utils.model_arch_config_convertor.ModelArchConfigConvertorBase.get_num_experts(self)
         vllm.envs.VLLM_BATCH_INVARIANT
         vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(engine_args)
+    """,
+    "engines/vllm/worker_node.py": """
+        vllm.EngineArgs.create_engine_config(self, headless=_)
+        vllm.v1.executor.multiproc_executor.MultiprocExecutor(vllm_config, monitor_workers=_)
+        vllm.v1.executor.multiproc_executor.MultiprocExecutor.start_worker_monitor(self, inline=_)
     """,
     "engines/vllm/engine.py": """
         vllm.SamplingParams(..., max_tokens=_, temperature=_, prompt_logprobs=_, flat_logprobs=_, detokenize=_)
