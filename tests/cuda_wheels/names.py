@@ -16,13 +16,14 @@ VLLM = {
     "assembly/engines.py": """
         vllm.EngineArgs(..., enable_prefix_caching=_, enable_chunked_prefill=_, max_num_batched_tokens=_)
         vllm.EngineArgs(..., dtype=_, max_num_seqs=_, gpu_memory_utilization=_, tensor_parallel_size=_, enforce_eager=_)
+        vllm.EngineArgs(..., nnodes=_, node_rank=_, master_addr=_, master_port=_)
     """,
     "engines/vllm/arguments.py": """
         vllm.EngineArgs(..., model=_, tensor_parallel_size=_, enable_expert_parallel=_, enable_lora=_, max_lora_rank=_)
         vllm.EngineArgs(..., logprobs_mode=_, worker_extension_cls=_, async_scheduling=_, disable_log_stats=_, seed=_)
         vllm.EngineArgs(..., generation_config=_, trust_remote_code=_, hf_overrides=_, distributed_executor_backend=_)
         vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, max_model_len=_, kv_cache_memory_bytes=_)
-        vllm.EngineArgs(..., nnodes=_, node_rank=_, master_addr=_, master_port=_, disable_custom_all_reduce=_)
+        vllm.EngineArgs(..., nnodes=_, disable_custom_all_reduce=_)
         vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
         vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
         vllm.SamplingParams(..., output_kind=_, flat_logprobs=_, detokenize=_, skip_special_tokens=_)
