@@ -108,6 +108,8 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, Split]:
     cfg.trainer.fully_async.on_sync = schedule.on_sync
     cfg.trainer.fully_async.num_parallel_generation_workers = schedule.in_flight
     cfg.trainer.algorithm.dynamic_sampling.type = "filter" if schedule.filters else None
+    # engines may die so often that hardly a rollout gets to its end: however many prompts that takes, the run goes on
+    cfg.trainer.algorithm.dynamic_sampling.max_sample_batches = -1
     cfg.generator.n_samples_per_prompt = SAMPLES
     cfg.generator.sampling_params.max_generate_length = 400
     timings = Timings(
@@ -270,6 +272,8 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
     last = attempts[-1].run
     async with asyncio.timeout(ENDS_WITHIN_S):
         await last.scaler.settled()
+        while last.client.dead and not schedule.failures_per_hour:
+            await last.client.revived()  # what died in the last sync comes back after the run's last step
     if not schedule.failures_per_hour:
         assert len(last.client.names) == attempts[-1].wanted
         living = sum(not engine.dead for engine in last.engines)
