@@ -38,7 +38,8 @@ os.environ.update(
 # is rounded depends on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples in every run, and no deadline for one: pytest-timeout has the last word on a busy machine.
+# The same examples in every run in which the same modules were imported before, whose constants hypothesis tries too;
+# and no deadline for one: pytest-timeout has the last word on a busy machine.
 hypothesis.settings.register_profile(
     "repeatable",
     derandomize=True,
