@@ -153,7 +153,7 @@ class TimeoutsConfig(Section):
     checkpoint_s: float = key(1800.0, range=POSITIVE)
     """For a rank to write or read its part of a checkpoint, or to export the model."""
     upload_s: float = key(1800.0, range=POSITIVE)
-    """For a run that has ended to upload what is not at its addresses yet, see `ckpt_path`."""
+    """For a run that has ended, or starts its ranks again, to upload what is not at its addresses, see `ckpt_path`."""
 
 
 @dataclass

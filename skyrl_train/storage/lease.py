@@ -12,10 +12,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.durable import write_durably
 from skyrl_train.errors import RunDirectoryError, StorageError
 from skyrl_train.storage.folder import StoredFolder
 
 LEASE_FILE = ".lock"
+FOLDER_FILE = ".folder"
+"""In the folder of this machine: what tells it from all others, also from one at the same path on a machine of the same
+name."""
 RENEWED_EVERY_S = 10.0
 ENDS_AFTER_S = 45.0
 """A claim that was not renewed for this time is a dead run's: seen by whoever waits, so no clocks are compared."""
@@ -30,9 +34,9 @@ class Lease:
         self._store = store
         self._mine = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
-            "folder": f"{socket.gethostname()}:{local}",
             "id": uuid.uuid4().hex,
         }
+        self._local = local
         self._count = 0
         self.taken = False
         self.lost_to = ""
@@ -46,6 +50,7 @@ class Lease:
         Raises RunDirectoryError if another process holds it: after ENDS_AFTER_S of that process's silence it does not.
         So it does once `leave` was called meanwhile, by another thread.
         """
+        self._mine["folder"] = f"{socket.gethostname()}:{_told_apart(self._local)}"
         (version, seen), since = self._found(), time.monotonic()
         if seen is not None and seen.get("folder") != self._mine["folder"]:
             _log.warning(
@@ -123,3 +128,11 @@ class Lease:
             f"trainer.ckpt_path={self._store.address!r} is in use by {holder.get('holder', 'another process')}; "
             "wait for it, end it, or choose another address."
         )
+
+
+def _told_apart(folder: Path) -> str:
+    """A name that no other folder has. `folder` is locked: nobody else names it now."""
+    file = folder / FOLDER_FILE
+    if not file.exists():
+        write_durably(file, uuid.uuid4().hex)
+    return file.read_text()

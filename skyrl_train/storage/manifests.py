@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,7 +67,7 @@ def upload(
     store: StoredFolder,
     name: str,
     local: Path,
-    before_manifest: Callable[[], None] = lambda: None,
+    before_manifest: Callable[[bytes], None] = lambda manifest: None,
     before_write: Callable[[], None] = lambda: None,
     arrived: dict[str, Written] | None = None,
 ) -> bool:
@@ -74,8 +75,8 @@ def upload(
 
     Files that are there already, by the manifest there, are not sent again. What the new manifest does not list is
     deleted afterwards. `before_write` is called before each file and the manifest: what it raises ends the upload.
-    `arrived`: name -> what earlier attempts at this upload have sent; added to. Raises StorageError; what was whole
-    before then still is.
+    `before_manifest` is called with what the manifest there will be. `arrived`: name -> what earlier attempts at this
+    upload have sent; added to. Raises StorageError; what was whole before then still is.
     """
     try:
         manifest = (local / MANIFEST_FILE).read_bytes()
@@ -106,14 +107,15 @@ def upload(
                 return False
             raise
         arrived[f"{name}/{key}"] = one.held
-    before_manifest()
-    before_write()
-    if not _is_still(local, manifest):
-        return False
     content = json.loads(manifest)
     for file, key in keys.items():
         content["files"][file] |= {"key": key} if key != file else {}
-    store.write(f"{name}/{MANIFEST_FILE}", json.dumps(content, indent=1).encode())
+    stored = json.dumps(content, indent=1).encode()
+    before_manifest(stored)
+    before_write()
+    if not _is_still(local, manifest):
+        return False
+    store.write(f"{name}/{MANIFEST_FILE}", stored)
     kept = {MANIFEST_FILE, *keys.values()}
     if unlisted := [path for path in there if path.removeprefix(f"{name}/") not in kept]:
         before_write()
@@ -184,6 +186,21 @@ def set_aside(store: StoredFolder, name: str) -> None:
     if manifest is not None:
         store.write(f"{name}/{SET_ASIDE_FILE}", manifest)
         store.delete([f"{name}/{MANIFEST_FILE}"])
+
+
+def set_aside_here(folder: Path) -> Path:
+    """Rename a checkpoint of this machine to a name under which nobody looks for one; the new one."""
+    aside = next(path for n in count() if not (path := Path(f"{folder}.set_aside_{n}")).exists())
+    return folder.rename(aside)
+
+
+def holds_the_same(folder: Path, manifest: bytes) -> bool:
+    """Whether a folder of this machine is by its manifest the one that has this manifest in storage."""
+    try:
+        here, there = listed_in((folder / MANIFEST_FILE).read_bytes()), listed_in(manifest)
+    except (FileNotFoundError, ValueError):
+        return False
+    return {name: one.held for name, one in here.items()} == {name: one.held for name, one in there.items()}
 
 
 def _known(store: StoredFolder, name: str) -> dict[str, Listed]:

@@ -9,6 +9,7 @@ a folder, or RECORDS_EVERY_S · unblocked by: `offer`, `finish`
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -27,7 +28,9 @@ from skyrl_train.storage.manifests import (
     SET_ASIDE_FILE,
     discard,
     fetch,
+    holds_the_same,
     set_aside,
+    set_aside_here,
     upload,
     write_manifest,
 )
@@ -43,6 +46,8 @@ SAID_ANEW_AFTER = 5
 LATEST_FILE = "latest_ckpt_global_step.txt"
 LEFT_BEHIND_FILE = ".left_behind.json"
 """In the folder of this machine: step -> version of the manifest at the address, of checkpoints of another attempt."""
+KNOWN_FILE = ".known.json"
+"""In the folder of this machine: SHA-256 of the manifests at the address that came from here or that a start found."""
 _STEP = re.compile(r"global_step_(\d+)")
 _NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|mlflow|\..*")
 """Folders with manifests, with what is not finished, with what only processes of the run read, or with a database whose
@@ -83,15 +88,23 @@ class Mirror:
     def take_over(self) -> None:
         """Claim the address, and bring what is only there: all files but checkpoints, if it is ahead of this folder.
 
-        `local` must be locked. Raises RunDirectoryError if another machine uses the address, StorageError.
+        If another machine has saved checkpoints there since, the address counts: those that are only here are set
+        aside. `local` must be locked. Raises RunDirectoryError if another machine uses the address, StorageError.
         """
         self._lease.take()
-        ahead = max(self.steps(), default=0) > max(self._finished_steps(), default=0)
+        read = ((step, self.store.read(f"global_step_{step}/{MANIFEST_FILE}")) for step in self._manifests())
+        stored = {step: manifest for step, manifest in read if manifest is not None}
+        known = self._known()
+        passed = known is not None and any(_digest(one) not in known for one in stored.values())
+        if passed:
+            self._make_way(stored)
+        ahead = passed or max(self.steps(), default=0) > max(self._finished_steps(), default=0)
         if ahead or not any(self._record_files()):
             for name in filter(self._is_record, self.store.find()):
                 if self._given_up:
                     raise StorageError(f"{self.store.address}: nothing more is downloaded.")
                 self.store.get(name, self.local / name)
+        self._remember(*stored.values())
         self._clean()
 
     def start(self) -> None:
@@ -100,7 +113,9 @@ class Mirror:
         newest = max((*stored, *self._finished_steps()), default=0)
         for folder in sorted(self._finished_folders(), key=lambda path: path.stat().st_mtime):
             step = self._step_of(folder)
-            if step is None or step == newest or step not in stored:  # what follows a manifest may not be done
+            if step is None and self._is_another_machines(folder):
+                continue
+            if step in (None, newest) or step not in stored:  # what follows a manifest may not be done
                 self._pending.append(folder)
         self._worker.start()
 
@@ -231,19 +246,50 @@ class Mirror:
                 if folder not in self._pending:  # else it was offered anew
                     self._pending.insert(0, folder)
 
+    def _make_way(self, stored: dict[int, bytes]) -> None:
+        """Set aside what another machine has not gone on from: checkpoints that are not those at the address."""
+        for folder in self._finished_folders():
+            step = self._step_of(folder)
+            if step is not None and not holds_the_same(folder, stored.get(step, b"")):
+                _log.warning("Another machine has gone on with this run, and %s has no such %s: the one that is here "
+                             "is now %s.", self.store.address, folder.name, set_aside_here(folder))  # fmt: skip
+
+    def _is_another_machines(self, folder: Path) -> bool:
+        """Whether a folder of this name is at the address, and is not what this machine has uploaded."""
+        name, known = folder.relative_to(self.local).as_posix(), self._known()
+        manifest = None if known is None else self.store.read(f"{name}/{MANIFEST_FILE}")
+        return known is not None and manifest is not None and _digest(manifest) not in known
+
+    def _known(self) -> set[str] | None:
+        """None for a folder of before there was such a file, or a new one."""
+        try:
+            return set(json.loads((self.local / KNOWN_FILE).read_text()))
+        except FileNotFoundError:
+            return None
+
+    def _remember(self, *manifests: bytes) -> None:
+        known = self._known()
+        if known is None or {_digest(one) for one in manifests} - known:
+            known = (known or set()) | {_digest(one) for one in manifests}
+            write_durably(self.local / KNOWN_FILE, json.dumps(sorted(known)))
+
     def _upload(self, folder: Path | None) -> None:
         if folder is None:
             self._put_records()
             return
         if (folder / FINISHED_FILE).exists() and not (folder / MANIFEST_FILE).exists():
             write_manifest(folder)
-        # A checkpoint is worth nothing without the metrics of its steps, so they are there before it is.
+
+        def before_manifest(manifest: bytes) -> None:
+            self._put_records()  # a checkpoint is worth nothing without the metrics of its steps
+            self._remember(manifest)
+
         name = folder.relative_to(self.local).as_posix()
         whole = upload(
             self.store,
             name,
             folder,
-            before_manifest=self._put_records,
+            before_manifest=before_manifest,
             before_write=self._check,
             arrived=self._arrived,
         )
@@ -345,3 +391,7 @@ class Mirror:
         """That of a checkpoint; None for another folder."""
         match = _STEP.fullmatch(folder.name)
         return int(match[1]) if match and folder.parent == self.local else None
+
+
+def _digest(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from typing import Any
 from skyrl_train.config.sources import is_address
 from skyrl_train.durable import Written, describe, sync_folder, write_durably
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.storage.manifests import MANIFEST_FILE
+from skyrl_train.storage.manifests import MANIFEST_FILE, set_aside_here
 from skyrl_train.storage.mirror import LATEST_FILE, Mirror
 from skyrl_train.storage.places import working_folder
 
@@ -192,12 +191,7 @@ class Checkpoints:
             self._mirror.leave_behind(step)
         for later, old in _by_recorded_step(self._root, None):
             if later > step:
-                aside = next(
-                    p
-                    for n in range(len(os.listdir(self._root)) + 1)
-                    if not (p := Path(f"{old}.set_aside_{n}")).exists()
-                )
-                old.rename(aside)
+                aside = set_aside_here(old)
                 _log.warning(
                     "Checkpoint %s is from before this run went back to an earlier step; it is now %s.", old, aside
                 )

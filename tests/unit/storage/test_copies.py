@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,7 @@ from skyrl_train.models.loading import load_causal_lm, load_config
 from skyrl_train.storage.copies import local_copy
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.manifests import upload, write_manifest
-from tests.support.s3_server import BUCKET, S3Server, s3_server
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as patch, s3_server(patch) as running:
-        yield running
-
-
-@pytest.fixture
-def server(one_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
-    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
-    local_copy.cache_clear()
-    yield one_server
-    local_copy.cache_clear()
-    one_server.empty()
+from tests.support.s3_server import BUCKET, S3Server
 
 
 def fetched(server: S3Server) -> list[str]:

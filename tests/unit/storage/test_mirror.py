@@ -5,92 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.assembly.storage import Mirrors
-from skyrl_train.errors import RunDirectoryError, StorageError
-from skyrl_train.storage import lease, mirror as mirrors
-from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.errors import StorageError
+from skyrl_train.storage import mirror as mirrors
+from skyrl_train.storage.manifests import fetch
 from skyrl_train.storage.mirror import Mirror
-from skyrl_train.trainer.checkpoints import Checkpoints, verify
-from skyrl_train.trainer.run_directory import RunDirectory
-from tests.support.s3_server import BUCKET, S3Server, s3_server
-
-ADDRESS = f"s3://{BUCKET}/team/run"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as patch, s3_server(patch) as running:
-        yield running
-
-
-@pytest.fixture
-def server(one_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
-    monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
-    yield one_server
-    one_server.empty()
-
-
-@pytest.fixture(params=["s3", "file"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An address of either kind."""
-    if request.param == "s3":
-        request.getfixturevalue("server")
-        return ADDRESS
-    return f"file://{tmp_path}/elsewhere/run"
-
-
-class Machine:
-    """A folder with checkpoints, and its mirror."""
-
-    def __init__(self, folder: Path, address: str = ADDRESS, keep: int = -1):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.mirror = Mirror(folder, address, keep)
-        self.checkpoints = Checkpoints(folder, keep, self.mirror)
-
-    def __enter__(self) -> Machine:
-        self.mirror.take_over()
-        self.mirror.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.mirror.stop()
-        self.mirror.give_up()
-
-    def save(self, step: int, text: str = "weights") -> Path:
-        folder = self.checkpoints.begin(step)
-        (folder / "policy").mkdir()
-        (folder / "policy" / "rank_0").write_text(f"{text} of step {step}")
-        (self.folder / "metrics.jsonl").write_text(json.dumps({"step": step}))
-        done = self.checkpoints.commit(step, {"text": text})
-        self.mirror.offer(done)
-        return done
-
-    def loaded(self) -> tuple[int, str] | None:
-        found = self.checkpoints.load_path("latest")
-        return (found.step, (found.path / "policy" / "rank_0").read_text()) if found is not None else None
-
-
-def puts(server: S3Server, name: str) -> list[str]:
-    """What was uploaded under this name, each time."""
-    names = (line.rpartition("run/")[2] for line in server.seen if line.startswith("PUT"))
-    return [one for one in names if re.match(name, one)]
-
-
-def until(condition: object, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from skyrl_train.trainer.checkpoints import verify
+from tests.support.s3_server import BUCKET, S3Server
+from tests.support.stored_runs import ADDRESS, Machine, puts, until
 
 
 def test_what_is_saved_here_is_loaded_on_another_machine_with_its_metrics(address: str, tmp_path: Path):
@@ -290,6 +217,55 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(serve
     assert Machine(tmp_path / "c").loaded() == (15, "weights of step 15")
 
 
+@pytest.mark.defect("back-on-the-first-machine")
+@pytest.mark.parametrize("went_back", [True, False])
+def test_what_another_machine_has_gone_on_from_counts_and_not_what_is_only_here(
+    address: str, tmp_path: Path, went_back: bool, caplog: pytest.LogCaptureFixture
+):
+    with Machine(tmp_path / "a", address) as here:
+        for step in (10, 20, 30):
+            here.save(step, "first")
+        here.mirror.finish(20)
+    with Machine(tmp_path / "a", address) as here:
+        here.mirror.stop()
+        here.save(40, "first")  # which is never uploaded
+    with Machine(tmp_path / "b", address) as there:
+        if went_back:
+            found = there.checkpoints.load_path("from_path", f"{address}/global_step_10")
+            assert found is not None and found.step == 10
+            there.save(20, "second")
+        there.save(35, "second")
+        there.mirror.finish(20)
+    caplog.clear()
+    for _ in range(2):
+        with Machine(tmp_path / "a", address) as again:
+            assert again.loaded() == (35, "second of step 35")
+            assert json.loads((again.folder / "metrics.jsonl").read_text()) == {"step": 35}
+            assert verify(again.folder / "global_step_40.set_aside_0") is None, "nothing of it is lost"
+            assert (again.folder / "global_step_30.set_aside_0").exists() == went_back
+            again.mirror.finish(20)
+            assert again.mirror.steps() == [10, 20, *([] if went_back else [30]), 35]
+    said = [record.message for record in caplog.records if "Another machine" in record.message]
+    assert len(said) == (3 if went_back else 1), "once for each"
+
+
+@pytest.mark.defect("back-on-the-first-machine")
+def test_what_was_not_uploaded_counts_if_no_other_machine_has_saved_since(address: str, tmp_path: Path):
+    with Machine(tmp_path / "a", address) as here:
+        here.save(10)
+        here.mirror.finish(20)
+    with Machine(tmp_path / "b", address) as there:  # goes on from what another machine has saved
+        assert there.loaded() == (10, "weights of step 10")
+        there.mirror.stop()
+        there.save(20)
+    with Machine(tmp_path / "c", address) as looked:  # and saves nothing
+        assert looked.loaded() == (10, "weights of step 10")
+    with Machine(tmp_path / "b", address) as there:
+        assert there.loaded() == (20, "weights of step 20")
+        there.mirror.finish(20)
+        assert there.mirror.steps() == [10, 20]
+
+
 def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written_again(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -358,90 +334,28 @@ def test_an_export_is_there_once_its_manifest_is_and_one_that_is_written_again_i
     assert not any(line.startswith("PUT") for line in server.seen), "half an export is not uploaded"
 
 
-@pytest.fixture
-def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.1)
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 1.0)
-    monkeypatch.setattr(lease, "_LOOKS_EVERY_S", 0.05)
+@pytest.mark.defect("back-on-the-first-machine")
+def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_start(address: str, tmp_path: Path):
+    def export(machine: str, text: str | None) -> Mirror:
+        mirror = Mirror(tmp_path / machine, address)
+        folder = tmp_path / machine / "global_step_3" / "policy"
+        mirror.start()
+        if text is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            mirror.withdraw(folder)
+            (folder / "config.json").write_text(text)
+            mirror.offer(folder)
+        mirror.finish(20)
+        return mirror
 
+    def there(mirror: Mirror) -> bytes | None:
+        assert fetch(mirror.store, "global_step_3/policy", tmp_path / "fetched") is None
+        return (tmp_path / "fetched" / "config.json").read_bytes()
 
-@pytest.mark.usefixtures("quick_leases")
-def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a"), pytest.raises(RunDirectoryError, match="is in use by process"):
-        Machine(tmp_path / "b").mirror.take_over()
-    with Machine(tmp_path / "b"):
-        assert json.loads(server.objects()["team/run/.lock"])["folder"].endswith("/b")
-
-
-@pytest.mark.usefixtures("quick_leases")
-def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_more(server: S3Server, tmp_path: Path):
-    silent = Machine(tmp_path / "a")
-    silent.mirror.take_over()
-    silent.mirror._lease._left.set()  # its renewals stop, as those of a process that is stopped
-    with Machine(tmp_path / "b") as other:
-        silent.mirror._lease._left = threading.Event()
-        thread = threading.Thread(target=silent.mirror._lease._renew)
-        thread.start()
-        thread.join(10)
-        silent.mirror.start()
-        silent.save(10)
-        with pytest.raises(StorageError, match="as this process was silent"):
-            silent.mirror.finish(20)
-        assert other.mirror.steps() == []
-        exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports", run=silent.mirror)
-        exports.start()
-        with pytest.raises(StorageError, match="as this process was silent"):
-            exports.finish(20)
-    silent.mirror.give_up()
-
-
-@pytest.mark.usefixtures("quick_leases")
-@pytest.mark.defect("uploads-of-who-was-taken-for-dead")
-@pytest.mark.parametrize(
-    ("late", "lives"),
-    [
-        ("global_step_20/policy/rank_0", True),
-        ("metrics.jsonl", False),
-        ("zone.log", True),
-        ("global_step_20/manifest.json", False),
-    ],
-)
-def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_successor_alone(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
-):
-    """`late` is what it was sending; its successor lives, or has ended since."""
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
-    stopped = Machine(tmp_path / "a", keep=1)
-    stopped.__enter__()
-    (stopped.folder / "zone.log").write_text("log")
-    server.held = f"PUT .*/{late}"
-    stopped.save(20)
-    assert server.holding.wait(10)
-    stopped.mirror._lease._left.set()  # its renewals end, too
-    stopped.mirror._lease._renewing.join(10)
-    with ExitStack() as running:
-        successor = running.enter_context(Machine(tmp_path / "b"))
-        (successor.folder / "zone.log").write_text("another log")
-        successor.save(10)
-        server.held = ""
-        successor.mirror.finish(20)
-        if not lives:
-            running.close()
-        before, sent = kept(server), len(server.seen)
-        server.let_go()
-        who = "process" if lives else "another process, which has ended since"
-        with pytest.raises(StorageError, match=f"was taken by {who}.*, as this process was silent"):
-            stopped.mirror.finish(20)
-        stopped.__exit__()
-        assert not lives or "team/run/.lock" in server.objects()
-    assert {line.split()[0] for line in server.seen[sent:] if ".lock" not in line} <= {"GET", "HEAD"}
-    after = kept(server)
-    assert {key for key in after | before if after.get(key) != before.get(key)} == {f"team/run/{late}"}
-
-
-def kept(server: S3Server) -> dict[str, bytes]:
-    """What is at the address, but for claims."""
-    return {key: content for key, content in server.objects().items() if ".lock" not in key}
+    assert there(export("a", "first")) == b"first"
+    assert there(export("b", "second")) == b"second"
+    assert there(export("a", None)) == b"second", "which is as the other machine has left it"
+    assert there(export("a", "third")) == b"third"
 
 
 def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
@@ -456,87 +370,6 @@ def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
         server.let_go()
         here.mirror._worker.join(10)
     assert puts(server, "global_step_10") == ["global_step_10/policy/rank_0"]
-
-
-def test_one_of_those_who_have_seen_the_same_writes(address: str):
-    store = StoredFolder(address)
-    assert store.write_if("name", b"first", None) and not store.write_if("name", b"other", None)
-    seen = store.version("name")
-    assert seen is not None and store.write_if("name", b"second", seen)
-    assert not store.write_if("name", b"third", seen) and store.read("name") == b"second"
-    seen = store.version("name")
-    store.delete(["name"])
-    assert not store.write_if("name", b"third", seen) and store.version("name") is None
-
-
-@pytest.mark.usefixtures("quick_leases")
-@pytest.mark.defect("two-runs-take-one-dead-claim")
-def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
-    dead = Machine(tmp_path / "a")
-    dead.mirror.take_over()
-    dead.mirror._lease._left.set()
-    errors: list[BaseException] = []
-
-    def take() -> None:
-        try:
-            Machine(tmp_path / "b").mirror.take_over()
-        except RunDirectoryError as error:
-            errors.append(error)
-
-    dead.mirror._lease._renewing.join(10)
-    server.held = "PUT .*/.lock"
-    slower = threading.Thread(target=take)
-    slower.start()
-    assert server.holding.wait(10)
-    server.held = ""  # for those who come from now on
-    with Machine(tmp_path / "c") as faster:
-        server.let_go()
-        slower.join(10)
-        assert "is in use by process" in str(errors[0])
-        time.sleep(0.3)
-        assert not faster.mirror._lease.lost_to
-
-
-@pytest.mark.usefixtures("quick_leases")
-@pytest.mark.parametrize("answer", ["lost", "501 Not Implemented"])
-def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditions(
-    server: S3Server, tmp_path: Path, answer: str
-):
-    if answer == "lost":
-        server.unheard = "PUT .*/.lock"
-    else:
-        server.refused_as, server.refused_if = answer, "HTTP_IF_"
-    with Machine(tmp_path / "a") as here:
-        content = server.objects()["team/run/.lock"]
-        until(lambda: server.objects()["team/run/.lock"] != content)
-        assert not here.mirror._lease.lost_to
-
-
-def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
-    address = f"file://{tmp_path}/elsewhere"
-    claim = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
-    StoredFolder(address).write(".lock", claim)
-
-    async def begin() -> None:
-        mirror = Mirror(tmp_path / "run", address)
-        async with AsyncExitStack() as stack:
-            await Mirrors(mirror).enter(stack, RunDirectory(tmp_path / "run", {}, True, mirror))
-
-    async def run() -> None:
-        beginning = asyncio.create_task(begin())
-        await asyncio.sleep(0.5)
-        assert not beginning.done()
-        beginning.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await beginning
-
-    began = time.monotonic()
-    asyncio.run(run())
-    assert time.monotonic() - began < 5.0, "and not the 45 s after which a claim ends"
-    assert StoredFolder(address).read(".lock") == claim
-    with RunDirectory(tmp_path / "run", {}, True):
-        pass
 
 
 def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server: S3Server, tmp_path: Path):

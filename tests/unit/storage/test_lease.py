@@ -1,0 +1,203 @@
+"""Who may write at an address, on a real S3 server. Two machines are two folders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.assembly.storage import Mirrors
+from skyrl_train.errors import RunDirectoryError, StorageError
+from skyrl_train.storage import lease
+from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.mirror import Mirror
+from skyrl_train.trainer.run_directory import RunDirectory
+from tests.support.s3_server import BUCKET, S3Server
+from tests.support.stored_runs import Machine, until
+
+
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.1)
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 1.0)
+    monkeypatch.setattr(lease, "_LOOKS_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path):
+    with Machine(tmp_path / "a"), pytest.raises(RunDirectoryError, match="is in use by process"):
+        Machine(tmp_path / "b").mirror.take_over()
+    with Machine(tmp_path / "b") as there:
+        folder = json.loads(server.objects()["team/run/.lock"])["folder"]
+        assert folder.endswith((there.folder / ".folder").read_text())
+        begun = time.monotonic()
+        with Machine(tmp_path / "b"):  # that of the process before, which is dead
+            assert time.monotonic() - begun < 0.9
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.defect("machines-of-one-name")
+def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path(server: S3Server, tmp_path: Path):
+    path = tmp_path / "run"
+    with Machine(path) as here:
+        path.rename(tmp_path / "disk of the first")
+        with pytest.raises(RunDirectoryError, match="is in use by process"):
+            Machine(path).mirror.take_over()
+        assert not here.mirror._lease.is_lost()
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_more(server: S3Server, tmp_path: Path):
+    silent = Machine(tmp_path / "a")
+    silent.mirror.take_over()
+    silent.mirror._lease._left.set()  # its renewals stop, as those of a process that is stopped
+    with Machine(tmp_path / "b") as other:
+        silent.mirror._lease._left = threading.Event()
+        thread = threading.Thread(target=silent.mirror._lease._renew)
+        thread.start()
+        thread.join(10)
+        silent.mirror.start()
+        silent.save(10)
+        with pytest.raises(StorageError, match="as this process was silent"):
+            silent.mirror.finish(20)
+        assert other.mirror.steps() == []
+        exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports", run=silent.mirror)
+        exports.start()
+        with pytest.raises(StorageError, match="as this process was silent"):
+            exports.finish(20)
+    silent.mirror.give_up()
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.defect("uploads-of-who-was-taken-for-dead")
+@pytest.mark.parametrize(
+    ("late", "lives"),
+    [
+        ("global_step_20/policy/rank_0", True),
+        ("metrics.jsonl", False),
+        ("zone.log", True),
+        ("global_step_20/manifest.json", False),
+    ],
+)
+def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_successor_alone(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
+):
+    """`late` is what it was sending; its successor lives, or has ended since."""
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    stopped = Machine(tmp_path / "a", keep=1)
+    stopped.__enter__()
+    (stopped.folder / "zone.log").write_text("log")
+    server.held = f"PUT .*/{late}"
+    stopped.save(20)
+    assert server.holding.wait(10)
+    stopped.mirror._lease._left.set()  # its renewals end, too
+    stopped.mirror._lease._renewing.join(10)
+    with ExitStack() as running:
+        successor = running.enter_context(Machine(tmp_path / "b"))
+        (successor.folder / "zone.log").write_text("another log")
+        successor.save(10)
+        server.held = ""
+        successor.mirror.finish(20)
+        if not lives:
+            running.close()
+        before, sent = kept(server), len(server.seen)
+        server.let_go()
+        who = "process" if lives else "another process, which has ended since"
+        with pytest.raises(StorageError, match=f"was taken by {who}.*, as this process was silent"):
+            stopped.mirror.finish(20)
+        stopped.__exit__()
+        assert not lives or "team/run/.lock" in server.objects()
+    assert {line.split()[0] for line in server.seen[sent:] if ".lock" not in line} <= {"GET", "HEAD"}
+    after = kept(server)
+    assert {key for key in after | before if after.get(key) != before.get(key)} == {f"team/run/{late}"}
+
+
+def kept(server: S3Server) -> dict[str, bytes]:
+    """What is at the address, but for claims."""
+    return {key: content for key, content in server.objects().items() if ".lock" not in key}
+
+
+def test_one_of_those_who_have_seen_the_same_writes(address: str):
+    store = StoredFolder(address)
+    assert store.write_if("name", b"first", None) and not store.write_if("name", b"other", None)
+    seen = store.version("name")
+    assert seen is not None and store.write_if("name", b"second", seen)
+    assert not store.write_if("name", b"third", seen) and store.read("name") == b"second"
+    seen = store.version("name")
+    store.delete(["name"])
+    assert not store.write_if("name", b"third", seen) and store.version("name") is None
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.defect("two-runs-take-one-dead-claim")
+def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    dead = Machine(tmp_path / "a")
+    dead.mirror.take_over()
+    dead.mirror._lease._left.set()
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            Machine(tmp_path / "b").mirror.take_over()
+        except RunDirectoryError as error:
+            errors.append(error)
+
+    dead.mirror._lease._renewing.join(10)
+    server.held = "PUT .*/.lock"
+    slower = threading.Thread(target=take)
+    slower.start()
+    assert server.holding.wait(10)
+    server.held = ""  # for those who come from now on
+    with Machine(tmp_path / "c") as faster:
+        server.let_go()
+        slower.join(10)
+        assert "is in use by process" in str(errors[0])
+        time.sleep(0.3)
+        assert not faster.mirror._lease.lost_to
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("answer", ["lost", "501 Not Implemented"])
+def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditions(
+    server: S3Server, tmp_path: Path, answer: str
+):
+    if answer == "lost":
+        server.unheard = "PUT .*/.lock"
+    else:
+        server.refused_as, server.refused_if = answer, "HTTP_IF_"
+    with Machine(tmp_path / "a") as here:
+        content = server.objects()["team/run/.lock"]
+        until(lambda: server.objects()["team/run/.lock"] != content)
+        assert not here.mirror._lease.lost_to
+
+
+def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
+    address = f"file://{tmp_path}/elsewhere"
+    claim = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
+    StoredFolder(address).write(".lock", claim)
+
+    async def begin() -> None:
+        mirror = Mirror(tmp_path / "run", address)
+        async with AsyncExitStack() as stack:
+            await Mirrors(mirror).enter(stack, RunDirectory(tmp_path / "run", {}, True, mirror))
+
+    async def run() -> None:
+        beginning = asyncio.create_task(begin())
+        await asyncio.sleep(0.5)
+        assert not beginning.done()
+        beginning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beginning
+
+    began = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - began < 5.0, "and not the 45 s after which a claim ends"
+    assert StoredFolder(address).read(".lock") == claim
+    with RunDirectory(tmp_path / "run", {}, True):
+        pass
