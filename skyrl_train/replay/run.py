@@ -148,11 +148,14 @@ class _Replay:
 
     def _is_whole(self, kept: KeptStep, recorded: Mapping[str, Any]) -> bool:
         """Whether all that the step trained on was kept; with dynamic sampling, dropped groups are counted as well, and
-        repeated ones once."""
+        repeated ones once. Of a step without metrics, such as one that was interrupted, only the configuration tells.
+        """
         counted = recorded.get("rollouts/trajectories")
         samples = self.question.own.generator.n_samples_per_prompt
         others = recorded.get("sampling/dropped", 0) - recorded.get("sampling/repeated", 0)
-        return counted is None or counted == len(kept.rollouts) + samples * others
+        if counted is None:
+            return self.question.own.trainer.keep_rollouts == "all"
+        return counted == len(kept.rollouts) + samples * others
 
     def _check(self, old: Update, advantages: Tensor) -> None:
         """Compare with the advantages that the run kept, of the tokens that it trained on."""

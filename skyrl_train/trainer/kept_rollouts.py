@@ -337,10 +337,10 @@ def _harmless(call: ToolCalled) -> ToolCalled:
     """Without secrets, also those that JSON writes otherwise."""
     try:
         given = json.loads(call["arguments"])
-    except (ValueError, RecursionError):
+        shown = redact(given)
+        return redact(call if shown == given else call | {"arguments": json.dumps(shown, ensure_ascii=False)})
+    except (ValueError, RecursionError):  # what can be read need not be shallow enough for what follows
         return redact(call)
-    shown = redact(given)
-    return redact(call if shown == given else call | {"arguments": json.dumps(shown, ensure_ascii=False)})
 
 
 def _restarts(items: Sequence[Trajectory]) -> pa.Array:

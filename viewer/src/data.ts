@@ -229,14 +229,13 @@ function embedded(data: Embedded): Source {
 
 const rowOf = (sample: Sample): Row => ({ ...sample, tokens: sample.response_tokens, turns: sample.turns.length });
 
-/** The messages that all conversations begin with. */
+/** The messages before the first answer that all conversations begin with: as the server's, also if all answer alike. */
 export function commonStart(conversations: Message[][]): Message[] {
   const [first = [], ...others] = conversations.map((messages) => messages.map((one) => JSON.stringify(one)));
   let length = 0;
   while (length < first.length && others.every((one) => one[length] === first[length])) length++;
-  // Of a single conversation the prompt is what comes before the first answer.
-  if (!others.length) length = conversations[0]?.findIndex((message) => message.role === "assistant") ?? 0;
-  return conversations[0]?.slice(0, Math.max(0, length)) ?? [];
+  const answer = conversations[0]?.findIndex((message) => message.role === "assistant") ?? -1;
+  return conversations[0]?.slice(0, answer < 0 ? length : Math.min(length, answer)) ?? [];
 }
 
 function choose(samples: Sample[], query: Query): Rows {

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.testing.made_up_rollouts import made_up_vocabulary
-from tests.integration.viewer.conftest import Shown, sync_api
+from tests.integration.viewer.conftest import Shown, reported, shown, sync_api
+from tests.support.viewed_runs import write_run
 
 STATUS = ".pager [role=status]"
 FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -251,6 +253,22 @@ def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path])
     expect(page.locator("article[aria-current=true]")).to_have_attribute("aria-label", "sample 4")
     articles.nth(1).get_by_role("button").click()
     expect(page.locator(".sample h2")).to_contain_text("sample 1")
+
+
+@pytest.mark.defect("equal-answers-were-the-prompt")
+def test_samples_that_all_answer_alike_stand_side_by_side_in_a_report_too(browser: Any, tmp_path: Path):
+    run = write_run(tmp_path / "run", "alike", steps=2, kept=(1,))
+    (file,) = (run / "rollouts").glob("step_*.parquet")
+    table = pq.read_table(file)
+    numbers = list(zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True))
+    alike = table.take([numbers.index((group, 1)) for group, _ in numbers])
+    pq.write_table(alike.set_column(alike.column_names.index("sample"), "sample", table["sample"]), file)
+    with shown(browser, reported([run], tmp_path)) as found:
+        page = found.open("tab=rollouts&how=group&step=1&uid=1001&group=1&sample=1")
+        articles = page.locator(".group article")
+        expect(articles.nth(0).locator(".message h3")).to_have_text(["assistant", "tool", "assistant"])
+        expect(articles.locator(".tool-call")).to_have_count(articles.count())
+        expect(page.locator(".sample .message.user")).to_have_count(1)
 
 
 def test_a_conversation_has_its_turns_and_calls(window: Shown):

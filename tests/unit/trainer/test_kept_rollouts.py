@@ -76,6 +76,7 @@ def test_any_text_is_text(tmp_path: Path):
     assert json.loads(row["messages"]) == groups[1].trajectories[0].messages, "JSON can say it exactly"
 
 
+@pytest.mark.defect("a-deep-call-hid-the-rollouts-of-its-step")
 def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secret, written = "hunter2-hunter2", 'a "password" with \\'
     monkeypatch.setenv("SOME_API_KEY", secret)
@@ -86,7 +87,8 @@ def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: 
     item.messages[1]["content"] = item.text
     item.messages[1]["tool_calls"] = [{"arguments": {"key": secret}}]
     item.env_metrics[f"used_{secret}"] = 1.0
-    arguments = [secret, json.dumps({"key": written}), '{"query":  "as it was"}']
+    deep = "[" * 600 + "]" * 600  # which JSON's reader takes
+    arguments = [secret, json.dumps({"key": written}), '{"query":  "as it was"}', f'{{"{secret}": {deep}}}']
     calls = tuple({"name": "login", "arguments": text} for text in arguments)
     item.turns[0] = replace(item.turns[0], tool_calls=calls)
     item.prompt.env_extras["login"] = secret
@@ -94,8 +96,8 @@ def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: 
     keep(KeptRollouts(tmp_path), 1, groups, learnt(groups))
     read = json.dumps(rows_of(tmp_path))
     texts = [call["arguments"] for call in json.loads(rows_of(tmp_path)[0]["turns"][0]["tool_calls"])]
-    assert texts == ["<SOME_API_KEY>", '{"key": "<SOME_PASSWORD>"}', arguments[2]]
-    assert secret not in read and read.count("<SOME_API_KEY>") == 8, "extras come with both samples"
+    assert texts == ["<SOME_API_KEY>", '{"key": "<SOME_PASSWORD>"}', arguments[2], f'{{"<SOME_API_KEY>": {deep}}}']
+    assert secret not in read and read.count("<SOME_API_KEY>") == 9, "extras come with both samples"
     assert item.text.count(secret) == 1, "what the run goes on with is as it was"
 
 
