@@ -161,12 +161,11 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 STRING, WHOLE, TRUTH = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
 STRINGS = {"type": "object", "additionalProperties": STRING}
 # Kubernetes' core/v1: PodTemplateSpec and below, the fields that the file uses.
-SECRET = _object(("secretKeyRef",), secretKeyRef=_object(("name", "key"), name=STRING, key=STRING))
 CONTAINER = _object(
     ("name", "image"),
     name=STRING,
     image=STRING,
-    env=_list(_object(("name",), name=STRING, value=STRING, valueFrom=SECRET)),
+    env=_list(_object(("name",), name=STRING, value=STRING)),
     ports=_list(_object(("containerPort",), name={"type": "string", "maxLength": 15}, containerPort=WHOLE)),
     resources=_object((), limits=STRINGS, requests=STRINGS),
     volumeMounts=_list(_object(("name", "mountPath"), name=STRING, mountPath=STRING)),
@@ -210,7 +209,13 @@ RAY_JOB = _object(
         ttlSecondsAfterFinished=WHOLE,
         backoffLimit=WHOLE,
         submitterPodTemplate=POD,
-        rayClusterSpec=_object(("headGroupSpec",), headGroupSpec=HEAD, workerGroupSpecs=_list(WORKERS)),
+        rayClusterSpec=_object(
+            ("headGroupSpec",),
+            rayVersion=STRING,
+            authOptions=_object((), mode={"enum": ["disabled", "token"]}),
+            headGroupSpec=HEAD,
+            workerGroupSpecs=_list(WORKERS),
+        ),
     ),
 )
 
@@ -222,7 +227,7 @@ def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
     (workers,) = cluster["workerGroupSpecs"]
     pods = [spec["submitterPodTemplate"], cluster["headGroupSpec"]["template"], workers["template"]]
     for container in (one for pod in pods for one in pod["spec"]["containers"]):
-        assert {one["name"] for one in container["env"]} == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+        assert "env" not in container, "the operator gives all of them the token that it uses itself"
         mounted = {one["name"] for one in container.get("volumeMounts", ())}
         there = {
             volume["name"]
@@ -231,6 +236,8 @@ def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
             for volume in pod["spec"].get("volumes", ())
         }
         assert mounted == there
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0), "older ones know no token"
     assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
 
     python, *command = shlex.split(spec["entrypoint"])
