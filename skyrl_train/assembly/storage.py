@@ -53,8 +53,13 @@ class Mirrors:
         Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
         """
         mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
-        for mirror in mirrors:
-            mirror.start()
+        try:
+            for mirror in mirrors:
+                await asyncio.to_thread(mirror.start)
+        except BaseException:
+            for mirror in mirrors:
+                mirror.stop()
+            raise
         failed = True
         try:
             yield

@@ -27,6 +27,8 @@ FINISHED_FILE = ".finished"
 """In a folder of this machine that is finished and has no manifest yet."""
 SET_ASIDE_FILE = "manifest.set_aside.json"
 """What the manifest of a folder is called that is kept, but that nobody reads any more."""
+DELETING = ".deleting"
+"""How the name of a checkpoint of this machine ends that is out of the way, to be deleted."""
 _log = logging.getLogger(__name__)
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from skyrl_train.durable import Written, sync_folder, write_durably
@@ -23,6 +23,7 @@ from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.lease import LEASE_FILE, Lease
 from skyrl_train.storage.manifests import (
+    DELETING,
     FINISHED_FILE,
     MANIFEST_FILE,
     SET_ASIDE_FILE,
@@ -114,14 +115,23 @@ class Mirror:
         for folder in sorted(self._finished_folders(), key=lambda path: path.stat().st_mtime):
             step = self._step_of(folder)
             if step is None and self._is_another_machines(folder):
-                continue
-            if step in (None, newest) or step not in stored:  # what follows a manifest may not be done
-                self._pending.append(folder)
+                _log.warning("Another machine has written %s since: the one that is here is not uploaded.",
+                             f"{self.store.address}/{folder.relative_to(self.local).as_posix()}")  # fmt: skip
+                self.withdraw(folder)
+            elif step in (None, newest) or (step not in stored and not self._is_beyond(step, stored)):
+                self._pending.append(folder)  # the newest again: what follows a manifest may not be done
+        manifests = (self.store.read(name) for name in self.store.find() if name.endswith(f"/{MANIFEST_FILE}"))
+        self._remember(*(one for one in manifests if one is not None))
         self._worker.start()
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are whole at the address, oldest first; without those left behind."""
         return [*self._stored()]
+
+    def has(self, folder: Path) -> bool:
+        """Whether a checkpoint that is here is the one of its name at the address. Raises StorageError."""
+        manifest = self.store.read(f"{folder.name}/{MANIFEST_FILE}")
+        return manifest is not None and holds_the_same(folder, manifest)
 
     def leave_behind(self, step: int) -> None:
         """Whatever an earlier attempt has at the address of this step and of later ones counts no more.
@@ -247,12 +257,24 @@ class Mirror:
                     self._pending.insert(0, folder)
 
     def _make_way(self, stored: dict[int, bytes]) -> None:
-        """Set aside what another machine has not gone on from: checkpoints that are not those at the address."""
-        for folder in self._finished_folders():
+        """Set aside what another machine has not gone on from: checkpoints that are not those at the address.
+
+        That includes those that an interrupted save has put out of the way, which would be put back.
+        """
+        write_durably(self.local / LEFT_BEHIND_FILE, "{}")  # nor has it gone back as this machine has
+        for folder in (*self._finished_folders(), *self.local.glob(f"global_step_*{DELETING}")):
             step = self._step_of(folder)
-            if step is not None and not holds_the_same(folder, stored.get(step, b"")):
+            if step is None:
+                other = folder.suffix == DELETING
+            else:
+                other = not (holds_the_same(folder, stored.get(step, b"")) or self._is_beyond(step, stored))
+            if other:
                 _log.warning("Another machine has gone on with this run, and %s has no such %s: the one that is here "
                              "is now %s.", self.store.address, folder.name, set_aside_here(folder))  # fmt: skip
+
+    def _is_beyond(self, step: int, stored: Collection[int]) -> bool:
+        """Whether a checkpoint that is not at the address is one too many: the next save deletes it here as well."""
+        return len(stored) >= self._keep > 0 and step < min(stored)
 
     def _is_another_machines(self, folder: Path) -> bool:
         """Whether a folder of this name is at the address, and is not what this machine has uploaded."""
@@ -271,6 +293,7 @@ class Mirror:
         known = self._known()
         if known is None or {_digest(one) for one in manifests} - known:
             known = (known or set()) | {_digest(one) for one in manifests}
+            self.local.mkdir(parents=True, exist_ok=True)
             write_durably(self.local / KNOWN_FILE, json.dumps(sorted(known)))
 
     def _upload(self, folder: Path | None) -> None:

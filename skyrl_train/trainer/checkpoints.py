@@ -23,7 +23,7 @@ from typing import Any
 from skyrl_train.config.sources import is_address
 from skyrl_train.durable import Written, describe, sync_folder, write_durably
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.storage.manifests import MANIFEST_FILE, set_aside_here
+from skyrl_train.storage.manifests import DELETING, MANIFEST_FILE, set_aside_here
 from skyrl_train.storage.mirror import LATEST_FILE, Mirror
 from skyrl_train.storage.places import working_folder
 
@@ -32,7 +32,8 @@ RESUME_MODES = ("none", "latest", "from_path")
 
 _COMMITTED = re.compile(r"global_step_(\d+)")
 _TORN = re.compile(r"global_step_(\d+)\.partial")
-_DELETING = ".deleting"
+_STORED = ".stored"
+"""What another run's checkpoint is called here if one of that step is here and is another one than at the address."""
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 """Raised by what is no JSON object: binary, too deep, a number of too many digits."""
 _log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Checkpoints:
 
         So is what is left of checkpoints whose deletion was interrupted. Raises OSError.
         """
-        for doomed in self._root.glob(f"global_step_*{_DELETING}"):
+        for doomed in self._root.glob(f"global_step_*{DELETING}"):
             shutil.rmtree(doomed)
         folder = self._partial(step)
         if folder.exists():
@@ -142,11 +143,13 @@ class Checkpoints:
         stored = [] if mirror is None else mirror.steps()
         candidates = _candidates(root, stored, newest)
         for step, folder in candidates:
+            if mirror is not self._mirror and mirror is not None and step in stored and not mirror.has(folder):
+                folder = folder.with_name(f"{folder.name}{_STORED}")
             problem = verify(folder)
             if problem is not None and mirror is not None and step in stored:
                 problem = _fetched(mirror, step, folder)
             if problem is None:
-                if folder.name != f"global_step_{step}":
+                if folder.name.removesuffix(_STORED) != f"global_step_{step}":
                     _log.warning("Checkpoint %s is of step %d: its manifest decides, not its name.", folder, step)
                 return Checkpoint(folder, step, _read(folder / STATE_FILE))
             _log.error("CHECKPOINT %s IS DAMAGED: %s. Falling back to the one before it.", folder, problem)
@@ -169,13 +172,13 @@ class Checkpoints:
         assert mirror is not None
         match = _COMMITTED.fullmatch(name)
         if match is None or not (int(match[1]) in mirror.steps() or (mirror.local / name).is_dir()):
-            raise _no_checkpoint(path)
+            raise _no_checkpoint(path, mirror.local / name)
         return mirror.local, int(match[1]), mirror
 
     def _bring_back(self) -> None:
         """A checkpoint is out of the way for a moment while its step is saved again: a kill may come just then."""
-        for moved in self._root.glob(f"global_step_*{_DELETING}"):
-            original = moved.with_name(moved.name.removesuffix(_DELETING))
+        for moved in self._root.glob(f"global_step_*{DELETING}"):
+            original = moved.with_name(moved.name.removesuffix(DELETING))
             if not original.exists() and verify(moved) is None:
                 moved.rename(original)
 
@@ -207,7 +210,7 @@ class Checkpoints:
 @contextmanager
 def _out_of_the_way(folder: Path) -> Iterator[None]:
     """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
-    doomed = folder.with_name(f"{folder.name}{_DELETING}")
+    doomed = folder.with_name(f"{folder.name}{DELETING}")
     shutil.rmtree(doomed, ignore_errors=True)
     if folder.exists():
         folder.rename(doomed)
@@ -268,14 +271,16 @@ def _parse_path(path: str | Path | None) -> tuple[Path, int]:
     folder = Path(path).resolve() if path else None
     match = _COMMITTED.fullmatch(folder.name) if folder else None
     if folder is None or match is None or not folder.is_dir():
-        raise _no_checkpoint(path)
+        raise _no_checkpoint(path, folder)
     return folder.parent, int(match.group(1))
 
 
-def _no_checkpoint(path: str | Path | None) -> ConfigError:
+def _no_checkpoint(path: str | Path | None, folder: Path | None) -> ConfigError:
+    aside = [] if folder is None else sorted(folder.parent.glob(f"{folder.name}.set_aside_*"))
+    hint = f" {aside[-1]} was set aside: rename it to {aside[-1].stem} to go on from it." if aside else ""
     return ConfigError(
         f"trainer.resume_path={str(path)!r} is not a checkpoint: "
-        "give the folder <ckpt_path>/global_step_<number> of a finished save."
+        f"give the folder <ckpt_path>/global_step_<number> of a finished save.{hint}"
     )
 
 

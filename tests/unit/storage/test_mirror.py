@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.assembly.storage import Mirrors
-from skyrl_train.errors import StorageError
+from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.storage import mirror as mirrors
 from skyrl_train.storage.manifests import fetch
 from skyrl_train.storage.mirror import Mirror
+from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.checkpoints import verify
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.stored_runs import ADDRESS, Machine, puts, until
@@ -266,6 +267,73 @@ def test_what_was_not_uploaded_counts_if_no_other_machine_has_saved_since(addres
         assert there.mirror.steps() == [10, 20]
 
 
+@pytest.mark.defect("back-on-the-first-machine")
+def test_nothing_brings_back_what_was_set_aside_but_who_renames_it(tmp_path: Path):
+    address = f"file://{tmp_path}/elsewhere/run"
+    with Machine(tmp_path / "a", address) as here:
+        for step in (10, 20, 30):
+            here.save(step)
+        here.mirror.finish(20)
+    with Machine(tmp_path / "a", address) as here:
+        here.mirror.stop()
+        assert here.checkpoints.load_path("from_path", f"{address}/global_step_10") is not None
+        here.save(20, "back")  # which is never uploaded
+        here.save(25, "back").rename(tmp_path / "a" / "global_step_25.deleting")  # killed as it was saved once more
+    with Machine(tmp_path / "b", address) as there:
+        assert there.loaded() == (30, "weights of step 30")
+        there.save(35)
+        there.mirror.finish(20)
+    with Machine(tmp_path / "a", address) as again:
+        assert again.loaded() == (35, "weights of step 35")
+        assert again.mirror.steps() == [10, 20, 30, 35], "nobody has gone back"
+        aside = tmp_path / "a" / "global_step_20.set_aside_0"
+        aside.rename(tmp_path / "a" / "global_step_40")
+        (tmp_path / "a" / "global_step_40").rename(tmp_path / "a" / "global_step_40.set_aside_0")
+        for path in (f"{address}/global_step_40", tmp_path / "a" / "global_step_40"):
+            with pytest.raises(ConfigError, match=r"40\.set_aside_0 was set aside: rename it to global_step_40"):
+                again.checkpoints.load_path("from_path", path)
+    (tmp_path / "a" / "global_step_40.set_aside_0").rename(tmp_path / "a" / "global_step_40")
+    with Machine(tmp_path / "a", address) as again:
+        again.mirror.finish(20)
+        assert 40 in again.mirror.steps()
+
+
+@pytest.mark.defect("back-on-the-first-machine")
+def test_machines_that_take_turns_keep_no_more_than_one_alone(address: str, tmp_path: Path):
+    step = 10
+    for name in ("a", "b") * 3:
+        with Machine(tmp_path / name, address, keep=2) as one:
+            assert one.loaded() == (None if step == 10 else (step - 10, f"weights of step {step - 10}"))
+            for _ in range(3):
+                one.save(step)
+                step += 10
+            one.mirror.finish(20)
+            assert one.mirror.steps() == [step - 20, step - 10]
+        there = [folder.name for folder in (tmp_path / name).glob("global_step_*")]
+        assert len(there) <= 3, "one that was being uploaded is deleted by the next save"
+        assert all(folder.removeprefix("global_step_").isdigit() for folder in there), "nothing is set aside"
+
+
+@pytest.mark.defect("back-on-the-first-machine")
+def test_another_runs_checkpoint_is_the_one_at_its_address(server: S3Server, tmp_path: Path):
+    here = working_folder(ADDRESS)
+    with Machine(here) as first:
+        first.save(10)
+        first.mirror.finish(20)
+    with Machine(here) as first:
+        first.mirror.stop()
+        first.save(20, "first")  # which is never uploaded
+    with Machine(tmp_path / "b") as there:
+        there.save(20, "second")
+        there.mirror.finish(20)
+    with Machine(tmp_path / "other", f"{ADDRESS}2") as other:
+        for _ in range(2):
+            found = other.checkpoints.load_path("from_path", f"{ADDRESS}/global_step_20")
+            assert found is not None and found.step == 20
+            assert (found.path / "policy" / "rank_0").read_text() == "second of step 20"
+    assert (here / "global_step_20" / "policy" / "rank_0").read_text() == "first of step 20", "it is not this run's"
+
+
 def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written_again(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -336,16 +404,19 @@ def test_an_export_is_there_once_its_manifest_is_and_one_that_is_written_again_i
 
 @pytest.mark.defect("back-on-the-first-machine")
 def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_start(address: str, tmp_path: Path):
-    def export(machine: str, text: str | None) -> Mirror:
+    def export(machine: str, text: str | None, killed: bool = False) -> Mirror:
         mirror = Mirror(tmp_path / machine, address)
         folder = tmp_path / machine / "global_step_3" / "policy"
         mirror.start()
+        if killed:
+            mirror.stop()
         if text is not None:
             folder.mkdir(parents=True, exist_ok=True)
             mirror.withdraw(folder)
             (folder / "config.json").write_text(text)
             mirror.offer(folder)
-        mirror.finish(20)
+        if not killed:
+            mirror.finish(20)
         return mirror
 
     def there(mirror: Mirror) -> bytes | None:
@@ -354,8 +425,11 @@ def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_s
 
     assert there(export("a", "first")) == b"first"
     assert there(export("b", "second")) == b"second"
-    assert there(export("a", None)) == b"second", "which is as the other machine has left it"
+    for _ in range(2):
+        assert there(export("a", None)) == b"second", "which is as the other machine has left it"
     assert there(export("a", "third")) == b"third"
+    assert there(export("b", "fourth", killed=True)) == b"third"
+    assert there(export("b", None)) == b"fourth", "it had seen the third"
 
 
 def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
