@@ -128,10 +128,10 @@ class Mirror:
         """The steps of the checkpoints that are whole at the address, oldest first; without those left behind."""
         return [*self._stored()]
 
-    def has(self, folder: Path) -> bool:
-        """Whether a checkpoint that is here is the one of its name at the address. Raises StorageError."""
-        manifest = self.store.read(f"{folder.name}/{MANIFEST_FILE}")
-        return manifest is not None and holds_the_same(folder, manifest)
+    def has_another(self, folder: Path) -> bool:
+        """Whether a checkpoint is here and is not the one of its name at the address. Raises StorageError."""
+        manifest = self.store.read(f"{folder.name}/{MANIFEST_FILE}") if folder.is_dir() else None
+        return manifest is not None and not holds_the_same(folder, manifest)
 
     def leave_behind(self, step: int) -> None:
         """Whatever an earlier attempt has at the address of this step and of later ones counts no more.

@@ -143,7 +143,7 @@ class Checkpoints:
         stored = [] if mirror is None else mirror.steps()
         candidates = _candidates(root, stored, newest)
         for step, folder in candidates:
-            if mirror is not self._mirror and mirror is not None and step in stored and not mirror.has(folder):
+            if mirror is not None and mirror is not self._mirror and step in stored and mirror.has_another(folder):
                 folder = folder.with_name(f"{folder.name}{_STORED}")
             problem = verify(folder)
             if problem is not None and mirror is not None and step in stored:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import threading
 from pathlib import Path
 
@@ -331,6 +332,11 @@ def test_another_runs_checkpoint_is_the_one_at_its_address(server: S3Server, tmp
             found = other.checkpoints.load_path("from_path", f"{ADDRESS}/global_step_20")
             assert found is not None and found.step == 20
             assert (found.path / "policy" / "rank_0").read_text() == "second of step 20"
+        for missing in (False, True):
+            if missing:
+                shutil.rmtree(here / "global_step_10")
+            found = other.checkpoints.load_path("from_path", f"{ADDRESS}/global_step_10")
+            assert found is not None and found.path == here / "global_step_10"
     assert (here / "global_step_20" / "policy" / "rank_0").read_text() == "first of step 20", "it is not this run's"
 
 
