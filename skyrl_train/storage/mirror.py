@@ -120,7 +120,8 @@ class Mirror:
                 self.withdraw(folder)
             elif step in (None, newest) or (step not in stored and not self._is_beyond(step, stored)):
                 self._pending.append(folder)  # the newest again: what follows a manifest may not be done
-        manifests = (self.store.read(name) for name in self.store.find() if name.endswith(f"/{MANIFEST_FILE}"))
+        exported = (name for name in self.store.find() if re.fullmatch(rf"{_STEP.pattern}/.+/{MANIFEST_FILE}", name))
+        manifests = map(self.store.read, exported)  # those of checkpoints are `take_over`'s
         self._remember(*(one for one in manifests if one is not None))
         self._worker.start()
 
