@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.weight_sync.publish import WeightPublisher
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -144,12 +144,6 @@ class Trainer:
         if method == "address":
             return [free_address()]
         return [await asyncio.to_thread(getattr(self.sender, names.get(method, method)), *arguments)]
-
-
-def free_address() -> tuple[str, int]:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
 
 
 def cpu_s(pid: int | None) -> float:

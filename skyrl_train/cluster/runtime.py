@@ -72,6 +72,9 @@ STARTS = 4
 """How often starting Ray is tried. Its node process gives its helpers only 15 s to start (ray-project/ray#65983), which
 is too short for a first import on busy cores; the next attempt is faster."""
 
+_SERVER_DIED = ("Starting Ray client server failed", "Proxy failed to Connect to backend")
+"""What the head says if its server for one client has died."""
+
 
 @contextmanager
 def importing(module: str) -> Iterator[None]:
@@ -139,6 +142,31 @@ def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+def _connect(address: str, settings: Mapping[str, Any]) -> None:
+    """Join a cluster. Raises ConfigError if none answers.
+
+    A process of the head serves this client alone (`ray://`). One in fifteen dies as it is forked
+    (ray-project/ray#63202), unless the head was started with GRPC_ENABLE_FORK_SUPPORT=0; then another one is asked for.
+    """
+    for attempt in range(1, STARTS + 1):
+        try:
+            with _own_handlers():
+                ray.init(address=address, **settings)
+            return
+        except ConnectionError as error:
+            died = any(one in str(error) for one in _SERVER_DIED)
+            if not died or attempt == STARTS:
+                advice = (
+                    f"It failed {STARTS} times: see the logs of Ray on the head, and start it with "
+                    "GRPC_ENABLE_FORK_SUPPORT=0."
+                    if died
+                    else "If it asks for a token, as one does that was started where there is a ~/.ray/auth_token, set "
+                    "RAY_AUTH_MODE=token."
+                )
+                raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). {advice}") from error
+        log.warning("The head's server for this Ray client died; asking for another, %d of %d.", attempt + 1, STARTS)
 
 
 def _keep_token_private() -> None:
@@ -367,14 +395,7 @@ class Cluster:
         if drivers_python:
             env["py_executable"] = shlex.quote(sys.executable)
         given: dict[str, Any] = {"runtime_env": env, "logging_level": logging.WARNING}
-        try:
-            with _own_handlers():
-                ray.init(address=address, **(given | dict(settings)))
-        except ConnectionError as error:
-            raise ConfigError(
-                f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). If it asks for a token, as one does "
-                "that was started where there is a ~/.ray/auth_token, set RAY_AUTH_MODE=token."
-            ) from error
+        _connect(address, given | dict(settings))
         if drivers_python:
             self._check_nodes(address)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import socket
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 
@@ -15,8 +18,26 @@ GROUP_ADDRESS = "SKYRL_GROUP_ADDRESS"
 LOOPBACK = "127.0.0.1"
 
 
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ATTEMPTS = 32
+
+
 def free_address(host: str = LOOPBACK) -> tuple[str, int]:
-    """(host, a free port of it). Raises OSError if the host is not this machine."""
+    """(host, a free port of it). Raises OSError if the host is not this machine.
+
+    Whoever asks listens only seconds later. In between, Linux may give any port of its ephemeral range to a connection
+    that leaves the machine, so the port is one above the range where there are some. Which one is not the business of a
+    run's seed: two runs on one machine have the same.
+    """
+    above = range(_last_ephemeral_port() + 1, 2**16)
+    for port in random.SystemRandom().sample(above, min(_ATTEMPTS, len(above))):
+        try:
+            listen(host, port).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return host, port
     with closing(listen(host, 0)) as probe:
         return host, int(probe.getsockname()[1])
 
@@ -68,6 +89,14 @@ def forget_interface() -> None:
 def configured_interface() -> str:
     """The interface that this machine's user wants gloo to use; empty if gloo is to choose."""
     return "" if _CHOSEN in os.environ else os.environ.get(_INTERFACE, "")
+
+
+def _last_ephemeral_port() -> int:
+    """65,535, which leaves none above, where it is not known."""
+    try:
+        return int(_EPHEMERAL.read_text().split()[1])
+    except OSError:
+        return 2**16 - 1
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -14,11 +14,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.learner_specs import tiny_spec
-from tests.support.rank_processes import free_port, run_ranks
+from tests.support.rank_processes import run_ranks
 
 RANKS = 4
 
@@ -31,7 +32,7 @@ def anonymous_bytes() -> int:
 
 def peak_of_loading(path: str, folder: Path, ranks: int = RANKS, strategy: str = "fsdp2", **changes: object) -> int:
     """Bytes: the sum of what each of the ranks has at most, while it loads, beyond what it had before."""
-    port = free_port()
+    port = free_address()[1]
     run_ranks(_load, [(rank, ranks, path, folder, port, strategy, changes) for rank in range(ranks)], folder)
     return sum(int((folder / f"peak_{rank}").read_text()) for rank in range(ranks))
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import skyrl_train.engines
+from skyrl_train.cluster.sockets import free_address
 
 STAND_INS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stand_ins"
 TOKEN = "a-token-of-the-tests"
@@ -47,9 +46,7 @@ class NativeServerProcess:
         self, kind: str, model: str, *, log: Path, length: int = 1024, seqs: int = 16, plain: bool = False, **env: str
     ):
         """`kind` is vllm or sglang; `plain`: vLLM's without what training wants of it. `log`: a file for its output."""
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        _, port = free_address()
         self.address = f"127.0.0.1:{port}"
         command = _SGLANG if kind == "sglang" else _VLLM + ("" if plain else _VLLM_FOR_TRAINING)
         words = {"model": model, "length": length, "length_and_spare": length + SPARE, "seqs": seqs, "port": port}

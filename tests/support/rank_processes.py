@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,12 +21,6 @@ import torch
 DEADLINE_S = 300.0
 RANKS = get_context("forkserver")
 RANKS.set_forkserver_preload(["skyrl_train.learner.worker", "tests.support.recording_strategies"])
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(

@@ -34,6 +34,10 @@ STARTS_WITHIN_S = 180.0
 REPOSITORY = Path(__file__).parents[2]
 _LOST_SOON = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that was killed is known to be lost after 2 s, not 20 as by default; one that is slow has as long as ever."""
+_OF_NODES = {
+    "PYTHONPATH": str(REPOSITORY),  # for workers, whose folder is another one
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # for clients, as docs/multi_node.md says
+}
 _LONGEST_TEMPORARY = 30
 """Characters: a socket's path has 107, of which Ray's names take 77."""
 
@@ -126,7 +130,7 @@ def raylets(
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"}
     host = subprocess.Popen(
         [sys.executable, "-m", __name__, folder, json.dumps(described), json.dumps(_LOST_SOON | dict(system or {}))],
-        env=os.environ | environment | {"PYTHONPATH": str(REPOSITORY)},  # for workers, whose folder is another one
+        env=os.environ | environment | _OF_NODES,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -7,12 +7,11 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.remote import RemoteEngine
@@ -261,9 +261,7 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time():
 @contextmanager
 def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The process and the port of `serve`, which has said that it serves."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    _, port = free_address()
     overrides = [
         f"trainer.policy.model.path={tiny_model_path}",
         f"generator.http_endpoint_port={port}",

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from skyrl_train.cluster.sockets import free_address
 from tests.integration.strategies.parallel_group_ranks import loss_of, make_batch
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import assert_same_tensors, padded_scores
-from tests.support.rank_processes import free_port, run_ranks
+from tests.support.rank_processes import run_ranks
 
 from .cells import attention_of, green, make, red
 from .ranks import GROUPS, WORLD, main
@@ -45,7 +46,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     cells = [(one["name"], one["column"]) for one in chosen]
     run_ranks(
-        main, [(rank, port, cells, folder) for port in [free_port()] for rank in range(WORLD)], folder, DEADLINE_S
+        main, [(rank, port, cells, folder) for port in [free_address()[1]] for rank in range(WORLD)], folder, DEADLINE_S
     )
     return Found(load_file(folder / "gradients.safetensors"), json.loads((folder / "refused.json").read_text()))
 

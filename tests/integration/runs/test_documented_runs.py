@@ -10,11 +10,10 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import datasets
 import pytest
 import yaml
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.keys import canonical
 from skyrl_train.entrypoints import cli
 from skyrl_train.listening import API_KEY
@@ -193,18 +193,11 @@ def elsewhere(command: Command, model: Path, folder: Path) -> Iterator[dict[str,
         yield here
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def served(model: Path) -> Iterator[str]:
     """An engine for other machines, by the command of docs/serving.md."""
     (command,) = documented(r"python -m skyrl_train\.entrypoints\.serve .*http_endpoint_host")
-    port = free_port()
+    port = free_address()[1]
     own = ["generator.http_endpoint_host=127.0.0.1", f"generator.http_endpoint_port={port}"]
     words = [sys.executable, *command.words[1:], f"trainer.policy.model.path={model}", *own]
     with serving(words):
@@ -215,7 +208,7 @@ def served(model: Path) -> Iterator[str]:
 def vllm_s_own(model: Path, folder: Path) -> Iterator[str]:
     """vLLM's server, by the command of docs/engines.md."""
     (block,) = (text for _, text in blocks("bash") if "vllm.entrypoints" in text)
-    port = free_port()
+    port = free_address()[1]
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import resource
-import socket
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.cluster.sockets import free_address
 from tests.support.machine import slowness
 from tests.support.wheel import build_wheel
 
@@ -95,9 +95,7 @@ def test_an_isolated_environment_of_uv_is_that_of_every_process(
 @contextmanager
 def ray_started_by_hand(env: dict[str, str]) -> Iterator[str]:
     """RAY_ADDRESS of a cluster that somebody started with the Python of the tests."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = "{}:{}".format(*free_address())
     start = ["start", "--head", "--block", f"--port={address.partition(':')[2]}", "--num-cpus=2"]
     command = [str(Path(sys.executable).with_name("ray")), *start, "--include-dashboard=false"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:

@@ -8,19 +8,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.others_processes import gone
 
@@ -65,12 +64,6 @@ class JobServer:
         return [one for one in self.raylet.children() if one.name().startswith("ray::") and "Shell" in one.name()]
 
 
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def job_server(tmp_path: Path) -> Iterator[JobServer]:
     """As docs/multi_node.md starts it by hand, on a machine of two CPUs and a home of its own."""
@@ -83,8 +76,8 @@ def job_server(tmp_path: Path) -> Iterator[JobServer]:
         (tmp_path / home).mkdir()
     on_head = environment | {"HOME": str(tmp_path / "head")}
     subprocess.run([RAY, "get-auth-token", "--generate"], env=on_head, check=True, capture_output=True, timeout=60)
-    port, folder = _free_port(), tempfile.mkdtemp(prefix="ray-")
-    command = [RAY, "start", "--head", "--block", f"--port={_free_port()}", f"--dashboard-port={port}"]
+    port, folder = free_address()[1], tempfile.mkdtemp(prefix="ray-")
+    command = [RAY, "start", "--head", "--block", f"--port={free_address()[1]}", f"--dashboard-port={port}"]
     command += ["--num-cpus=2", f"--temp-dir={folder}", "--object-store-memory=200000000"]
     with subprocess.Popen(command, env=on_head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as head:
         assert head.stdout is not None

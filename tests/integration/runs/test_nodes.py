@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyrl_train.cluster.sockets import free_address
@@ -74,7 +76,7 @@ def run_and_lose(
 
 def until(driver: subprocess.Popen[bytes], pattern: str, file: Path, log: Path) -> None:
     """Wait until this is in the file."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (file.exists() and re.search(pattern, file.read_text())):
         assert driver.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
         time.sleep(0.1)
@@ -199,12 +201,26 @@ def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
             driver.wait()
 
 
+def server_of_client(nodes: Raylets) -> psutil.Process:
+    """The process of the head that serves the one client there is."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in nodes.host.children(recursive=True):
+            with suppress(psutil.Error):
+                if "--mode=specific-server" in process.cmdline():
+                    return process
+        time.sleep(0.02)
+    raise AssertionError("no client came")
+
+
 @pytest.mark.defect("an-engine-s-death-ends-a-run-behind-a-ray-client")
+@pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
     small: Callable[[Path], list[str]], tmp_path: Path
 ):
+    """Nor does the first server that the head starts for it live, as now and then one does not."""
     log, port = tmp_path / "run.log", free_address()[1]
     steps = ["device=cpu", "trainer.max_steps=40", "trainer.epochs=40", "trainer.eval_before_train=false"]
     with raylets([], head_cpus=2, client_port=port) as nodes, log.open("w") as output:
@@ -215,6 +231,7 @@ def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
             env=os.environ | nodes.environment | {"RAY_ADDRESS": f"ray://{nodes.addresses[0]}:{port}"},
         )
         try:
+            server_of_client(nodes).kill()
             until(driver, '"step": 2,', tmp_path / "ckpts" / "metrics.jsonl", log)
             (engine,) = [one for one in nodes.processes(0) if "AsyncShell" in one.name()]
             engine.kill()
@@ -222,6 +239,7 @@ def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
         finally:
             driver.kill()
             driver.wait()
+    assert "server for this Ray client died; asking for another, 2 of 4" in log.read_text()
     assert metrics_of(tmp_path)[40]["engines/restarts"] == 1
 
 

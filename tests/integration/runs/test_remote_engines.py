@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.cluster.sockets import free_address
 from tests.support.served import serving
 
 from .conftest import Run, metrics_of
@@ -20,9 +19,7 @@ TOKEN = "a-token-for-tests"
 @pytest.fixture
 def server(tiny_model_path: str, tmp_path: Path) -> Iterator[str]:
     """host:port of `serve` with one transformers engine."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    _, port = free_address()
     keys = [f"trainer.policy.model.path={tiny_model_path}", f"generator.http_endpoint_port={port}"]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys, "data.train_data=[none]"]
     with serving(command, SKYRL_API_KEY=TOKEN):

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.report.run_ids import kept_id
 
@@ -252,8 +253,7 @@ def test_a_server_of_mlflow_gets_the_run_and_one_that_goes_away_costs_the_tracke
 ):
     python, run = environment("mlflow"), tmp_path / "run"
     run.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    _, port = free_address()
     at = f"http://somebody:canary-pass@127.0.0.1:{port}"
     with mlflow_server(python, tmp_path, port):
         env = CANARIES | {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "MLFLOW_TRACKING_URI": at}

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.metrics import Metrics
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch
 from tests.support.padded_reference import assert_same_tensors, padded_scores
-from tests.support.rank_processes import free_port, run_ranks
+from tests.support.rank_processes import run_ranks
 from tests.support.routing_reference import explicit_balance_loss
 
 from .expert_parallel_ranks import CASES, STEPPED, main, main_without
@@ -68,7 +69,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             train(alone, 3)
             alone.save(folder / f"{kind}_single")
     run_ranks(
-        main, [(rank, world, size, port, folder) for port in [free_port()] for rank in range(world)], folder, DEADLINE_S
+        main,
+        [(rank, world, size, port, folder) for port in [free_address()[1]] for rank in range(world)],
+        folder,
+        DEADLINE_S,
     )
     values = json.loads((folder / "found.json").read_text())
     return Found(world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))
@@ -101,7 +105,7 @@ def test_the_summed_gradient_is_the_padded_one_wherever_experts_are(found: Found
 @pytest.mark.parametrize("world", [1, 2])
 def test_so_it_is_where_experts_are_sharded_as_all_else(world: int, tmp_path: Path) -> None:
     (tmp_path / "kinds.json").write_text(json.dumps(KINDS))
-    port = free_port()
+    port = free_address()[1]
     run_ranks(main_without, [(rank, world, port, tmp_path) for rank in range(world)], tmp_path, DEADLINE_S)
     assert_padded_gradients(KINDS, load_file(tmp_path / "gradients.safetensors"), leaves_out="divided_sequences")
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
@@ -20,7 +21,7 @@ from skyrl_train.models.lora import Adapters
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.learner_specs import tiny_spec
 from tests.support.loading_memory import RANKS, peak_of_loading
-from tests.support.rank_processes import free_port, run_ranks
+from tests.support.rank_processes import run_ranks
 
 FROZEN = {"optimizer": None, "total_steps": None, "objective": None, "dtype": "bfloat16"}
 LORA = LoraConfig(rank=4, alpha=8)
@@ -130,7 +131,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_ranks_have_the_bits_of_a_model_that_is_loaded_in_one_piece(
     world: int, ways: Ways, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    ports = [free_port() for _ in ways]
+    ports = [free_address()[1] for _ in ways]
     run_ranks(load_every_way, [(rank, world, ways, folders, ports) for rank in range(world)], tmp_path)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.token_scorer import TokenScorer
@@ -25,7 +26,7 @@ from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import assert_same_tensors, padded_scores, padded_values
-from tests.support.rank_processes import free_port, run_ranks
+from tests.support.rank_processes import run_ranks
 from tests.support.recording_strategies import RecordingWorker
 from tests.support.routing_reference import explicit_balance_loss
 
@@ -73,7 +74,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             alone = single(kind)
             train(alone, 3)
             alone.save(folder / f"{kind}_single")
-    arguments = [(rank, world, shared, size, free, folder) for free in [free_port()] for rank in range(world)]
+    arguments = [(rank, world, shared, size, free, folder) for free in [free_address()[1]] for rank in range(world)]
     run_ranks(main, arguments, folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
     return Found(shared, world, size, folder, kinds, values, load_file(folder / "gradients.safetensors"))

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import CheckpointError, ConfigError, DeadlineExceeded
@@ -31,7 +32,7 @@ from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import assert_same_tensors, padded_scores, padded_values, ragged_batch
-from tests.support.rank_processes import free_port, run_ranks
+from tests.support.rank_processes import run_ranks
 from tests.support.tiny_adapters import fill_adapters
 
 from . import ranks
@@ -80,7 +81,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(f"{strategy}_{world}")
     with double_precision():
         run_single(3, DTYPES[strategy]).save(folder / "single")
-    port = free_port()
+    port = free_address()[1]
     arguments = [(ranks.Ranks(strategy, rank, world, folder), port) for rank in range(world)]
     run_ranks(ranks.main, arguments, folder, DEADLINE_S)
     values = json.loads((folder / "found.json").read_text())
@@ -305,5 +306,5 @@ def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.Monk
 def test_a_rank_that_nobody_joins_gives_up_by_its_deadline(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="meeting of 2 ranks"):
-        init_process_group(rank, 2, "127.0.0.1", free_port(), "gloo", 1.0)
+        init_process_group(rank, 2, "127.0.0.1", free_address()[1], "gloo", 1.0)
     assert time.monotonic() - started < 60

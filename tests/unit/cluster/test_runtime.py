@@ -190,3 +190,25 @@ def test_a_cluster_that_does_not_answer_is_a_mistake_of_the_address_or_the_token
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10\.0\.0\.1:1: .*nobody there.*RAY_AUTH_MODE=token"):
         runtime.Cluster()._join("10.0.0.1:1", {})
+
+
+@pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
+@pytest.mark.parametrize("said", ["Starting Ray client server failed. See ...", "Proxy failed to Connect to backend!"])
+def test_a_head_whose_server_for_a_client_died_is_asked_again(said: str, monkeypatch: pytest.MonkeyPatch):
+    died = ConnectionAbortedError(f"Initialization failure from server: {said}")
+    asked: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        asked.append(address)
+        if len(asked) != answers:
+            raise died
+
+    monkeypatch.setattr(ray, "init", init)
+    for answers in (1, runtime.STARTS):
+        asked.clear()
+        runtime.Cluster()._join("ray://10.0.0.1:10001", {})
+        assert len(asked) == answers
+    answers = runtime.STARTS + 1
+    asked.clear()
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=ray://.*failed 4 times.*GRPC_ENABLE_FORK_SUPPORT=0"):
+        runtime.Cluster()._join("ray://10.0.0.1:10001", {})

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from aiohttp import web
 from tensordict import TensorDict
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.tensordict.wrappers import sglang_server
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
@@ -30,12 +29,6 @@ TOKENIZER = byte_tokenizer()
 
 def ids(text: str) -> list[int]:
     return list(TOKENIZER(text)["input_ids"])
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -115,7 +108,7 @@ def test_weights_of_a_group_come_as_lists_and_are_proven(monkeypatch: pytest.Mon
         return TransformersEngine(model, tokenizer, **options)
 
     monkeypatch.setattr(sglang_server, "load_object", lambda _: start)
-    trained, port = tiny_model(seed=5), free_port()
+    trained, port = tiny_model(seed=5), free_address()[1]
     rows = [[5, 9, 77, 30], [8, 8, 250]]
     with (
         AsyncSGLang(model_path=tiny_model_path, dtype="float32", device="cpu") as server,
@@ -203,6 +196,6 @@ def test_a_server_gets_all_prompts_at_once_and_its_log_probs_are_no_ids(tiny_mod
 
 def test_no_server_is_a_connection_error():
     with pytest.raises(ConnectionError, match="no SGLang server at"):
-        AsyncSGLang.connect(f"127.0.0.1:{free_port()}", token="t", connect_timeout=0.3)
+        AsyncSGLang.connect(f"127.0.0.1:{free_address()[1]}", token="t", connect_timeout=0.3)
     with pytest.raises(ConfigError, match="server_url or model_path"):
         AsyncSGLang()
