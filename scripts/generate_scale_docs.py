@@ -22,10 +22,15 @@ SIZES = (8, 64, 512, 4096)
 
 # Measured: docs/benchmarks.md, "Control plane", 2,048 x 4,096 tokens and conversations of 64 and 1,000 tokens a turn.
 HELD_BYTES = 17.3
-RANKED = 27.1e6
-"""Tokens a CPU-second, from rollouts to ranks: batch, advantages, parts, and Ray's copies of them into its store."""
-MOVED_BYTES = 13
-"""Of a token, to ranks: its id, whether it counts, and the engine's and the trainer's log-prob of it."""
+RANKED = 20.1e6
+"""Tokens a CPU-second, from rollouts to ranks: batch, both scores, advantages, parts, and Ray's copies of them into its
+store."""
+PART_S = 5.9e-5
+"""CPU-seconds of a sequence, as one of 131,072 that are divided into the parts of 4,096 ranks: 7.7 s."""
+IN_BYTES = 20
+"""Of a token, to the driver: its id and the engine's two log-probs of it, and what policy and reference score."""
+OUT_BYTES = 17
+"""Of a token, to ranks: its id, whether it counts, and the engine's, the trainer's and the reference's log-prob."""
 TURN_S, TURN_TOKEN_S = 2.39e-4, 2.08e-7
 """CPU-seconds of the driver: of a turn, 1 / 3,961 with 64 tokens and 1 / 2,237 with 1,000; longer ones are a line."""
 # Measured: "On a GPU", part 8, one H200 and a model of 0.6B; part 5, between two processes of one GPU.
@@ -110,7 +115,7 @@ class Step:
     @property
     def moved_gb(self) -> float:
         """Out of the driver: every rank's part once."""
-        return self.tokens * MOVED_BYTES / 1e9
+        return self.tokens * OUT_BYTES / 1e9
 
     @property
     def conversations(self) -> float:
@@ -118,12 +123,13 @@ class Step:
 
     @property
     def batch(self) -> float:
-        return self.tokens / RANKED
+        return self.tokens / RANKED + self.sequences * PART_S
 
     @property
     def network(self) -> float:
-        """Rollouts into the driver and shards out of it, at different times."""
-        return (self.held_gb + self.moved_gb) / self.given.driver_gb_s if self.gpus > 8 else 0.0
+        """Rollouts and scores into the driver and shards out of it, at different times."""
+        moved = self.tokens * (IN_BYTES + OUT_BYTES) / 1e9
+        return moved / self.given.driver_gb_s if self.gpus > 8 else 0.0
 
     @property
     def generate(self) -> float:

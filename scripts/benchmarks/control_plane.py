@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/control_plane.py [--against COMMIT] [--scored] [--json FILE]
     python scripts/benchmarks/control_plane.py --sizes 2048x4096 1024x16384 --conversations 16384x64 16384x1000
+    python scripts/benchmarks/control_plane.py --sizes --conversations --parts 16384x512 131072x4096
 
 Engines are scripted, in this process, and answer after 5 ms, each request with arrays of its own; no model is run.
 Ledger, batches, `ConversationGenerator`, `EngineClient` and `EnvironmentHost` are a run's own. Token ids are beyond
@@ -16,6 +17,8 @@ occurs. Every measurement is a process of its own.
   of what is held is theirs, and million tokens a CPU-second of both scores.
 - shards: the same rollouts to the parts of 8 ranks, sequence by sequence, without Ray and advantages: million tokens a
   CPU-second, the median of seven times.
+- parts, with `--parts SEQUENCESxRANKS`: a batch of short sequences, in 4 mini-batches, to the parts of so many ranks,
+  without Ray: CPU-seconds, which are of sequences and ranks rather than of tokens.
 - conversations: NUMBERxTOKENS of each of 3 turns, all at once over 256 engines: turns a CPU-second of the driver (what
   the environments' processes take is not in it), the driver's memory at its peak, and the longest time for which the
   event loop stood still.
@@ -49,7 +52,7 @@ from measure import HERE, about
 from worktrees import trees
 
 SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
-SAMPLES, RANKS, PROMPT_TOKENS = 8, 8, 128
+SAMPLES, RANKS, PROMPT_TOKENS, MINI_BATCHES = 8, 8, 128, 4
 ENGINES, TURNS = 256, 3
 ANSWER_S, BEYOND_SMALL = 0.005, 1000
 
@@ -236,6 +239,21 @@ def shards(sequences: int, tokens: int) -> dict[str, float]:
     return {"rollouts to shards, million tokens a CPU-s": sequences * tokens / statistics.median(times) / 1e6}
 
 
+def parts(sequences: int, ranks: int) -> dict[str, float]:
+    from skyrl_train.data.batch import collate
+    from skyrl_train.learner.micro_batches import PassLimits
+    from skyrl_train.learner.shards import Shards
+
+    found = collate(rollouts(sequences, PROMPT_TOKENS + 16, True), token_rewards=False).to_update("policy")
+    each = sequences // MINI_BATCHES
+    rows = [range(begin, begin + each) for begin in range(0, sequences, each)]
+    start = time.process_time()
+    divided = Shards(found, rows, ranks, PassLimits(None, 16_384, 6 * 1024, None))
+    for one in divided.mini_batches:
+        divided.updates(lambda part: part, one, found.select(one.rows, copy=False))
+    return {"into parts, CPU-s": time.process_time() - start}
+
+
 def conversations(number: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data.trajectory import Prompt, Trajectory
     from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
@@ -380,6 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="SEQUENCESxTOKENS")
     parser.add_argument("--conversations", nargs="*", default=CONVERSATIONS, metavar="NUMBERxTOKENS")
+    parser.add_argument("--parts", nargs="*", default=(), metavar="SEQUENCESxRANKS")
     parser.add_argument("--scored", action="store_true", help="also with old and reference log-probs")
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--json", type=Path)
@@ -387,8 +406,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.only:
         kind, size = given.only
-        measure = {"batch": batch, "scored": scored, "shards": shards, "conversations": conversations}[kind]
-        print(json.dumps(measure(*map(int, size.split("x")))))
+        measures = {"batch": batch, "scored": scored, "shards": shards, "parts": parts, "conversations": conversations}
+        print(json.dumps(measures[kind](*map(int, size.split("x")))))
         return
     print(json.dumps(about()))
     rows: list[dict[str, Any]] = []
@@ -397,6 +416,7 @@ def main() -> None:
             "batch": given.sizes,
             "scored": given.sizes if given.scored else (),
             "shards": given.sizes,
+            "parts": given.parts,
             "conversations": given.conversations,
         }
         for kind, sizes in sizes_of.items():

@@ -126,11 +126,12 @@ def gae(
     returns are A + V, before A is normalised. Steps are sampled tokens: an environment's tokens between two turns
     belong to the step before them.
     """
-    place = _Ranks(mask, sequence_ids)
-    rewards_BL, values_BL = place.rectangle(token_rewards), place.rectangle(values)
-    following = torch.cat([values_BL[:, 1:], values_BL.new_zeros(len(values_BL), 1)], dim=1)
-    deltas = rewards_BL + gamma * following - values_BL
-    advantages = place.flat(_suffix_sums(deltas, gamma * lambd)).to(values.dtype)
+    sampled = values[mask].double()
+    rows = sequence_ids[mask]
+    following = torch.cat([sampled[1:], sampled.new_zeros(min(1, len(sampled)))])
+    following[:-1][rows[1:] != rows[:-1]] = 0.0
+    deltas = token_rewards[mask].double() + gamma * following - sampled
+    advantages = _spread(_suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
     returns = torch.where(mask, advantages + values, 0.0)
     return TokenAdvantages(batch_normalised(advantages, mask, correction=1), returns)
 
@@ -205,43 +206,42 @@ class _Groups:
         return torch.where(self._valid, values.double() - self.means(values), 0.0)
 
 
-class _Ranks:
-    """Sampled tokens as a rectangle (B', L): row = sequence, column = number of sampled tokens before it."""
-
-    def __init__(self, mask: Tensor, sequence_ids: Tensor):
-        self._mask = mask
-        self._rows = sequence_ids[mask]
-        before = mask.long().cumsum(0) - 1
-        starts = torch.full((len(mask) + 1,), len(mask), device=mask.device).scatter_reduce(
-            0, self._rows, before[mask], "amin"
-        )
-        self._columns = before[mask] - starts[self._rows]
-
-    def rectangle(self, values: Tensor) -> Tensor:
-        """[T] -> (B', L) float64, 0 after a sequence's last sampled token."""
-        empty = self._rows.numel() == 0
-        shape = (1, 1) if empty else (int(self._rows.max()) + 1, int(self._columns.max()) + 1)
-        result = torch.zeros(shape, dtype=torch.float64, device=values.device)
-        result[self._rows, self._columns] = values[self._mask].double()
-        return result
-
-    def flat(self, rectangle: Tensor) -> Tensor:
-        """The inverse: (B', L) -> [T], 0 outside the mask."""
-        result = torch.zeros(len(self._mask), dtype=rectangle.dtype, device=rectangle.device)
-        result[self._mask] = rectangle[self._rows, self._columns]
-        return result
+_RECTANGLE = 1 << 20
+"""Places of a rectangle of sequences, unless one sequence alone is longer."""
 
 
-def _suffix_sums(values: Tensor, factor: float) -> Tensor:
-    """(B, L): s_t = v_t + factor * s_{t+1}."""
+def _suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
+    """[S] s_t = v_t + factor * s_{t+1} within each sequence; `values`: of all sampled tokens, `rows`: their sequences.
+
+    Sequences of about one length are summed side by side, so that one long answer does not make all of them long.
+    """
     result = torch.zeros_like(values)
-    running = values.new_zeros(len(values))
-    for column in range(values.shape[1] - 1, -1, -1):
-        running = values[:, column] + factor * running
-        result[:, column] = running
+    _, counts = torch.unique_consecutive(rows, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    longest_first = torch.sort(counts, descending=True, stable=True)
+    begin, lengths = 0, longest_first.values.tolist()
+    while begin < len(lengths):
+        end, length = begin + 1, lengths[begin]
+        while end < len(lengths) and 2 * lengths[end] >= length and (end + 1 - begin) * length <= _RECTANGLE:
+            end += 1
+        which = longest_first.indices[begin:end]
+        columns = torch.arange(length, device=values.device)[:, None]
+        there, places = columns < counts[which], columns + starts[which]  # (L, B')
+        sums = torch.where(there, values[places.clamp(max=len(values) - 1)], 0.0)
+        for column in range(length - 2, -1, -1):
+            sums[column] += factor * sums[column + 1]
+        result[places[there]] = sums[there]
+        begin = end
+    return result
+
+
+def _spread(sampled: Tensor, mask: Tensor) -> Tensor:
+    """[S] -> [T], 0 outside the mask."""
+    result = torch.zeros(len(mask), dtype=sampled.dtype, device=sampled.device)
+    result[mask] = sampled
     return result
 
 
 def _discounted_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor, factor: float) -> Tensor:
-    place = _Ranks(mask, sequence_ids)
-    return place.flat(_suffix_sums(place.rectangle(values), factor)).to(values.dtype)
+    sums = _suffix_sums(values[mask].double(), sequence_ids[mask], factor)
+    return _spread(sums, mask).to(values.dtype)

@@ -195,7 +195,7 @@ class TrainBatch:
         of its batch along.
         """
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        lengths = self.lengths[rows]
+        lengths = self.offsets[rows + 1] - self.offsets[rows]  # of these alone: each rank's part is made so
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return TrainBatch(offsets=offsets, **self._of_rows(rows, copy))
 
@@ -210,7 +210,7 @@ class TrainBatch:
 
     def _of_rows(self, rows: Tensor, copy: bool, without: Collection[str] = ()) -> dict[str, Tensor]:
         """By field, those that there are; `offsets` are not these rows' own."""
-        stretches = _stretches(self.offsets.tolist(), rows.tolist())
+        stretches = _stretches(self.offsets[rows].tolist(), self.offsets[rows + 1].tolist())
         return {
             name: _taken(value, stretches, copy) if name in TOKEN_FIELDS else value[rows]
             for name, value in self._tensors().items()
@@ -373,11 +373,10 @@ def _taken(tokens: Tensor, stretches: Sequence[Span], copy: bool) -> Tensor:
     return parts[0] if len(parts) == 1 and not copy else torch.cat(parts)
 
 
-def _stretches(offsets: Sequence[int], rows: Sequence[int]) -> list[Span]:
-    """The tokens of these rows; those of consecutive rows are one stretch."""
+def _stretches(starts: Sequence[int], stops: Sequence[int]) -> list[Span]:
+    """The tokens of rows that start and stop there; those of consecutive rows are one stretch."""
     found: list[Span] = []
-    for row in rows:
-        start, stop = offsets[row], offsets[row + 1]
+    for start, stop in zip(starts, stops, strict=True):
         if found and found[-1][1] == start:
             start, _ = found.pop()
         found.append((start, stop))

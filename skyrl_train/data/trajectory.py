@@ -169,12 +169,19 @@ class Trajectory:
         return self.reward if self.raw_reward is None else self.raw_reward
 
     @property
+    def sampled_turns(self) -> list[Turn]:
+        """Those with tokens: an engine does not say which weights a turn without any is from."""
+        return [turn for turn in self.turns if turn.start < turn.stop]
+
+    @property
     def min_version(self) -> int:
-        return min((turn.min_version for turn in self.turns), default=0)
+        """Of its tokens; of none 0."""
+        return min((turn.min_version for turn in self.sampled_turns), default=0)
 
     @property
     def max_version(self) -> int:
-        return max((turn.max_version for turn in self.turns), default=0)
+        """Of its tokens; of none 0."""
+        return max((turn.max_version for turn in self.sampled_turns), default=0)
 
 
 @dataclass(slots=True)

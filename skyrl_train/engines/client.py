@@ -19,7 +19,8 @@ from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParamet
 from skyrl_train.tasks import unwatched
 
 _REMEMBERED = 1 << 16
-"""How many sessions and groups, the latest ones, have their engine remembered."""
+"""How many sessions and groups, the latest ones, have their engine remembered; or four times as many as there were
+episodes at a time, or those that end would push out the session of one whose environment takes long."""
 
 STEP_S = 300.0
 """The longest step of an engine: it may prefill all that it runs, and a kernel's first use compiles it."""
@@ -45,6 +46,7 @@ class EngineClient:
         self._deadline_s = deadline_s
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """("session" or "group", its name) -> index of its engine."""
+        self._remembered = _REMEMBERED
         self._seats: Seats[EngineRecord] = Seats(most_calls, lambda record: record.takes_requests)
         self._background: set[asyncio.Task[Any]] = set()
         self._ended_first: list[Callable[[], Awaitable[None]]] = []
@@ -58,8 +60,7 @@ class EngineClient:
         self._measured: dict[str, float] = defaultdict(float)
         """The counters at the last call of `metrics`."""
         self._asleep = False
-        self._holds = 0
-        self._interruptions = self._aborts = 0
+        self._holds = self._episodes = self._interruptions = self._aborts = 0
         self._wasted = 0
         """Tokens of requests that a pause ended, and which were sampled again."""
         self._serving = asyncio.Event()
@@ -258,8 +259,13 @@ class EngineClient:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """Does nothing: only Lockstep needs to know which episodes are live."""
-        yield
+        """While it is open, its session's engine and its group's are remembered."""
+        self._episodes += 1
+        self._remembered = max(self._remembered, 4 * self._episodes)
+        try:
+            yield
+        finally:
+            self._episodes -= 1
 
     async def _dispatch(
         self,
@@ -354,7 +360,7 @@ class EngineClient:
         for key in keys:
             self._homes[key] = index
             self._homes.move_to_end(key)
-        while len(self._homes) > _REMEMBERED:
+        while len(self._homes) > self._remembered:
             self._homes.popitem(last=False)
         return self._all[index]
 
@@ -534,12 +540,8 @@ class EngineClient:
         every = await self.health()
         kinds = ("generated_tokens", "prefilled_tokens", "cached_tokens")
         counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds}
-        counted |= {
-            "busy_s": self._busy.seconds,
-            "each_s": self.busy_s,
-            "there_s": self._there_s,
-            "wasted": float(self._wasted),
-        }
+        counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s, "there_s": self._there_s}
+        counted["wasted"] = float(self._wasted)
         # A restarted engine counts from 0 again.
         since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
         self._measured = defaultdict(float, counted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import torch
 
@@ -106,12 +107,13 @@ def _balanced(rows: Sequence[int], ranks: int, costs: _Costs) -> list[list[int]]
     parts = 1
     while best is None or parts <= max(map(len, units), default=0):
         cut = [unit[place::parts] for unit in units for place in range(min(parts, len(unit)))]
-        loads, shards = [0.0] * ranks, [[] for _ in range(ranks)]  # type: tuple[list[float], list[list[int]]]
-        for unit in sorted(cut, key=lambda unit: (-costs.of(unit), unit[0])):
-            lightest = loads.index(min(loads))
-            loads[lightest] += costs.of(unit)
+        loads, shards = [(0.0, rank) for rank in range(ranks)], [list[int]() for _ in range(ranks)]
+        for cost, unit in sorted(((costs.of(unit), unit) for unit in cut), key=lambda one: (-one[0], one[1][0])):
+            load, lightest = loads[0]
+            heapreplace(loads, (load + cost, lightest))
             shards[lightest] += unit
-        if best is None or max(loads) < best[0]:
-            best = max(loads), [sorted(shard) for shard in shards]
+        slowest, _ = max(loads)
+        if best is None or slowest < best[0]:
+            best = slowest, [sorted(shard) for shard in shards]
         parts *= 2
     return best[1]

@@ -65,7 +65,8 @@ class Shards:
             mini_batch = self._batch.select(rows, copy=False)
             share = shares_prompts(mini_batch, limits)
             passes = micro_batches(mini_batch, parts, limits, share)
-            tokens = [int(mini_batch.lengths[list(chain(*of_part))].sum()) for of_part in passes]
+            lengths = mini_batch.lengths
+            tokens = [int(lengths[list(chain(*of_part))].sum()) for of_part in passes]
             # Or the part that has the longest sequences of each mini-batch would hold up a score of all of them.
             busiest_first = sorted(range(parts), key=lambda part: -loads[part])
             least_first = sorted(range(parts), key=lambda part: tokens[part])

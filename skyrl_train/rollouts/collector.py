@@ -252,7 +252,7 @@ class RolloutCollector:
     def _check_staleness(self, step: int, groups: list[TrajectoryGroup]) -> None:
         """What admission promises, of every token. Raises StaleRollout."""
         for item in (item for group in groups for item in group.trajectories if item.status == OK):
-            if step - item.min_version > self._max_staleness:
+            if item.sampled_turns and step - item.min_version > self._max_staleness:
                 raise StaleRollout(
                     f"step {step + 1} was given a token of prompt {item.prompt.uid} that weights of version "
                     f"{item.min_version} sampled, {step - item.min_version} steps old: the bound is "
@@ -297,7 +297,8 @@ class RolloutCollector:
 
     def _describe_staleness(self, step: int, groups: list[TrajectoryGroup], metrics: Metrics) -> None:
         """Add async/staleness_*, over tokens, and the rollouts that are under way (in_flight) or wait to be used."""
-        turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
+        items = [item for group in groups for item in group.trajectories if item.status == OK]
+        turns = [turn for item in items for turn in item.sampled_turns]
         if turns:
             metrics.add("async/staleness_min", step - max(turn.max_version for turn in turns))
             metrics.maximum("async/staleness_max", step - min(turn.min_version for turn in turns))

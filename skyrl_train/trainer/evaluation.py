@@ -123,7 +123,8 @@ class Evaluator:
 
 def _check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
     """Raises WeightSyncError if other weights sampled a token."""
-    turns = [turn for group in groups for item in group.trajectories if item.status == OK for turn in item.turns]
+    items = [item for group in groups for item in group.trajectories if item.status == OK]
+    turns = [turn for item in items for turn in item.sampled_turns]
     found = {turn.min_version for turn in turns} | {turn.max_version for turn in turns}
     if found - {version}:
         raise WeightSyncError(f"the evaluation of version {version} has tokens of versions {sorted(found)}.")

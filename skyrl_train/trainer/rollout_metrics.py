@@ -40,7 +40,8 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
         metrics.add("episode/turns", len(item.turns))
         metrics.maximum("episode/max_turns", len(item.turns))
         metrics.add("episode/sequences", 1 + len(item.restarts))
-        metrics.maximum("rollouts/max_staleness", version - item.min_version)
+        if item.sampled_turns:
+            metrics.maximum("rollouts/max_staleness", version - item.min_version)
         for name, value in item.env_metrics.items():
             metrics.add(f"environment/{name}", value)
     if len(kept) > 1:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from skyrl_train.algorithms import advantage_step as advantages, registry
+from skyrl_train.algorithms import advantage_step as advantages, advantages as estimators, registry
 from skyrl_train.algorithms.advantage_step import AdvantageStep
-from skyrl_train.algorithms.advantages import batch_normalised, grpo, maxrl
+from skyrl_train.algorithms.advantages import _suffix_sums as suffix_sums, batch_normalised, grpo, maxrl
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -240,3 +243,32 @@ def test_maxrl_keeps_its_sign_where_penalties_make_the_mean_negative():
 def test_many_equal_advantages_are_normalised_to_nothing():
     normal = batch_normalised(torch.full((100_000,), 0.7), torch.ones(100_000, dtype=torch.bool))
     assert normal.abs().max() < 1e-9
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that is made inside."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        self.most = max([self.most, *(one.numel() for one in tensors)])
+        return made
+
+
+@pytest.mark.defect("one-long-answer-made-all-long")
+def test_one_long_answer_does_not_make_all_long(monkeypatch: pytest.MonkeyPatch):
+    lengths = torch.tensor([50] * 200 + [8000] + [3] * 100)
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    values, factor = torch.randn(len(rows), generator=torch.Generator().manual_seed(0)).double(), 0.9
+    with Largest() as largest:
+        found = suffix_sums(values, rows, factor)
+    assert largest.most <= 2 * len(rows)
+    monkeypatch.setattr(estimators, "_RECTANGLE", 64)  # hardly any two side by side
+    assert torch.equal(suffix_sums(values, rows, factor), found)
+    last = values.clone()
+    for at in range(len(rows) - 2, -1, -1):
+        if rows[at] == rows[at + 1]:
+            last[at] += factor * last[at + 1]
+    assert torch.equal(found, last)

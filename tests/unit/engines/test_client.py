@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,32 @@ def test_a_session_stays_where_its_history_is():
 
     asyncio.run(run())
     assert [_served(engine) for engine in engines] == [[f"{name}{t}" for t in range(3)] for name in ("a", "b", "c")]
+
+
+@pytest.mark.defect("conversations-beyond-65536-lost-their-engine")
+def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_module, "_REMEMBERED", 4)
+    engines, names = _engines(3), [f"s{number}" for number in range(40)]
+    client = EngineClient(engines, deadline_s=5)
+    began, goes_on = asyncio.Barrier(len(names)), random.Random(0)
+
+    async def converse(name: str) -> None:
+        async with client.episode():
+            await client.generate([_request(f"{name} 0", session=name, group=f"group of {name}")])
+            await began.wait()
+            await asyncio.sleep(goes_on.random() / 100)
+            await client.generate([_request(f"{name} 1", session=name, group=f"group of {name}")])
+
+    async def run() -> None:
+        await asyncio.gather(*map(converse, names))
+        for number in range(400):
+            await client.generate([_request("later", session=f"later {number}")])
+
+    asyncio.run(run())
+    for engine in engines:
+        turns = [one for one in _served(engine) if one != "later"]
+        assert {one.replace(" 0", " 1") for one in turns} == {one for one in turns if one.endswith(" 1")}
+    assert len(client._homes) == 4 * len(names), "what has ended is forgotten"
 
 
 def test_without_ties_the_least_loaded_engine_is_taken():

@@ -11,6 +11,8 @@ from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.admission import RolloutQueue
 from skyrl_train.rollouts.collector import RolloutCollector
+from skyrl_train.trainer.evaluation import _check_version
+from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
 from tests.support.trajectories import trajectory_from
 
 STEPS, PER_STEP = 12, 4
@@ -173,6 +175,29 @@ def test_a_token_that_is_too_old_ends_the_run_by_name(bound: int):
         StaleRollout, match=rf"step 5 .* version {version} sampled, {bound + 1} steps old: the bound is {bound}"
     ):
         asyncio.run(run())
+
+
+@pytest.mark.defect("a-turn-without-tokens-was-of-version-0")
+def test_a_turn_without_tokens_has_no_age():
+    async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
+        group = group_of(asked, version=4)
+        group.trajectories[0].turns.append(Turn(1, 1, 0.0, "stop", 0, 0))
+        silent = group.trajectories[1]
+        silent.turns, silent.loss_spans = [Turn(0, 0, 0.0, "length", 0, 0)], []
+        return group
+
+    async def run() -> dict[str, float]:
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.5, max_in_flight=PER_STEP)
+        collector.start(4)
+        metrics = Metrics()
+        groups = await collector.next_groups(4, metrics)
+        _check_version(groups, 4)
+        add_rollout_metrics(groups, 4, metrics)
+        await collector.close()
+        return metrics.flush()
+
+    found = asyncio.run(run())
+    assert (found["async/staleness_max"], found["rollouts/max_staleness"]) == (0, 0)
 
 
 def test_a_rollout_without_a_granted_slot_is_refused():
