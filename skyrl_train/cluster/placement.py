@@ -101,7 +101,7 @@ def reserve(
     need += f", {together} at a time on one node" if together > 1 else ""
     need += f", on nodes with the labels {dict(labels)}" if labels else ""
     advice = "Ask for fewer ranks or engines, colocate them (trainer.placement.colocate_all=true), or add nodes."
-    if gpus * total_slots > cluster.gpus:
+    if gpus * total_slots > cluster.gpus and not cluster.may_grow:
         raise ConfigError(f"{need} ({total_slots} in the whole run); {_have(cluster)}. {advice}")
     bundle = {"CPU": cpus * together} | ({"GPU": gpus * together} if gpus else {})
     bundles = [bundle] * (count // together)
@@ -179,7 +179,7 @@ def reserve_spread(
     bundle = {"CPU": cpus, **resources}
     lacks = [name for name, amount in bundle.items() if count * amount > ray.cluster_resources().get(name, 0.0)]
     advice = "Ask for fewer hosts, for less in environment.host_cpus and environment.host_resources, or add nodes."
-    if lacks:
+    if lacks and not cluster.may_grow:
         raise ConfigError(f"{need}; {_have(cluster)}, which is not enough {' or '.join(lacks)}. {advice}")
     group = _reserved(cluster, [bundle] * count, "SPREAD", deadline_s, need, advice)
     return _slots_of(group, count, cpus, 0.0, 1, 1)

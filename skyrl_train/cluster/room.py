@@ -42,7 +42,7 @@ def fits(needs: Iterable[Need], nodes: Sequence[FreeNode]) -> bool:
     for need in sorted(needs, key=lambda one: one.demand, reverse=True):
         missing = need.count // need.together
         for node, free in zip(nodes, left, strict=True):
-            if missing and need.labels.items() <= node.labels.items():
+            if missing and all(_selects(one, node.labels.get(name)) for name, one in need.labels.items()):
                 placed = min(missing, slots_on(free, need.slot) // need.together)
                 missing -= placed
                 for name, amount in need.slot.items():
@@ -50,6 +50,13 @@ def fits(needs: Iterable[Need], nodes: Sequence[FreeNode]) -> bool:
         if missing:
             return False
     return True
+
+
+def _selects(selector: str, label: str | None) -> bool:
+    """Whether a node whose label this is meets Ray's label selector: X, !X, in(X, Y) or !in(X, Y)."""
+    wanted = selector.removeprefix("!")
+    among = [one.strip() for one in wanted[3:-1].split(",")] if wanted.startswith("in(") else [wanted]
+    return (label in among) != selector.startswith("!")
 
 
 def slots_on(free: Mapping[str, float], slot: Mapping[str, float]) -> int:

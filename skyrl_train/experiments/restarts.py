@@ -11,10 +11,11 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.presence import slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, why_fixed
-from skyrl_train.errors import ClusterLost, ConfigError, Stopped, WorkerDied
+from skyrl_train.errors import ClusterLost, ConfigError, RewardModelLost, Stopped, WorkerDied
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
 from skyrl_train.storage.places import working_folder
+from skyrl_train.trainer.run_directory import held
 
 if TYPE_CHECKING:
     from skyrl_train.experiments.base import Experiment
@@ -44,10 +45,14 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
                 raise
             cause = f"{type(error).__name__}: {error}"
         experiment.restarts += 1
-        if _asked(configured) != unasked:
-            wanted = as_wanted(wanted, experiment.config)
-        goes_on = resuming(wanted) if last_commit(configured) != found else wanted
-        await _start_over(experiment, configured, goes_on, cause)
+        folder = working_folder(configured.trainer.ckpt_path)
+        with held(folder):  # it is still this run's
+            if _asked(configured) != unasked:
+                wanted = as_wanted(wanted, experiment.config)
+            # It holds for the attempt that is over: who asks before the next has written its own is told to wait.
+            (folder / ENGINES_FILE).unlink(missing_ok=True)
+            goes_on = resuming(wanted) if last_commit(configured) != found else wanted
+            await _start_over(experiment, configured, goes_on, cause)
 
 
 def _is_stopping() -> bool:
@@ -79,8 +84,6 @@ async def _start_over(experiment: Experiment, configured: Config, goes_on: Confi
         + f" on the {experiment.cluster.nodes} nodes that are left, from the newest checkpoint",
     )
     experiment.adopt(config)
-    # It holds for the attempt that is over: who asks before the next one has written its own is told to wait for it.
-    (working_folder(configured.trainer.ckpt_path) / ENGINES_FILE).unlink(missing_ok=True)
 
 
 def as_wanted(config: Config, running: Config) -> Config:
@@ -118,7 +121,8 @@ def resuming(config: Config) -> Config:
 
 
 def _lost_a_rank(error: BaseException | None) -> bool:
-    return any(isinstance(one, WorkerDied | ClusterLost) for one in _causes(error))
+    """Or a replica of the reward model, which may also not answer."""
+    return any(isinstance(one, WorkerDied | ClusterLost | RewardModelLost) for one in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -103,7 +103,7 @@ class RewardModel:
         replica = await self._free.get()
         if isinstance(replica, RewardModelLost):
             self._free.put_nowait(replica)  # for the next call
-            raise RewardModelLost(str(replica))
+            raise RewardModelLost(str(replica)) from replica.__cause__
         call = asyncio.ensure_future(replica.score(conversations))
         # A cancelled caller does not wait; the replica still finishes the call, and is free only then.
         call.add_done_callback(lambda done: self._release(replica, done))
@@ -114,5 +114,9 @@ class RewardModel:
 
     def _release(self, replica: Any, call: asyncio.Future[Any]) -> None:
         error = None if call.cancelled() else call.exception()
-        lost = isinstance(error, WorkerDied | DeadlineExceeded)
-        self._free.put_nowait(RewardModelLost(str(error)) if lost else replica)
+        if isinstance(error, WorkerDied | DeadlineExceeded):
+            lost = RewardModelLost(str(error))
+            lost.__cause__ = error  # by which a run knows that it has lost a process, whoever raises first
+            self._free.put_nowait(lost)
+        else:
+            self._free.put_nowait(replica)

@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -58,7 +59,7 @@ class RunDirectory:
                 "choose a folder you may write to."
             ) from error
         try:
-            self._take(self._lock)
+            _take(self._lock, self.path)
             if self._mirror is not None:
                 self._mirror.take_over()
             self._check()
@@ -78,20 +79,6 @@ class RunDirectory:
             self._mirror.give_up()
         assert self._lock is not None
         self._lock.close()  # releases the lock; the system does the same when the process dies
-
-    def _take(self, lock: IO[str]) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
-            raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} is in use by {holder}; "
-                "wait for it, end it, or choose another folder."
-            ) from error
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
 
     def _check(self) -> None:
         steps = sorted({*Checkpoints(self.path).steps(), *(self._mirror.steps() if self._mirror else ())})
@@ -159,3 +146,29 @@ def _identity_in(content: bytes, file: str) -> dict[str, Any]:
     if not isinstance(kept, dict):
         raise RunDirectoryError(f"{file} does not hold a JSON object; it says which run the folder belongs to.")
     return kept
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Lock a run's folder while nothing is written there: between two attempts of a run that is started over.
+
+    Raises RunDirectoryError as RunDirectory.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / LOCK_FILE).open("a+") as lock:
+        _take(lock, path)
+        yield
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        raise RunDirectoryError(
+            f"trainer.ckpt_path={str(path)!r} is in use by {holder}; wait for it, end it, or choose another folder."
+        ) from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()

@@ -40,6 +40,9 @@ def check_placement(cluster: Cluster) -> tuple[Slots, Slots]:
     assert pair.bundle(1) == 0
     with pytest.raises(ConfigError, match=r"test: needs 1 slots of .* on nodes with the labels {'role': 'nobody'}"):
         reserve(cluster, count=1, labels={"role": "nobody"}, **(ONE_OF_EACH | {"deadline_s": 1.0}))
+    # An autoscaler adds nodes for a group that waits, so what nobody has is waited for.
+    with pytest.raises(ConfigError, match=r"test: needs 1 slots of 1 GPU.*not placed within 1 s"):
+        reserve(cluster, count=1, **(ONE_OF_EACH | {"deadline_s": 1.0, "device": "cuda"}))
     return ranks, pair
 
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 from tests.support.raylets import raylets
 
 
+@pytest.mark.defect("a-growing-cluster-was-refused-at-once")
 def test_slots_are_where_they_should_be_and_a_lost_node_is_named_and_replaced(tmp_path: Path):
     folders = [tmp_path / name for name in ("a", "b", "c", "driver")]
     for folder in folders:

@@ -40,6 +40,16 @@ def test_slots_fit_only_where_nodes_have_what_each_takes_the_labels_and_room_for
     assert fits(needs, NODES) == fit
 
 
+@pytest.mark.defect("a-label-selector-had-no-room")
+@pytest.mark.parametrize(
+    ("selector", "nodes"),
+    [("trainer", 1), ("!trainer", 2), ("in(trainer, engine)", 1), ("!in(engine,trainer)", 2), ("in(engine)", 0)],
+)
+def test_labels_are_selected_as_ray_selects_them(selector: str, nodes: int):
+    counted = [fits([Need(1, GPU, {"role": selector})], [node]) for node in NODES]
+    assert sum(counted) == nodes
+
+
 def test_shares_of_a_cpu_are_counted_as_ray_rounds_them():
     assert slots_on({"CPU": 1.9998}, {"CPU": 0.667}) == 2
     assert slots_on({"CPU": 2.0}, {"CPU": 1.0}) == 2

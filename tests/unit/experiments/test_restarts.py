@@ -11,11 +11,22 @@ import pytest
 
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.wanted import write_wanted
-from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, NoRoom, WorkerDied
+from skyrl_train.engines.wanted import ENGINES_FILE, write_wanted
+from skyrl_train.entrypoints.engines import change
+from skyrl_train.errors import (
+    ClusterLost,
+    ConfigError,
+    EngineError,
+    EnginesLost,
+    NoRoom,
+    RewardModelLost,
+    RunDirectoryError,
+    WorkerDied,
+)
 from skyrl_train.experiments import restarts
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.storage.places import working_folder
+from skyrl_train.trainer.run_directory import RunDirectory
 
 
 class Ended:
@@ -36,6 +47,11 @@ class Ended:
         if self.errors:
             raise self.errors.pop(0)
         return "done"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the folders of runs are that name none
 
 
 @pytest.fixture
@@ -62,8 +78,13 @@ def run(experiment: Ended) -> str:
 def test_a_lost_rank_is_begun_again_after_as_often_as_configured(started_over: list[str]):
     died = WorkerDied("learner 2 died during update: its node 10.0.0.7 was lost.")
     homeless = caused(EnginesLost("no engine is left"), NoRoom("a node was lost"))
-    assert run(Ended([died, homeless], allowed=2)) == "done"
-    assert started_over == [f"WorkerDied: {died}", "EnginesLost: no engine is left"]
+    unrewarded = RewardModelLost("reward model 0.score did not finish within 5 s")
+    assert run(Ended([died, homeless, unrewarded], allowed=3)) == "done"
+    assert started_over == [
+        f"WorkerDied: {died}",
+        "EnginesLost: no engine is left",
+        f"RewardModelLost: {unrewarded}",
+    ]
     experiment = Ended([died, ClusterLost("a node died"), died], allowed=2)
     with pytest.raises(WorkerDied):
         run(experiment)
@@ -201,3 +222,35 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
     fixed.attempts, fixed.config = 2, with_value_at(experiment.config, "generator.num_inference_engines", 1)
     assert run(fixed) == "done"
     assert numbers[3:] == [1]
+
+
+@pytest.mark.defect("a-folder-was-free-between-attempts")
+def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "run"
+    looked: list[str] = []
+
+    async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
+        with pytest.raises(ConfigError, match="only starting") as later:
+            change(folder, 1)
+        with pytest.raises(RunDirectoryError, match="in use by process"), RunDirectory(folder, {}, True):
+            pass
+        looked.append(str(later.value))
+
+    monkeypatch.setattr(restarts, "_start_over", start_over)
+
+    class InItsFolder(Ended):
+        async def attempt(self) -> str:
+            with RunDirectory(folder, {}, True):
+                (folder / "config.yaml").write_text(
+                    "{trainer: {placement: {colocate_all: false}}, generator: {run_engines_locally: true}}"
+                )
+                write_wanted(folder, 1)
+                return await super().attempt()
+
+    experiment = InItsFolder([WorkerDied("one")], allowed=1)
+    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(folder))
+    assert run(experiment) == "done"
+    assert len(looked) == 1
+    assert (folder / ENGINES_FILE).exists()

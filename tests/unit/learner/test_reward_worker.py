@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -224,6 +224,7 @@ def test_a_replica_whose_caller_was_cancelled_is_free_only_when_it_is_done():
     asyncio.run(run())
 
 
+@pytest.mark.defect("a-lost-reward-model-was-no-restart")
 def test_nobody_waits_for_a_replica_that_hangs():
     class Hangs(Replica):
         async def score(self, conversations: Any) -> list[float]:
@@ -238,6 +239,7 @@ def test_nobody_waits_for_a_replica_that_hangs():
         replica.gate.set()
         found = await asyncio.gather(*waiting, model.score([ANSWERS[0]]), return_exceptions=True)
         assert [type(one) for one in found] == [RewardModelLost] * 4
+        assert [type(cast(RewardModelLost, one).__cause__) for one in found] == [DeadlineExceeded] * 4
         assert all("reward model 0.score did not finish within 5 s" in str(one) for one in found)
         assert replica.calls == 1
 
