@@ -91,7 +91,7 @@ def reserve(
     either: then it is not that they are too many.
     """
     gpus = 1.0 if device == "cuda" else 0.0
-    if other_cpus >= cluster.cpus and not gpus:
+    if other_cpus >= cluster.cpus and not gpus:  # also where nodes may come: CPU slots are shares of what is there
         raise ConfigError(
             f"environment.hosts: they take {other_cpus:g} CPUs, which leaves none for ranks and engines; "
             f"{_have(cluster)}. Ask for fewer hosts, or set environment.host_cpus lower."

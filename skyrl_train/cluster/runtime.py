@@ -331,8 +331,6 @@ class Cluster:
         self._watches: set[asyncio.Task[None]] = set()
         self._groups: list[PlacementGroup] = []
         self._logs: Path | None = None
-        self.may_grow = False
-        """Whether nodes may come: it was started by somebody else, perhaps with an autoscaler."""
         self._death: ClusterLost | None = None
         """Remembered when it is left: what goes wrong later follows from it."""
 
@@ -349,7 +347,6 @@ class Cluster:
         address = settings.pop("address", None) or os.environ.get("RAY_ADDRESS")
         if address and address != "local":
             self._join(address, settings)
-            self.may_grow = True
         else:
             _settle(drivers_python=True)
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
@@ -492,6 +489,11 @@ class Cluster:
     def nodes(self) -> int:
         """Number of living nodes."""
         return sum(bool(node["Alive"]) for node in ray.nodes())
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether nodes may come: not of one that this process has started; another may have an autoscaler."""
+        return not _guards
 
     @property
     def single_machine(self) -> bool:

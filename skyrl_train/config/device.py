@@ -83,8 +83,8 @@ def resolve_device(config: Config, has_accelerator: bool, given: Collection[str]
 
 
 def device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:
-    """A device that this machine does not have; of a cluster behind a Ray client nobody knows yet what it has."""
-    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+    """A device that this machine does not have; of a cluster of others nobody knows yet what it has, or will have."""
+    if os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
         return
     if config.device == "cuda" and not has_accelerator:
         yield Problem("device", "cuda", "cpu or auto here", "No NVIDIA device was found on this machine.")

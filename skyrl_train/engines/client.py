@@ -19,12 +19,11 @@ from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParamet
 from skyrl_train.tasks import unwatched
 
 _REMEMBERED = 1 << 16
-"""How many sessions and groups, the latest ones, have their engine remembered; or four times as many as there were
-episodes at a time, or those that end would push out the session of one whose environment takes long."""
-
+"""How many of the latest sessions and groups have their engine remembered, or four times the most that were at once."""
 STEP_S = 300.0
 """The longest step of an engine: it may prefill all that it runs, and a kernel's first use compiles it."""
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
+_COUNTED = ("generated_tokens", "prefilled_tokens", "cached_tokens")
 
 
 class EngineClient:
@@ -60,7 +59,7 @@ class EngineClient:
         self._measured: dict[str, float] = defaultdict(float)
         """The counters at the last call of `metrics`."""
         self._asleep = False
-        self._holds = self._episodes = self._interruptions = self._aborts = 0
+        self._holds = self._open = self._interruptions = self._aborts = 0
         self._wasted = 0
         """Tokens of requests that a pause ended, and which were sampled again."""
         self._serving = asyncio.Event()
@@ -152,8 +151,7 @@ class EngineClient:
         index = self._all.index(record)
         self._count_gone(record)
         del self._all[index]
-        homes = self._homes.items()
-        self._homes = OrderedDict((key, home - (home > index)) for key, home in homes if home != index)
+        self._homes = OrderedDict((key, at - (at > index)) for key, at in self._homes.items() if at != index)
         return record.engine
 
     def _begins(self, record: EngineRecord) -> None:
@@ -198,6 +196,7 @@ class EngineClient:
         call: Call[EngineRecord] = Call(dict(enumerate(requests)))
         lost_at: set[EngineRecord] = set()
         seat: EngineRecord | None = None
+        self._opens(len(requests))
         try:
             while call.missing:
                 await self._until_serving()
@@ -213,6 +212,7 @@ class EngineClient:
                 if call.missing and (self.any_lives or self.revive is None or not self.dead):
                     await self._attempt(call, lost_at, seat)
         finally:
+            self._open -= len(requests)
             if seat is not None:
                 self._seats.leave(seat)
         return [call.completions[number] for number in range(len(requests))]
@@ -259,13 +259,16 @@ class EngineClient:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """While it is open, its session's engine and its group's are remembered."""
-        self._episodes += 1
-        self._remembered = max(self._remembered, 4 * self._episodes)
+        """Between its turns, too, its session and its group are among those that are remembered."""
+        self._opens(1)
         try:
             yield
         finally:
-            self._episodes -= 1
+            self._open -= 1
+
+    def _opens(self, number: int) -> None:
+        self._open += number
+        self._remembered = max(self._remembered, 4 * self._open)
 
     async def _dispatch(
         self,
@@ -290,14 +293,12 @@ class EngineClient:
             results = await asyncio.gather(*calls, return_exceptions=True)
         failed: dict[EngineRecord, BaseException] = {}
         for (record, part), result in zip(parts.items(), results, strict=True):
-            if isinstance(result, UnsupportedParameter) or (
-                isinstance(result, BaseException) and not isinstance(result, _DEATHS)
-            ):
-                raise result
-            if isinstance(result, BaseException):
-                failed[record] = result
-            else:
+            if not isinstance(result, BaseException):
                 completions.update(zip(part, result, strict=True))
+            elif isinstance(result, UnsupportedParameter) or not isinstance(result, _DEATHS):
+                raise result
+            else:
+                failed[record] = result
         return failed
 
     async def _alone(self, record: EngineRecord, part: dict[int, SampleRequest]) -> list[Completion] | BaseException:
@@ -538,8 +539,7 @@ class EngineClient:
         that take requests and of dead ones, and the memory of the engine that needed most.
         """
         every = await self.health()
-        kinds = ("generated_tokens", "prefilled_tokens", "cached_tokens")
-        counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in kinds}
+        counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in _COUNTED}
         counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s, "there_s": self._there_s}
         counted["wasted"] = float(self._wasted)
         # A restarted engine counts from 0 again.

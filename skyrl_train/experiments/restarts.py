@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.presence import slots_of
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, why_fixed
+from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp, why_fixed
 from skyrl_train.errors import ClusterLost, ConfigError, RewardModelLost, Stopped, WorkerDied
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import held
+from skyrl_train.trainer.run_directory import keep_locked, unlock
 
 if TYPE_CHECKING:
     from skyrl_train.experiments.base import Experiment
@@ -35,24 +35,29 @@ async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[
     configured = wanted = experiment.config
     found = last_commit(configured)
     cannot = experiment.cluster.is_client  # what is left of a cluster is not told behind a Ray client
-    while True:
-        unasked = _asked(configured)
-        try:
-            return await attempt()
-        except Exception as error:
-            spent = experiment.restarts == configured.trainer.restarts
-            if spent or cannot or _is_stopping() or not _lost_a_rank(error) or experiment.cluster.death() is not None:
-                raise
-            cause = f"{type(error).__name__}: {error}"
-        experiment.restarts += 1
-        folder = working_folder(configured.trainer.ckpt_path)
-        with held(folder):  # it is still this run's
-            if _asked(configured) != unasked:
-                wanted = as_wanted(wanted, experiment.config)
-            # It holds for the attempt that is over: who asks before the next has written its own is told to wait.
-            (folder / ENGINES_FILE).unlink(missing_ok=True)
+    folder = working_folder(configured.trainer.ckpt_path)
+    try:
+        while True:
+            unasked = _asked(configured)
+            try:
+                return await attempt()
+            except Exception as error:
+                spent = experiment.restarts == configured.trainer.restarts
+                died = experiment.cluster.death() is not None
+                if spent or cannot or _is_stopping() or not _lost_a_rank(error) or died:
+                    raise
+                cause = f"{type(error).__name__}: {error}"
+                keep_locked(folder)
+            experiment.restarts += 1
+            with changing(folder):
+                if _asked(configured) != unasked:
+                    wanted = as_wanted(wanted, experiment.config)
+                # It holds for the attempt that is over: who asks before the next has written its own is told to wait.
+                (folder / ENGINES_FILE).unlink(missing_ok=True)
             goes_on = resuming(wanted) if last_commit(configured) != found else wanted
             await _start_over(experiment, configured, goes_on, cause)
+    finally:
+        unlock(folder)
 
 
 def _is_stopping() -> bool:

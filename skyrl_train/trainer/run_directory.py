@@ -6,8 +6,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -50,16 +49,8 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunDirectory:
+        self._lock = _kept.pop(self.path, None) or _locked(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK_FILE).open("a+")
-        except OSError as error:
-            raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} cannot be written ({error.strerror}); "
-                "choose a folder you may write to."
-            ) from error
-        try:
-            _take(self._lock, self.path)
             if self._mirror is not None:
                 self._mirror.take_over()
             self._check()
@@ -148,16 +139,39 @@ def _identity_in(content: bytes, file: str) -> dict[str, Any]:
     return kept
 
 
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Lock a run's folder while nothing is written there: between two attempts of a run that is started over.
+_kept: dict[Path, IO[str]] = {}
+"""Locks of folders of which this process is between two attempts of a run."""
+
+
+def keep_locked(path: Path) -> None:
+    """Lock the folder of a run that starts over, for the next RunDirectory of it in this process, or until `unlock`.
 
     Raises RunDirectoryError as RunDirectory.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / LOCK_FILE).open("a+") as lock:
+    if path not in _kept:
+        _kept[path] = _locked(path)
+
+
+def unlock(path: Path) -> None:
+    """What `keep_locked` has locked and nobody has entered since."""
+    if lock := _kept.pop(path, None):
+        lock.close()
+
+
+def _locked(path: Path) -> IO[str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / LOCK_FILE).open("a+")
+    except OSError as error:
+        raise RunDirectoryError(
+            f"trainer.ckpt_path={str(path)!r} cannot be written ({error.strerror}); choose a folder you may write to."
+        ) from error
+    try:
         _take(lock, path)
-        yield
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def _take(lock: IO[str], path: Path) -> None:

@@ -66,29 +66,35 @@ def test_a_session_stays_where_its_history_is():
 
 
 @pytest.mark.defect("conversations-beyond-65536-lost-their-engine")
-def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
+    """As `ConversationGenerator` asks: first turns of all groups at once, or group by group, later ones alone."""
     monkeypatch.setattr(client_module, "_REMEMBERED", 4)
-    engines, names = _engines(3), [f"s{number}" for number in range(40)]
+    engines, goes_on = _engines(3, delay_s=0.001), random.Random(0)
     client = EngineClient(engines, deadline_s=5)
-    began, goes_on = asyncio.Barrier(len(names)), random.Random(0)
+    names = [[f"{group}.{sample}" for sample in range(8)] for group in range(20)]
 
-    async def converse(name: str) -> None:
+    async def turn(number: int, those: list[str]) -> None:
+        requests = [_request(f"{one} {number}", session=one, group=one.partition(".")[0]) for one in those]
+        await client.generate(requests)
+
+    async def later(name: str) -> None:
         async with client.episode():
-            await client.generate([_request(f"{name} 0", session=name, group=f"group of {name}")])
-            await began.wait()
             await asyncio.sleep(goes_on.random() / 100)
-            await client.generate([_request(f"{name} 1", session=name, group=f"group of {name}")])
+            await turn(1, [name])
 
     async def run() -> None:
-        await asyncio.gather(*map(converse, names))
-        for number in range(400):
-            await client.generate([_request("later", session=f"later {number}")])
+        flat = [one for group in names for one in group]
+        await asyncio.gather(*(turn(0, group) for group in ([flat] if at_once else names)))
+        await asyncio.gather(*map(later, flat))
+        for number in range(2000):
+            await client.generate([_request("other", session=f"other {number}")])
 
     asyncio.run(run())
     for engine in engines:
-        turns = [one for one in _served(engine) if one != "later"]
-        assert {one.replace(" 0", " 1") for one in turns} == {one for one in turns if one.endswith(" 1")}
-    assert len(client._homes) == 4 * len(names), "what has ended is forgotten"
+        turns = [one.split() for one in _served(engine) if one != "other"]
+        assert {name for name, number in turns if number == "0"} == {name for name, number in turns if number == "1"}
+    assert len(client._homes) <= 2 * 4 * 160, "what has ended is forgotten"
 
 
 def test_without_ties_the_least_loaded_engine_is_taken():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +21,12 @@ from skyrl_train.errors import (
     EnginesLost,
     NoRoom,
     RewardModelLost,
-    RunDirectoryError,
     WorkerDied,
 )
 from skyrl_train.experiments import restarts
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import RunDirectory
+from skyrl_train.trainer.run_directory import LOCK_FILE, RunDirectory
 
 
 class Ended:
@@ -234,14 +234,16 @@ def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_
     async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
         with pytest.raises(ConfigError, match="only starting") as later:
             change(folder, 1)
-        with pytest.raises(RunDirectoryError, match="in use by process"), RunDirectory(folder, {}, True):
-            pass
+        with (folder / LOCK_FILE).open() as another, pytest.raises(BlockingIOError):
+            fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
         looked.append(str(later.value))
 
     monkeypatch.setattr(restarts, "_start_over", start_over)
 
     class InItsFolder(Ended):
         async def attempt(self) -> str:
+            if self.attempts == 1:
+                return await super().attempt()  # lost before it enters
             with RunDirectory(folder, {}, True):
                 (folder / "config.yaml").write_text(
                     "{trainer: {placement: {colocate_all: false}}, generator: {run_engines_locally: true}}"
@@ -249,8 +251,10 @@ def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_
                 write_wanted(folder, 1)
                 return await super().attempt()
 
-    experiment = InItsFolder([WorkerDied("one")], allowed=1)
+    experiment = InItsFolder([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
     experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(folder))
     assert run(experiment) == "done"
-    assert len(looked) == 1
+    assert len(looked) == 3
     assert (folder / ENGINES_FILE).exists()
+    with RunDirectory(folder, {}, True):
+        pass  # it is free in the end
