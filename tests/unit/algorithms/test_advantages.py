@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from skyrl_train.algorithms import advantage_step as advantages, advantages as estimators, registry
 from skyrl_train.algorithms.advantage_step import AdvantageStep
@@ -19,6 +16,7 @@ from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from tests.support.hard_batches import SHAPES, hard_batch, mask_only, spoilt
+from tests.support.largest_tensor import LargestTensor
 
 GAMMA, LAMBDA = 0.9, 0.8
 
@@ -245,24 +243,12 @@ def test_many_equal_advantages_are_normalised_to_nothing():
     assert normal.abs().max() < 1e-9
 
 
-class Largest(TorchDispatchMode):
-    """How many elements the largest tensor has that is made inside."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        tensors = [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
-        self.most = max([self.most, *(one.numel() for one in tensors)])
-        return made
-
-
 @pytest.mark.defect("one-long-answer-made-all-long")
 def test_one_long_answer_does_not_make_all_long(monkeypatch: pytest.MonkeyPatch):
     lengths = torch.tensor([50] * 200 + [8000] + [3] * 100)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     values, factor = torch.randn(len(rows), generator=torch.Generator().manual_seed(0)).double(), 0.9
-    with Largest() as largest:
+    with LargestTensor() as largest:
         found = suffix_sums(values, rows, factor)
     assert largest.most <= 2 * len(rows)
     monkeypatch.setattr(estimators, "_RECTANGLE", 64)  # hardly any two side by side

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
+from tests.support.largest_tensor import LargestTensor
 from tests.support.padded_reference import grouped_batch
 from tests.support.trajectories import trajectory_from
 
@@ -249,3 +250,15 @@ def test_prompts_whose_tokens_went_to_different_experts_are_not_shared() -> None
     assert batch.with_tokens(routing=routing).repeated_prompts().tolist() == [0, 3, 3]
     routing[int(batch.offsets[1])] = 1
     assert batch.with_tokens(routing=routing).repeated_prompts().tolist() == [0, 0, 0]
+
+
+@pytest.mark.defect("each-rank-s-part-looked-at-all-sequences")
+def test_what_is_selected_costs_what_it_has_and_not_what_the_batch_has():
+    prompt = Prompt("p", [], "none")
+    one = [Turn(0, 1, 1.0, "stop", 0, 0)]
+    items = [trajectory_from(prompt, n, [1], [2], [1], [-0.5], one, 1.0, "stop", 1.0) for n in range(500)]
+    batch = collate([TrajectoryGroup(prompt, items)])
+    with LargestTensor() as largest:
+        part = batch.select([3, 4, 400])
+    assert part.input_ids.tolist() == [1, 2] * 3
+    assert largest.most <= 8
