@@ -44,10 +44,14 @@ def test_a_cluster_that_does_not_answer_soon_is_left_to_whoever_joins_it(monkeyp
     assert named_cluster_has_gpus() is None
 
 
-def test_behind_a_ray_client_nobody_knows_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="No NVIDIA device"):
-        prepare(["device=cuda"], False)
-    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+@pytest.mark.defect("a-growing-cluster-was-refused-at-once")
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1:6379"])
+def test_of_a_cluster_of_others_nobody_knows_that_it_will_have_no_gpu(address: str, monkeypatch: pytest.MonkeyPatch):
+    for own in ("", "local"):
+        monkeypatch.setenv("RAY_ADDRESS", own)
+        with pytest.raises(ConfigError, match="No NVIDIA device"):
+            prepare(["device=cuda"], False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
     assert prepare(["device=cuda"], False).config.device == "cuda"
 
 
