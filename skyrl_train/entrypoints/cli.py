@@ -55,7 +55,6 @@ _command(main, "plan", "check_config", "What a run needs: memory, tokens, steps;
 _command(main, "simulate", "simulate", "What a run takes by engines, trainers and staleness; starts nothing.")
 _command(main, "watch", "watch", "Show runs in a browser: curves, diagnosis, all rollouts kept.")
 _command(main, "report", "report", "One HTML file of runs, for reading offline.")
-_command(main, "replay", "replay", "What other rewards and algorithms would have made of a run's rollouts.")
 _command(main, "doctor", "doctor", "What this machine has for a run, and what is missing.")
 _command(engines, "add", "engines", "N FOLDER: N engines more for the run in FOLDER.", "add")
 _command(engines, "remove", "engines", "N FOLDER: N engines fewer.", "remove")

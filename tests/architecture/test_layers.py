@@ -25,7 +25,7 @@ LAYERS = (
     "rollouts learner",
     "trainer",
     "assembly",
-    "simulation replay",
+    "simulation",
     "experiments",
     "skyrl",
     "entrypoints tensordict generators inference_engines utils dataset training_batch fully_async_trainer",

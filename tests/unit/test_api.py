@@ -196,8 +196,12 @@ def test_the_snippets_of_the_page_of_rollouts_run(
     made_up_run(tmp_path / "runs" / "a", 2, 16)
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
+    scope: dict[str, Any] = {}
     for snippet in snippets:
-        exec(snippet, {})
+        scope = {}
+        exec(snippet, scope)
     said = capsys.readouterr().out
     assert "mean" in said and "'<end>' True -" in said
+    advantages = scope["frame"].groupby("group").advantage
+    assert advantages.std().min() > 0.01 and advantages.sum().abs().max() < 1e-5
