@@ -7,7 +7,7 @@ import time
 
 
 def now() -> float:
-    """Seconds of the running event loop's clock, which only a simulation sets apart from time.monotonic()."""
+    """Return seconds of the running event loop's clock, which tests replace with virtual time, or time.monotonic()."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:

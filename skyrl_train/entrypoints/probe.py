@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
+from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.experiments.base import Experiment, Session, explained
 from skyrl_train.report.phases import say
-from skyrl_train.simulation.estimate import MeasuredStep
 from skyrl_train.trainer.schedule import StepSchedule
 
 if TYPE_CHECKING:

@@ -10,18 +10,15 @@ from skyrl_train.assembly.services import intervals, schedule_of
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import aligned
 from skyrl_train.entrypoints.probe import LIMIT, Passes, Probed
-from skyrl_train.errors import SkyRLError
-from skyrl_train.simulation.estimate import (
+from skyrl_train.entrypoints.probe_division import Comparison, compare_splits, table
+from skyrl_train.entrypoints.probe_estimate import (
     PHASES,
     REST,
-    Division,
     RunEstimate,
     StepEstimate,
-    divide_slots,
     estimate_run,
     estimate_step,
 )
-from skyrl_train.simulation.report import table
 
 _WORTH = 1.05
 """How many times as fast something must be to be proposed: less is noise."""
@@ -43,10 +40,7 @@ def probe_lines(cfg: Config, probed: Probed) -> Iterator[str]:
     yield from _step_lines(cfg, probed, step)
     yield from _passes_lines(cfg, probed, step)
     yield ""
-    try:
-        yield from _division_lines(divide_slots(cfg, probed.steps))
-    except SkyRLError as error:  # of a simulated run: samplers may find nothing to learn from in it
-        yield f"engines : trainers: not compared, as a simulated run ended with {type(error).__name__}: {error}"
+    yield from _split_lines(compare_splits(cfg, probed.steps, probed.responses))
 
 
 def estimated_step(cfg: Config, probed: Probed) -> StepEstimate:
@@ -124,19 +118,19 @@ def best_passes(passes: list[Passes]) -> Passes:
     return best if passes[0].seconds >= _WORTH * best.seconds else passes[0]
 
 
-def _division_lines(division: Division | None) -> Iterator[str]:
-    if division is None:
+def _split_lines(comparison: Comparison | None) -> Iterator[str]:
+    if comparison is None:
         yield "engines : trainers: nothing to divide: one slot, or the configuration allows no other division"
         return
-    yield "engines : trainers, simulated with these timings; the first is as configured"
-    if division.assumed is not None:
-        yield f"Engines are taken to bring tokens in proportion to their number, as {division.assumed}."
-    yield from table(division.outcomes)
-    best = max(one.steps_per_hour for one in division.outcomes)
-    if not division.keys or best < _WORTH * division.outcomes[0].steps_per_hour:
+    yield f"engines : trainers, computed from steps of {comparison.prompts:,} prompts; the first is as configured"
+    if comparison.proportional is not None:
+        yield f"Engines are taken to bring tokens in proportion to their number, as {comparison.proportional}."
+    yield from table(comparison)
+    fastest = min(one.step_s for one in comparison.estimates)
+    if not comparison.keys or comparison.estimates[0].step_s < _WORTH * fastest:
         yield f"leave it as it is: no other division is {_WORTH - 1:.0%} faster"
     else:
-        yield f"set {' '.join(division.keys)}"
+        yield f"set {' '.join(comparison.keys)}"
 
 
 def _tokens_per_s(probed: Probed) -> float:

@@ -1,11 +1,11 @@
-"""Draws PNGs: a run's curve, and a grid of simulated runs. No other module imports matplotlib."""
+"""Draws the learning curve of a run as a PNG. No other module imports matplotlib."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -15,16 +15,6 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 _REWARD, _LOSS = "reward/mean", "sft/loss"
 _LABELS = {_REWARD: "training rollouts", _LOSS: "loss"}
-
-
-class SplitOutcome(Protocol):
-    """A simulated run (simulation/run.py)."""
-
-    @property
-    def split(self) -> Any: ...
-
-    @property
-    def steps_per_hour(self) -> float: ...
 
 
 def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
@@ -75,21 +65,3 @@ def _curve(lines: Sequence[Mapping[str, Any]], names: Sequence[str], unit: str) 
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     return figure
-
-
-def write_splits(outcomes: Sequence[SplitOutcome], png: Path) -> Path:
-    """Draw the steps an hour of simulated runs by their number of engines, a line for each staleness; returns `png`."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    apart = [one for one in outcomes if not one.split.colocated and not one.split.over_provisioning]
-    for ahead in sorted({one.split.staleness for one in apart}):
-        points = sorted((one.split.engines, one.steps_per_hour) for one in apart if one.split.staleness == ahead)
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"staleness {ahead}")
-    for one in outcomes:
-        if one.split.colocated and not one.split.over_provisioning:
-            axes.axhline(one.steps_per_hour, linestyle="--", color="gray", label="colocated")
-    axes.set(xlabel="engines, of all slots", ylabel="steps an hour", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best")
-    FigureCanvasAgg(figure).print_png(str(png))
-    return png

@@ -408,14 +408,14 @@ def async_rules(max_staleness: int) -> tuple[Rule, ...]:
             "trainer_starved",
             in_each("async/trainer_idle", burst, bursts, 0.4, "the trainer waited for rollouts {:.0%} of the time"),
             "Give engines more slots (generator.num_inference_engines), or let them run further ahead "
-            "(trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what each would bring.",
+            "(trainer.fully_async.max_staleness_steps); `skyrl-train plan --probe` compares divisions of the slots.",
         ),
         Rule(
             "engines_starved",
             engines_starved,
             "Give the trainer some of their slots (trainer.placement.policy_num_gpus_per_node), or let them run "
-            "further ahead (trainer.fully_async.max_staleness_steps); `skyrl-train simulate --from RUN` says what "
-            "each brings.",
+            "further ahead (trainer.fully_async.max_staleness_steps); `skyrl-train plan --probe` compares "
+            "divisions of the slots.",
         ),
     )
 

@@ -17,7 +17,7 @@ import yaml
 
 from skyrl_train.config.documentation import help_text
 from skyrl_train.config.prepare import prepare
-from skyrl_train.entrypoints import cli, simulate
+from skyrl_train.entrypoints import cli
 from tests.support.pages import REPOSITORY, Command, blocks, commands, commands_of
 
 OWN_FLAGS = {"--plan", "--probe", "--elsewhere", "--resolve"}
@@ -35,8 +35,6 @@ def keys(command: Command) -> None:
         assert words.pop(0) in cli.main.commands
     if "--help" in words:
         assert help_text([word for word in words if word != "--help"], 120)
-    elif "simulate" in command.words:
-        prepare(simulate._parser().parse_known_args(words)[1])
     else:
         prepare(words)
 
@@ -215,7 +213,6 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "skyrl-train engines": (run_by("tests/unit/entrypoints/test_engines.py"),),
     "skyrl-train env try show_work": (run_by("tests/integration/quickstart/test_your_environment.py"),),
     "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py"),),
-    "skyrl-train simulate": (keys, run_by("tests/unit/simulation/test_simulation.py")),
     r"skyrl-train (report|watch)": (of_a_run, run_by("tests/unit/entrypoints/test_report_and_watch.py")),
     "skyrl-train export": (of_a_run, run_by("tests/unit/assembly/test_export.py")),
     "curl ": (run_by("tests/unit/engines/test_serving_page.py"),),
@@ -295,10 +292,6 @@ def test_yaml_of_a_configuration_is_a_good_one(page: str, text: str, tmp_path: P
     if first.partition(".")[0] in ("trainer", "generator", "environment", "data"):
         (tmp_path / "page.yaml").write_text(f"defaults: [ppo_base_config, _self_]\n{_nested(text, first)}")
         prepare(["--config-dir", str(tmp_path), "--config-name", "page"])
-    elif "timings.py" in text or first in ("engine", "learner"):
-        (tmp_path / "timings.yaml").write_text(text)
-        given = simulate._parser().parse_args(["--slots", "2", "--timings", str(tmp_path / "timings.yaml")])
-        assert simulate._timings(given)
     else:
         assert (page, first) in {("docs/metrics.md", "scrape_configs"), ("docs/web_tools.md", "servers")}
 

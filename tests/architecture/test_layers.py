@@ -25,7 +25,6 @@ LAYERS = (
     "rollouts learner",
     "trainer",
     "assembly",
-    "simulation",
     "experiments",
     "skyrl",
     "entrypoints tensordict generators inference_engines utils dataset training_batch fully_async_trainer",

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
-from skyrl_train.simulation.estimate import MeasuredStep
+from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 
 FIXED_S, UPDATE_S, TOKEN_S, SYNC_S, REST_S = 0.5, 0.3, 0.001, 0.25, 0.125
 TOKENS = 100

@@ -20,7 +20,7 @@ PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
 ROW = re.compile(r"^\| (`.*?`(?:, `.*?`)*) \| ", re.MULTILINE)
 GAP = "…"
-OTHERS = ("Deadlock", "SkyRLError", "ToolError")
+OTHERS = ("SkyRLError", "ToolError")
 """No message of theirs ends a run."""
 BY_FORM = {"ConfigError", "DataError", "DeadlineExceeded", "EngineError", "EnvironmentFailure", "WeightSyncError"}
 """Of these only the messages that people meet most have a row: there are hundreds."""

@@ -15,9 +15,9 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints import cli, probe as probing
 from skyrl_train.entrypoints.probe import LIMIT, probe
+from skyrl_train.entrypoints.probe_estimate import PHASES
 from skyrl_train.entrypoints.probe_report import estimated_step
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
-from skyrl_train.simulation.estimate import PHASES
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.pages import documented
 

@@ -22,11 +22,11 @@ from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import Rollout
-from skyrl_train.simulation import virtual_time
-from skyrl_train.simulation.engine import SimulatedEngine
-from skyrl_train.simulation.run import SimulatedRun, Split, build_run
-from skyrl_train.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
 from skyrl_train.trainer.evaluation import Evaluator
+from tests.support.simulation import virtual_time
+from tests.support.simulation.engine import SimulatedEngine
+from tests.support.simulation.run import RunShape, SimulatedRun, build_run
+from tests.support.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
 
 STEPS, BATCH, SAMPLES = 5, 3, 2
 HELD_OUT = [Prompt(f"held out {row}", [], "simulated") for row in range(2)]
@@ -100,7 +100,7 @@ SCHEDULES = st.builds(
 )
 
 
-def configured(schedule: Schedule) -> tuple[Config, Timings, Split]:
+def configured(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
     cfg = Config()
     cfg.trainer.seed = schedule.seed
     cfg.trainer.train_batch_size = BATCH
@@ -127,7 +127,7 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, Split]:
         tool_s=schedule.tool_s,
     )
     over = 0.5 if schedule.cuts and not schedule.staleness and not schedule.filters else 0.0
-    return cfg, timings, Split(schedule.engines, 1, schedule.staleness, over_provisioning=over)
+    return cfg, timings, RunShape(schedule.engines, schedule.staleness, over_provisioning=over)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -144,8 +144,8 @@ class Watched:
     """A simulated run and what its steps trained on."""
 
     def __init__(self, schedule: Schedule, saved: Any = None):
-        cfg, timings, split = configured(schedule)
-        self.run: SimulatedRun = build_run(cfg, timings, split, STEPS, saved)
+        cfg, timings, shape = configured(schedule)
+        self.run: SimulatedRun = build_run(cfg, timings, shape, STEPS, saved)
         self.trained: dict[int, list[TrajectoryGroup]] = {}
         self.most_under_way = 0
         self.torn = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,12 +15,8 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost
 from skyrl_train.rollouts.ledger import Ledger
-from skyrl_train.simulation.engine import SimulatedEngine
-from skyrl_train.simulation.timings import Timings
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
-
-_PARTS = 20
-"""Of a learner's work: how often it is looked whether an engine works, too."""
+from tests.support.simulation.timings import Timings
 
 
 def prompt_units(timings: Timings, unit: int) -> int:
@@ -88,18 +84,14 @@ class SimulatedConversations:
 class SimulatedLearner:
     """Takes the time that an update takes, and counts versions as the real one does."""
 
-    def __init__(self, timings: Timings, slots: int, unit: int, engines: Sequence[SimulatedEngine] = ()):
-        """`engines`: a list of all that there are, which may grow; they and the learner slow each other down."""
-        self._timings, self._slots, self._unit, self._engines = timings.learner, slots, unit, engines
-        self._beside_learner = timings.engine.beside_learner
+    def __init__(self, timings: Timings, unit: int):
+        self._timings, self._unit = timings.learner, unit
         self._changing = asyncio.Lock()
         self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
         """Tokens by which a prompt is longer than what stands for it."""
         self.version = 0
         self.progress = None
         self.updating = False
-        self.trained_tokens = 0
-        """Sampled ones that it has been given for updates."""
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
         await self._work(self._timings.score_s_per_token, batch)
@@ -109,32 +101,14 @@ class SimulatedLearner:
         async with self._changing:
             self.updating = True
             await self._work(self._timings.update_s_per_token, batch)
-            await self._takes(self._timings.step_s)
-            self.trained_tokens += int(batch.loss_mask.sum()) * self._unit
+            await asyncio.sleep(self._timings.step_s)
             self.version += 1
             self.updating = False
         return {}
 
     async def _work(self, per_token_s: float, batch: TrainBatch) -> None:
         tokens = len(batch.input_ids) * self._unit + len(batch.prompt_lengths) * self._prompt
-        await self._takes(per_token_s * tokens / self._slots)
-
-    async def _takes(self, seconds: float) -> None:
-        """Work of so many seconds, if it is done alone."""
-        if self._timings.beside_engines == self._beside_learner == 1.0:
-            await asyncio.sleep(seconds)
-            return
-        try:
-            for _ in range(_PARTS):
-                self._engines_at(self._beside_learner)  # those that come back meanwhile, too
-                beside = any(engine.busy for engine in self._engines)
-                await asyncio.sleep(seconds / _PARTS * (self._timings.beside_engines if beside else 1.0))
-        finally:
-            self._engines_at(1.0)
-
-    def _engines_at(self, pace: float) -> None:
-        for engine in self._engines:
-            engine.at_pace(pace)
+        await asyncio.sleep(per_token_s * tokens)
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[int]:
@@ -207,21 +181,17 @@ class SimulatedState:
         """There is no reference."""
 
 
-class Rows:
-    """Gives the row of every step to `take`."""
-
-    def __init__(self, take: Callable[[Mapping[str, float]], None]):
-        self._take = take
+class NoTracker:
+    """A tracker that discards everything."""
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Nothing is shown."""
+        pass
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if step:
-            self._take({"step": step, **metrics})
+        pass
 
     def samples(self, rows: Sequence[Any], step: int) -> None:
-        """Their text is nobody's."""
+        pass
 
     def table(self, rows: Sequence[Any], step: int) -> None:
-        """Nor is that of more of them."""
+        pass

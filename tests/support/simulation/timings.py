@@ -1,4 +1,4 @@
-"""How long things take, and how long answers are: what a simulation is told."""
+"""Durations and response lengths of a simulated run."""
 
 from __future__ import annotations
 
@@ -34,34 +34,26 @@ class EngineTimings:
     start_s: float = 60.0
     """Seconds of a restart, without its weight sync."""
     failures_per_hour: float = 0.0
-    beside_learner: float = 1.0
-    """Times as long that it takes for everything while the learner works, if they share a machine's memory or cores."""
 
 
 @dataclass
 class LearnerTimings:
-    """Of a learner on one slot; n slots take 1/n of the time for tokens."""
+    """Of the learner."""
 
     update_s_per_token: float = 1e-4
     score_s_per_token: float = 0.0
     step_s: float = 0.0
-    """Seconds of every step besides, whatever the number of tokens or slots."""
-    beside_engines: float = 1.0
-    """Times as long that it takes while an engine works, if they share a machine's memory or cores."""
+    """Seconds of every step besides, whatever the number of tokens."""
 
 
 @dataclass
 class Timings:
-    """Seconds and tokens of one cluster and task. Assumed: learners scale with their slots, engines do not slow each
-    other, a sync takes as long for any number of engines, and unless `beside_*` say otherwise, engines and learners
-    have a machine each."""
+    """Seconds and tokens of one run."""
 
     engine: EngineTimings = field(default_factory=EngineTimings)
     learner: LearnerTimings = field(default_factory=LearnerTimings)
     sync_s: float = 1.0
     """Seconds of a weight sync."""
-    swap_s: float = 0.0
-    """Colocated: seconds that a step spends on moving models onto and off the accelerators."""
     response: Lengths = field(default_factory=Lengths)
     """Of one turn."""
     prompt_tokens: int = 128

@@ -23,7 +23,7 @@ from skyrl_train.engines.base import (
     VersionSpan,
 )
 from skyrl_train.errors import EngineError
-from skyrl_train.simulation.timings import EngineTimings
+from tests.support.simulation.timings import EngineTimings
 
 HOUR_S = 3600.0
 
@@ -97,8 +97,6 @@ class SimulatedEngine:
         self._paused = False
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
         """(steps, the version from there on)"""
-        self._pace = 1.0
-        """Seconds that a second of its work takes."""
         self._timer: asyncio.TimerHandle | None = None
         self._generated = 0
         if rng is not None and timings.failures_per_hour > 0:
@@ -155,11 +153,6 @@ class SimulatedEngine:
         """Tokens so far of sequences that run."""
         return round(sum(self._steps - one.began for one in running)) * self._unit
 
-    @property
-    def sampled(self) -> int:
-        """Tokens, those of answers that nobody waited for included, of an engine in which nothing runs."""
-        return self._generated
-
     def _sequences(self) -> list[_Sequence]:
         return [*(one for *_, one in self._running), *self._waiting]
 
@@ -177,18 +170,6 @@ class SimulatedEngine:
     # -- time --------------------------------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> bool:
-        return bool(self._running) and not self._paused and not self.dead
-
-    def at_pace(self, pace: float) -> None:
-        """From now on everything takes `pace` times as long."""
-        if self.dead or pace == self._pace:
-            return
-        self._catch_up()
-        self._pace = pace
-        self._admit()
-
-    @property
     def _step_s(self) -> float:
         """Of one unit of tokens, for the batch that runs."""
         timings = self._timings
@@ -196,7 +177,7 @@ class SimulatedEngine:
 
     def _catch_up(self) -> None:
         """Take the steps up to now. Whatever ends in between has a timer of its own, so that the batch was the same."""
-        passed, self._as_of = (now() - self._as_of) / self._pace, now()
+        passed, self._as_of = now() - self._as_of, now()
         if self._paused or not self._running:
             return
         read = min(passed, self._reading_s)
@@ -218,7 +199,7 @@ class SimulatedEngine:
             self._timer = None
         if self._running and not self._paused and not self.dead:
             left = max(0.0, self._running[0][0] - self._steps)
-            seconds = (self._reading_s + left * self._step_s) * self._pace
+            seconds = self._reading_s + left * self._step_s
             self._timer = asyncio.get_running_loop().call_later(seconds, self._ended)
 
     def _read(self, units: int) -> None:

@@ -7,14 +7,12 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from skyrl_train.errors import SkyRLError
-
 T = TypeVar("T")
 _THREAD_S = 60.0
 """Real seconds to wait for threads and sockets where no timer is left that could end the wait."""
 
 
-class Deadlock(SkyRLError):
+class Deadlock(Exception):
     """Everything waits, and nothing is left that could end the wait."""
 
 

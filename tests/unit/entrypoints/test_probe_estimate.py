@@ -1,0 +1,49 @@
+"""What a step and a run will take follows from the steps that were taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.entrypoints.probe_estimate import PHASES, REST, estimate_run, estimate_step
+from skyrl_train.trainer.loop import Intervals
+from skyrl_train.trainer.schedule import StepSchedule
+from tests.support.measured_steps import REST_S, SYNC_S, taken
+
+
+def test_steps_of_the_runs_own_size_are_taken_as_they_are():
+    step = estimate_step([taken(8, noise=1.1), taken(8), taken(8, noise=3.0), taken(2)], 8, optimizer_steps=2)
+    alike = taken(8, noise=1.1).row
+    assert not step.scaled
+    assert step.step_s == pytest.approx(alike["timing/step_s"])
+    assert {name: step.seconds[name] for name in PHASES} == {name: alike[f"timing/{name}_s"] for name in PHASES}
+    assert step.seconds[REST] == pytest.approx(1.1 * REST_S)
+
+
+def test_steps_that_are_slow_and_fast_in_turn_take_their_mean():
+    bursts = [taken(8, noise=noise) for noise in (3.0, 1.0, 1.0)]
+    assert estimate_step(bursts, 8, 2, ahead=True).step_s == pytest.approx(5 / 3 * taken(8).row["timing/step_s"])
+    assert estimate_step(bursts, 8, 2).step_s == pytest.approx(taken(8).row["timing/step_s"])
+
+
+def test_smaller_steps_are_scaled_by_tokens_and_optimizer_steps():
+    """What does not grow with them, a wait for the longest answer or the rest, is not scaled."""
+    step = estimate_step([taken(2), taken(4)], 32, optimizer_steps=8)
+    assert step.scaled
+    assert step.seconds == pytest.approx({name: taken(32).row[f"timing/{name}_s"] for name in PHASES} | {REST: REST_S})
+    assert step.step_s == pytest.approx(taken(32).row["timing/step_s"])
+
+
+def test_steps_of_one_small_size_are_scaled_by_tokens_alone():
+    step = estimate_step([taken(2), taken(2)], 8, optimizer_steps=2)
+    assert step.seconds["generate"] == pytest.approx(4 * taken(2).row["timing/generate_s"])
+    assert step.seconds["publish"] == SYNC_S
+
+
+def test_a_run_is_its_start_its_steps_and_its_evaluations():
+    """10 prompts, 4 a step, twice: steps of 4, 4, 2, 4, 4, 2; evaluations before, and after steps 4 and 6."""
+    schedule = StepSchedule(10, 4, 2)
+    run = estimate_run(schedule, Intervals(4, 0, 0, True, schedule.total_steps), 2.0, 3.0, start_s=7.0)
+    assert (run.steps, run.evaluations, run.whole_steps) == (6, 3, 5.0)
+    assert run.seconds == 7 + 5 * 2 + 3 * 3
+    none = estimate_run(schedule, Intervals(0, 0, 0, False, schedule.total_steps), 2.0, 3.0, start_s=7.0)
+    assert none.seconds == 7 + 5 * 2

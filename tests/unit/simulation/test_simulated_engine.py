@@ -1,0 +1,124 @@
+"""Engines and learners that only wait take as long as they should, and say which weights sampled what."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.config.schema import Config
+from skyrl_train.data.arrays import token_array
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.errors import EngineError
+from tests.support.simulation import virtual_time
+from tests.support.simulation.engine import SimulatedEngine
+from tests.support.simulation.run import RunShape, build_run
+from tests.support.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+
+STEP_S, ALIKE = 0.5, 0.25
+EVEN = Timings(
+    engine=EngineTimings(decode_s=0.1, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e9),
+    learner=LearnerTimings(0.0, 0.0, step_s=6.4),
+    sync_s=0.0,
+    response=Lengths(64.0, 0.0),
+)
+"""64 tokens of a tenth of a second each, and as long for an update."""
+
+
+def request(name: str, tokens: int, prompt: int = 1) -> SampleRequest:
+    return SampleRequest(name, token_array((0,) * prompt), SamplingParams(max_tokens=tokens), 0)
+
+
+def engine(**timings: float) -> SimulatedEngine:
+    given = {"decode_s": STEP_S, "prefill_tokens_per_s": 1e9} | timings
+    return SimulatedEngine(lambda one: one.sampling.max_tokens, EngineTimings(**given), name="e")  # type: ignore[arg-type]
+
+
+def test_hours_pass_at_once_and_a_wait_that_nothing_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    async def wait() -> float:
+        await asyncio.gather(*(asyncio.sleep(3600.0 * hours) for hours in range(100)))
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(wait()) == pytest.approx(99 * 3600)
+    monkeypatch.setattr(virtual_time, "_THREAD_S", 0.1)
+    with pytest.raises(virtual_time.Deadlock):
+        virtual_time.run(asyncio.Event().wait())
+
+
+def test_sequences_share_their_steps_and_new_ones_slow_the_others_down():
+    async def run() -> list[float]:
+        one = engine(decode_per_sequence_s=ALIKE, max_num_seqs=2)
+        ends = []
+
+        async def ask(name: str, tokens: int) -> None:
+            await one.generate([request(name, tokens)])
+            ends.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(ask("a", 4), ask("b", 8), ask("waits", 4))
+        return ends
+
+    both, alone = STEP_S + 2 * ALIKE, STEP_S + ALIKE
+    assert virtual_time.run(run()) == pytest.approx([4 * both, 8 * both, 8 * both], abs=1e-6)
+    assert alone < both
+
+
+def test_a_prompt_is_read_once_for_its_group_before_the_first_step():
+    async def run() -> float:
+        one = engine(prefill_tokens_per_s=10.0)
+        await one.generate([replace(request(str(n), 2, prompt=20), group="g") for n in range(3)])
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(run()) == pytest.approx(20 / 10 + 2 * STEP_S)
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract", "abort"])
+def test_tokens_have_the_version_that_sampled_them(mode: str):
+    async def run() -> tuple[Completion, float]:
+        one = engine(prefill_tokens_per_s=1.0)
+        asked = asyncio.ensure_future(one.generate([request("a", 10, prompt=1)]))
+        await asyncio.sleep(1.0 + 4 * STEP_S + 0.1)
+        await one.pause(mode)
+        await asyncio.sleep(100.0)
+        await one.commit_weights(7)
+        await one.resume()
+        (completion,) = await asked
+        return completion, asyncio.get_running_loop().time()
+
+    completion, ended = virtual_time.run(run())
+    spans = [(span.start, span.stop, span.version) for span in completion.versions]
+    if mode == "abort":
+        assert (completion.stop_reason, spans) == ("abort", [(0, 4, 0)])
+        return
+    assert spans == [(0, 4, 0), (4, 10, 7)]
+    read_again = 5.0 if mode == "retract" else 0.0  # the prompt and four tokens
+    assert ended == pytest.approx(1.0 + 10 * STEP_S + 100.0 + read_again)
+
+
+def test_a_dead_engine_fails_what_it_had_and_what_comes():
+    async def run() -> None:
+        one = engine()
+        asked = asyncio.ensure_future(one.generate([request("a", 10)]))
+        await asyncio.sleep(1.0)
+        one.die()
+        for call in (asked, one.generate([request("b", 1)]), one.health()):
+            with pytest.raises(EngineError, match="e "):
+                await call
+
+    virtual_time.run(run())
+
+
+@pytest.mark.parametrize(("staleness", "step_s"), [(0, 12.8), (1, 6.4)])
+def test_rollouts_ahead_overlap_with_updates(staleness: int, step_s: float):
+    """Generation and update take 6.4 s each."""
+
+    async def seconds(steps: int) -> float:
+        cfg = Config()
+        cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = 4, 4
+        built = build_run(cfg, EVEN, RunShape(1, staleness), steps)
+        await built.trainer.fit()
+        await built.client.close()
+        return asyncio.get_running_loop().time()
+
+    taken = virtual_time.run(seconds(12)) - virtual_time.run(seconds(4))
+    assert taken / 8 == pytest.approx(step_s, rel=0.01)
