@@ -10,11 +10,6 @@ fewer and longer answers take longer to generate, and as long to train on. Answe
 log-normal (sigma 0.8) with the same mean, drawn from a request's seed. A second engine, beside a synchronous run's, is
 what the other core can do for generation while the learner waits.
 
-`skyrl-train simulate` is asked as well: its timings are fitted to the synchronous run, and what it says of all the
-schedules is beside what they took. How much engine and learner slow each other down on one machine, which no
-synchronous run shows, overlap.py measures first, without any schedule. Answers of one length do not tell what a decode
-step takes: the timings are then those of the synchronous run with log-normal ones, if that was asked for.
-
 The runs go one after another, each alone. What is measured begins after two steps, when rollouts are as far ahead as
 they may be, and ends with the last step but `max_staleness_steps`: from there on there is nothing left to sample.
 Seconds and CPU-seconds, of whole process trees, are those of this window over its steps.
@@ -27,33 +22,35 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gated_run import GATED, LENGTHS, THREADS
-from measure import HERE, PASSIVE, Side, about, line
+from measure import PASSIVE, Side, about, line
 from workload import SMALL, Work, prompt_texts, run_command, save_model, write_prompts
 
-from skyrl_train.api import load_config
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
-from skyrl_train.simulation.fit import fit
-from skyrl_train.simulation.run import Split, simulate
-from skyrl_train.simulation.timings import Lengths
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Number of engines, and the staleness bound in steps (0 is synchronous)."""
+
+    engines: int = 1
+    staleness: int = 0
+
 
 WARM_UP = 2
-SIMULATED_STEPS = 32
 BASE = "synchronous"
-SPLITS = {
-    BASE: Split(engines=1, trainers=1),
-    "synchronous, two engines": Split(engines=2, trainers=1),
-    "staleness 1": Split(engines=1, trainers=1, staleness=1),
-    "staleness 2": Split(engines=1, trainers=1, staleness=2),
+SCHEDULES = {
+    BASE: Schedule(),
+    "synchronous, two engines": Schedule(engines=2),
+    "staleness 1": Schedule(staleness=1),
+    "staleness 2": Schedule(staleness=2),
 }
 LOG_NORMAL = "log-normal"
 SIGMAS = {LOG_NORMAL: 0.8, "equal": 0.0}
@@ -81,7 +78,7 @@ def balanced(folder: Path, model: Path, backend: str, lengths: str, options: arg
     while prompts not in tried and len(tried) < TRIES:
         work = replace(first, prompts=prompts, new_tokens=round(tokens / prompts))
         run = folder / f"{backend}-{lengths}-of-{prompts}"
-        row, _ = measure(run, model, work, backend, lengths, BASE, short)
+        row = measure(run, model, work, backend, lengths, BASE, short)
         tried[prompts] = row["generate"]
         rests.append(row["s"] - row["generate"])
         print(f"{backend}, {lengths}: {work}: generation {row['generate']:.2f} s, rest {rests[-1]:.2f} s", flush=True)
@@ -107,13 +104,14 @@ def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
 
 def measure(
     folder: Path, model: Path, work: Work, backend: str, lengths: str, schedule: str, options: argparse.Namespace
-) -> tuple[dict[str, Any], list[str]]:
-    """What was found, and the run's configuration."""
+) -> dict[str, Any]:
+    """Run one schedule and return what it took."""
     folder.mkdir()
-    split = SPLITS[schedule]
+    chosen = SCHEDULES[schedule]
     last = WARM_UP + options.steps
-    total = last + split.staleness
-    most = last + max(one.staleness for one in SPLITS.values())  # the same ones, in the same order, for every schedule
+    total = last + chosen.staleness
+    # Every schedule gets the same prompts in the same order.
+    most = last + max(one.staleness for one in SCHEDULES.values())
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * most, work.prompt_tokens))
     gates = PASSIVE | {GATED: f"{WARM_UP},{last}", THREADS: "1"}
     if sigma := SIGMAS[lengths]:
@@ -121,12 +119,12 @@ def measure(
         work = replace(work, new_tokens=LONGEST * work.new_tokens)
     overrides = [
         f"generator.backend={backend}",
-        f"generator.num_inference_engines={split.engines}",
+        f"generator.num_inference_engines={chosen.engines}",
         "trainer.placement.colocate_all=false",
         f"trainer.max_tokens_per_microbatch={MICROBATCH}",
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
-        f"trainer.fully_async.enabled={str(split.staleness > 0).lower()}",
-        f"trainer.fully_async.max_staleness_steps={max(1, split.staleness)}",
+        f"trainer.fully_async.enabled={str(chosen.staleness > 0).lower()}",
+        f"trainer.fully_async.max_staleness_steps={max(1, chosen.staleness)}",
         *options.overrides,
     ]
     command = run_command(folder, model, work, total, "fsdp2", overrides)
@@ -154,52 +152,25 @@ def measure(
         "trainer_idle": mean("async/trainer_idle"),
         "engines_idle": mean("async/engines_idle"),
     }
-    return found, command[command.index(str(HERE / "gated_run.py")) + 1 :]
-
-
-def slowed_down(folder: Path, backend: str, work: Work, overrides: Sequence[str]) -> dict[str, float]:
-    """How many times as long generation and update take beside each other, measured by overlap.py."""
-    found = folder / f"overlap-{backend}.json"
-    keys = ["--backends", backend, "--lengths", LOG_NORMAL, "--rounds", "3", "--json", str(found)]
-    keys += ["--size", str(work.prompts), str(work.new_tokens), *overrides]
-    subprocess.run([sys.executable, str(HERE / "overlap.py"), *keys], check=True)
-    (row,) = json.loads(found.read_text(encoding="utf-8"))
-    return {side: max(1.0, row[side]) for side in ("generation", "update")}
-
-
-def simulated_s(synchronous: Path, keys: list[str], split: Split, equal: int, slowed: dict[str, float]) -> float:
-    """Seconds of a step that the simulator predicts from the finished synchronous run in that folder, for answers of
-    `equal` tokens or, with 0, as long as there."""
-    timings = fit(synchronous / "run")
-    timings.engine.beside_learner, timings.learner.beside_engines = slowed["generation"], slowed["update"]
-    if equal:
-        timings = replace(timings, response=Lengths(equal, 0.0))
-    cfg = load_config([word for word in keys if not word.startswith(("environment.", "trainer.plugins="))])
-    return 3600 / simulate(cfg, timings, split, SIMULATED_STEPS).steps_per_hour
+    return found
 
 
 def compare(folder: Path, backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All schedules with this engine."""
-    model, results, slowed = folder / "model", list[dict[str, Any]](), dict[str, float]()
-    fitted = folder / f"{backend}-{LOG_NORMAL}-0"
-    for lengths in sorted(options.lengths, key=list(SIGMAS).index):  # others are simulated from log-normal ones
+    """Measure all schedules with this engine."""
+    model, results = folder / "model", list[dict[str, Any]]()
+    for lengths in options.lengths:
         work = balanced(folder, model, backend, lengths, options)
-        if lengths == LOG_NORMAL:
-            slowed = slowed_down(folder, backend, work, options.overrides)
         for schedule in options.schedules:
-            run = folder / f"{backend}-{lengths}-{list(SPLITS).index(schedule)}"
-            row, keys = measure(run, model, work, backend, lengths, schedule, options)
-            equal = 0 if SIGMAS[lengths] else work.new_tokens
-            row["simulated_s"] = simulated_s(fitted, keys, SPLITS[schedule], equal, slowed) if slowed else math.nan
-            results.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+            run = folder / f"{backend}-{lengths}-{list(SCHEDULES).index(schedule)}"
+            results.append(measure(run, model, work, backend, lengths, schedule, options))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
 
 
 def show(results: list[dict[str, Any]]) -> None:
     print(
-        "\n| engine | lengths | schedule | s a step | times the steps | simulated | CPU-s a step "
-        "| generate, score, update, publish: s | mean age | trainer, engines idle |\n" + "| --- " * 10 + "|"
+        "\n| engine | lengths | schedule | s a step | times the steps | CPU-s a step "
+        "| generate, score, update, publish: s | mean age | trainer, engines idle |\n" + "| --- " * 9 + "|"
     )
     for row in results:
         (base,) = (
@@ -208,13 +179,10 @@ def show(results: list[dict[str, Any]]) -> None:
             if (one["backend"], one["lengths"]) == (row["backend"], row["lengths"]) and one["schedule"] == BASE
         )
         phases = ", ".join(f"{row[phase]:.2f}" for phase in PHASES)
-        ahead = SPLITS[row["schedule"]].staleness > 0
-        found = row["simulated_s"]
-        simulated = "" if math.isnan(found) else f"{found:.2f} ({found / row['s'] - 1:+.0%})"
+        ahead = SCHEDULES[row["schedule"]].staleness > 0
         idle = f"{row['trainer_idle']:.0%}, {row['engines_idle']:.0%}" if ahead else ""
         print(
             f"| {row['backend']} | {row['lengths']} | {row['schedule']} | {row['s']:.2f} | {base['s'] / row['s']:.2f} "
-            f"| {simulated} "
             f"| {row['cpu_s']:.2f} ({row['cpu_s'] / base['cpu_s'] - 1:+.1%}) | {phases} | {row['staleness']:.2f} "
             f"| {idle} |"
         )
@@ -224,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"], choices=ENGINES)
     parser.add_argument("--lengths", nargs="+", default=list(SIGMAS), choices=SIGMAS)
-    parser.add_argument("--schedules", nargs="+", default=list(SPLITS), choices=SPLITS)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the runs")

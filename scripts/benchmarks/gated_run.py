@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,6 @@ from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.experiments.base import Experiment, run_experiment
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
-from skyrl_train.simulation.timings import Lengths
 
 GATED = "BENCHMARK_GATED_STEPS"
 """In a run's environment: the steps after which it stands still, separated by commas; unset: after each."""
@@ -55,10 +56,11 @@ class GatedRun(Experiment):
     def build_client(self, engines: Sequence[Any]) -> Any:
         client = super().build_client(engines)
         if told := os.environ.get(LENGTHS):
-            lengths, generate = Lengths(*map(float, told.split(","))), client.generate
+            mean, sigma = map(float, told.split(","))
+            generate = client.generate
 
             async def of_drawn_lengths(requests: Sequence[SampleRequest], **options: Any) -> list[Completion]:
-                drawn = [lengths.draw(one.seed, one.sampling.max_tokens) for one in requests]
+                drawn = [drawn_length(mean, sigma, one.seed, one.sampling.max_tokens) for one in requests]
                 return await generate(
                     [
                         replace(one, sampling=replace(one.sampling, max_tokens=tokens))
@@ -69,6 +71,12 @@ class GatedRun(Experiment):
 
             client.generate = of_drawn_lengths
         return client
+
+
+def drawn_length(mean: float, sigma: float, seed: int, longest: int) -> int:
+    """Return a log-normal length from 1 to `longest`; the same for the same seed."""
+    drawn = random.Random(seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+    return max(1, min(longest, round(drawn)))
 
 
 def compute_with(threads: int) -> None:

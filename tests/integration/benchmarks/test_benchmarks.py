@@ -18,11 +18,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
     ("script", "arguments", "row"),
     [
         ("grpo_step.py", ["--sides", "skyrl_train", "--steps", "1"], "| skyrl_train | "),
-        ("reports.py", ["--steps", "1"], "| CPU-s of a step |"),
-        ("overhead.py", ["--steps", "1"], "| ratio (wanted"),
-        ("watch.py", ["--steps", "20", "--rollouts", "50", "--rounds", "1"], "| rare text | "),
-        ("routing.py", [], "| bfloat16 | rollout | "),
-        ("overlap.py", ["--backends", "transformers", "--rounds", "1"], "| transformers | equal | both | "),
+        ("async.py", ["--backends", "transformers", "--steps", "1"], "| transformers | log-normal | staleness 2 | "),
     ],
 )
 def test_a_benchmark_of_runs_ends_with_its_table(script: str, arguments: list[str], row: str):
