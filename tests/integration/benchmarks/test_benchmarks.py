@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
+SHORT = ["--backends", "transformers", "--lengths", "equal", "--schedules", "synchronous", "staleness 1"]
 
 
 @pytest.mark.on_demand
@@ -18,7 +19,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
     ("script", "arguments", "row"),
     [
         ("grpo_step.py", ["--sides", "skyrl_train", "--steps", "1"], "| skyrl_train | "),
-        ("async.py", ["--backends", "transformers", "--steps", "1"], "| transformers | log-normal | staleness 2 | "),
+        ("async.py", [*SHORT, "--steps", "1"], "| transformers | equal | staleness 1 | "),
     ],
 )
 def test_a_benchmark_of_runs_ends_with_its_table(script: str, arguments: list[str], row: str):
