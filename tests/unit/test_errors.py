@@ -24,7 +24,7 @@ ARGUMENTS: dict[type, tuple] = {
 }
 
 
-def survives_pickling(kind: type[SkyRLError]) -> None:
+def survives_pickling(kind: type) -> None:
     assert issubclass(kind, SkyRLError)
     error = kind(*ARGUMENTS.get(kind, ("what went wrong",)))
     again = pickle.loads(pickle.dumps(error))
