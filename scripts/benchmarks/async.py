@@ -35,18 +35,17 @@ from workload import SMALL, Work, prompt_texts, run_command, save_model, write_p
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
-WARM_UP = 2
-BASE = "synchronous"
-
 
 @dataclass(frozen=True)
 class Schedule:
-    """The engines beside one trainer, and how far rollouts run ahead."""
+    """Number of engines, and the staleness bound in steps (0 is synchronous)."""
 
     engines: int = 1
     staleness: int = 0
 
 
+WARM_UP = 2
+BASE = "synchronous"
 SCHEDULES = {
     BASE: Schedule(),
     "synchronous, two engines": Schedule(engines=2),
@@ -106,12 +105,13 @@ def _prompts_for(seconds: float, tried: dict[int, float]) -> float:
 def measure(
     folder: Path, model: Path, work: Work, backend: str, lengths: str, schedule: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run a schedule and return what was measured."""
+    """Run one schedule and return what it took."""
     folder.mkdir()
     chosen = SCHEDULES[schedule]
     last = WARM_UP + options.steps
     total = last + chosen.staleness
-    most = last + max(one.staleness for one in SCHEDULES.values())  # every schedule gets the same prompts
+    # Every schedule gets the same prompts in the same order.
+    most = last + max(one.staleness for one in SCHEDULES.values())
     write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * most, work.prompt_tokens))
     gates = PASSIVE | {GATED: f"{WARM_UP},{last}", THREADS: "1"}
     if sigma := SIGMAS[lengths]:
@@ -156,15 +156,14 @@ def measure(
 
 
 def compare(folder: Path, backend: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All schedules with this engine."""
+    """Measure all schedules with this engine."""
     model, results = folder / "model", list[dict[str, Any]]()
     for lengths in options.lengths:
         work = balanced(folder, model, backend, lengths, options)
         for schedule in options.schedules:
             run = folder / f"{backend}-{lengths}-{list(SCHEDULES).index(schedule)}"
-            row = measure(run, model, work, backend, lengths, schedule, options)
-            results.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+            results.append(measure(run, model, work, backend, lengths, schedule, options))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
 
 

@@ -56,7 +56,8 @@ class GatedRun(Experiment):
     def build_client(self, engines: Sequence[Any]) -> Any:
         client = super().build_client(engines)
         if told := os.environ.get(LENGTHS):
-            (mean, sigma), generate = map(float, told.split(",")), client.generate
+            mean, sigma = map(float, told.split(","))
+            generate = client.generate
 
             async def of_drawn_lengths(requests: Sequence[SampleRequest], **options: Any) -> list[Completion]:
                 drawn = [drawn_length(mean, sigma, one.seed, one.sampling.max_tokens) for one in requests]
@@ -72,10 +73,10 @@ class GatedRun(Experiment):
         return client
 
 
-def drawn_length(mean: float, sigma: float, seed: int, limit: int) -> int:
-    """Draw a length from the log-normal distribution with this mean, the same one for the same seed, up to `limit`."""
+def drawn_length(mean: float, sigma: float, seed: int, longest: int) -> int:
+    """Return a log-normal length from 1 to `longest`; the same for the same seed."""
     drawn = random.Random(seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-    return max(1, min(limit, round(drawn)))
+    return max(1, min(longest, round(drawn)))
 
 
 def compute_with(threads: int) -> None:

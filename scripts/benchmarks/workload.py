@@ -1,4 +1,4 @@
-"""The work that step benchmarks share: small Qwen2 models with their tokenizer, prompts, batches, runs on them."""
+"""The work that step benchmarks share: small Qwen2 models with their tokenizer, prompts and runs on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -16,14 +15,6 @@ import torch
 from measure import HERE, Step
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-from skyrl_train.algorithms.losses import clipped_surrogate
-from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.config.choices import STRATEGIES
-from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
-from skyrl_train.data.batch import TrainBatch
-from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
-from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 
 LEARNING_RATE = 1e-5
 MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -45,8 +36,6 @@ class Shape:
 
 SMALL = Shape(hidden=256, layers=4, intermediate=640, vocabulary=480)
 """2.9 million parameters."""
-MEDIUM = Shape(hidden=640, layers=10, intermediate=1920, vocabulary=480)
-"""About 50 million."""
 
 
 def save_model(folder: Path, shape: Shape, seed: int = 0) -> int:
@@ -161,75 +150,3 @@ def assert_did(work: Work, steps: Sequence[Step]) -> None:
     for step in steps:
         found = {name: step.told[name] for name in wanted}
         assert found == wanted, f"{found} instead of {wanted}"
-
-
-# -- the update alone ------------------------------------------------------------------------------------------------
-
-
-def training_batch(
-    prompts: int, samples: int, prompt_tokens: int, response_tokens: Sequence[int], vocabulary: int, seed: int = 0
-) -> TrainBatch:
-    """Random tokens and advantages: `samples` responses to each prompt, of the given lengths [prompts * samples]."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random_ids(count: int) -> torch.Tensor:
-        return torch.randint(1, vocabulary, (count,), generator=generator)
-
-    rows = prompts * samples
-    responses = torch.tensor(response_tokens)
-    lengths = responses + prompt_tokens
-    shared = [random_ids(prompt_tokens) for _ in range(prompts)]
-    ids = [torch.cat([shared[row // samples], random_ids(int(responses[row]))]) for row in range(rows)]
-    positions = torch.cat([torch.arange(int(length)) for length in lengths])
-    mask = positions >= prompt_tokens
-    advantages = torch.repeat_interleave(torch.randn(rows, generator=generator), lengths)
-    return TrainBatch(
-        input_ids=torch.cat(ids),
-        loss_mask=mask,
-        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        prompt_lengths=torch.full((rows,), prompt_tokens),
-        group_ids=torch.arange(rows) // samples,
-        rewards=torch.zeros(rows),
-        temperature=torch.ones(rows),
-        status=torch.ones(rows, dtype=torch.bool),
-        min_versions=torch.zeros(rows, dtype=torch.int64),
-        max_versions=torch.zeros(rows, dtype=torch.int64),
-        rollout_logprobs=torch.zeros(len(positions)),
-        advantages=advantages * mask,
-    )
-
-
-def local_learner(
-    model: str,
-    strategy: str,
-    prompts: int,
-    max_tokens: int,
-    share_prompt: bool | None = None,
-    compile_layers: bool = False,
-) -> tuple[Learner, LearnerWorker]:
-    """The learner in this process, not set up yet: clipped surrogate, no KL, one optimizer step a batch."""
-    spec = LearnerSpec(
-        model_path=model,
-        strategy=STRATEGIES[strategy],
-        device="cpu",
-        dtype="float32",
-        seed=0,
-        threads=torch.get_num_threads(),
-        fsdp=FSDPConfig(),
-        optimizer=OptimizerConfig(lr=1e-3),
-        total_steps=1000,
-        objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
-        gradient_checkpointing=False,
-        gradient_checkpointing_use_reentrant=False,
-        model_config_kwargs={},
-        rope_scaling=None,
-        rope_theta=None,
-        rendezvous_s=60.0,
-        collective_s=60.0,
-        wire_dtype="float32",
-        bucket_bytes=1 << 20,
-        compile_layers=compile_layers,
-    )
-    worker = LearnerWorker(spec, 0, 1)
-    sizes = BatchSizes(mini_batch_groups=prompts, max_tokens=max_tokens, share_prompt=share_prompt)
-    return Learner(WorkerGroup([LocalWorker(worker)]), None, sizes), worker

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from skyrl_train.experiments.base import Experiment
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 
-from algorithms import PRESETS, SIZES
+import quickstart
 from illnesses import MisreportedLogprobs, Outliers
-from task import quickstart
 
+PRESETS = Path(__file__).parents[2] / "examples" / "algorithms"
 Keys = Mapping[str, object]
 
 
@@ -88,19 +88,32 @@ ILL = {
 
 
 OF_PRESETS: Keys = {
+    "device": "cpu",
+    "environment.env_class": "arithmetic",
+    "trainer.epochs": 100,
     "trainer.max_steps": 12,
     BATCH: 16,
     MINI_BATCH: 8,
     "trainer.critic_mini_batch_size": 8,
+    "trainer.max_tokens_per_microbatch": 16384,
+    "trainer.gradient_checkpointing": "false",
+    LEARNING_RATE: 1e-4,
+    "trainer.policy.optimizer_config.adam_betas": "[0.9,0.95]",
+    "trainer.policy.optimizer_config.num_warmup_steps": 5,
+    "trainer.critic.optimizer_config.lr": 3e-4,
     EVALUATION: -1,
     "trainer.eval_before_train": "false",
     "trainer.ckpt_interval": -1,
+    "trainer.hf_save_interval": -1,
+    "trainer.logger": "console",
+    SAMPLES: 8,
+    ANSWER_TOKENS: 48,
 }
-"""Besides what they have in scripts/benchmarks/algorithms.py."""
+"""Overrides of the presets, which are written for GSM8K, for a model of 1.5 million parameters."""
 
 
 def _preset(path: Path) -> Run:
-    keys: dict[str, object] = {**dict(one.split("=", 1) for one in SIZES), **OF_PRESETS}
+    keys: dict[str, object] = dict(OF_PRESETS)
     if path.stem == "dapo":
         keys["trainer.algorithm.overlong_buffer.len"] = 8  # of 48 tokens
     return Run(keys, path, taught_by="quickstart" if path.stem == "distillation" else "")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from skyrl_train.config import choices
 from skyrl_train.registry import load_object
+from tests.support.each import check_each
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 TABLES = {name: value for name, value in vars(choices).items() if name.isupper() and isinstance(value, dict)}
@@ -34,14 +33,18 @@ def decorated() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("table", "name", "target"), ENTRIES, ids=[f"{t}-{n}" for t, n, _ in ENTRIES])
-def test_every_name_loads_something_that_can_be_called(table: str, name: str, target: str):
+def loads_callable(entry: tuple[str, str, str]) -> None:
+    _, name, target = entry
     if name in OPTIONAL:  # importing the library takes long, where it is installed: look instead
         module, _, wanted = target.partition(":")
         tree = ast.parse((PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text())
         assert wanted in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         return
     assert callable(load_object(target))
+
+
+def test_every_choice_loads_a_callable():
+    check_each(ENTRIES, loads_callable)
 
 
 def test_what_registers_itself_is_in_a_table_under_that_name():

@@ -18,6 +18,7 @@ import yaml
 from skyrl_train.config.documentation import help_text
 from skyrl_train.config.prepare import prepare
 from skyrl_train.entrypoints import cli
+from tests.support.each import check_each
 from tests.support.pages import REPOSITORY, Command, blocks, commands, commands_of
 
 OWN_FLAGS = {"--plan", "--probe", "--elsewhere", "--resolve"}
@@ -262,11 +263,13 @@ def test_every_command_has_a_row_and_every_row_a_command():
     assert set(COMMANDS) - {row(command) for command in commands()} == set()
 
 
-@pytest.mark.parametrize("command", list({command.words: command for command in commands()}.values()), ids=str)
-def test_a_command_is_as_good_as_its_row_can_tell(command: Command, monkeypatch: pytest.MonkeyPatch):
+def test_every_command_passes_the_checks_of_its_row(monkeypatch: pytest.MonkeyPatch):
+    def passes(command: Command) -> None:
+        for check in COMMANDS[row(command) or ""]:
+            check(command)
+
     monkeypatch.chdir(REPOSITORY)
-    for check in COMMANDS[row(command) or ""]:
-        check(command)
+    check_each({command.words: command for command in commands()}.values(), passes)
 
 
 def test_a_page_with_python_is_run_by_a_test_that_reads_it():
@@ -304,9 +307,8 @@ def _nested(text: str, first: str) -> str:
     return head + "".join(f"{'  ' * len(outer)}{line}\n" for line in body.splitlines())
 
 
-@pytest.mark.parametrize(("page", "text"), blocks("json"))
-def test_json_is_json(page: str, text: str):
-    assert json.loads(text)
+def test_json_is_json():
+    check_each(blocks("json"), lambda block: json.loads(block[1]))
 
 
 def test_commands_are_read_as_a_shell_would():

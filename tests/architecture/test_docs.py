@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
-from pathlib import Path
 
-import pytest
-
+from tests.support.each import check_each
 from tests.support.pages import FENCE, PAGES, REPOSITORY, blocks
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -25,17 +23,19 @@ def test_links_between_pages_lead_somewhere():
     assert broken == []
 
 
-@pytest.mark.parametrize(("page", "code"), blocks("python"))
-def test_python_in_the_documentation_imports_what_exists(page: str, code: str):
+def run_imports(block: tuple[str, str]) -> None:
+    page, code = block
     imports: list[ast.stmt] = [n for n in ast.parse(code).body if isinstance(n, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), page, "exec"), {})
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if NAME.search(page.read_text())], ids=lambda page: page.name)
-def test_names_of_this_package_in_the_documentation_exist(page: Path):
-    for name in sorted({*NAME.findall(page.read_text())}):
-        if not _is_written(name):
-            pkgutil.resolve_name(name)
+def test_documented_python_imports_what_exists():
+    check_each(blocks("python"), run_imports)
+
+
+def test_documented_names_of_this_package_exist():
+    found = {(page.name, name) for page in PAGES for name in NAME.findall(page.read_text())}
+    check_each(sorted(found), lambda found: _is_written(found[1]) or pkgutil.resolve_name(found[1]))
 
 
 def _is_written(name: str) -> bool:

@@ -195,11 +195,14 @@ def test_nothing_imports_what_hydra_keeps_for_itself():
     assert [f"{n}:{line}" for n, _, line, m in all_imports() if m.startswith("hydra._internal")] == []
 
 
-@pytest.mark.parametrize("library", ONE_IMPORTER)
-def test_an_optional_library_is_imported_in_one_place(library: str):
-    """One file, or files whose names begin with that of the engine."""
-    files = {name for name, _, _, module in all_imports() if library in (module.split(".")[0], module)}
-    assert len(files) <= 1 or all(name.startswith(f"engines/{library}") for name in files), files
+def test_each_optional_library_has_one_importer():
+    """An importer is one file, or files whose names begin with that of the engine."""
+    wrong = []
+    for library in ONE_IMPORTER:
+        files = {name for name, _, _, module in all_imports() if library in (module.split(".")[0], module)}
+        if len(files) > 1 and not all(name.startswith(f"engines/{library}") for name in files):
+            wrong.append(f"{library} is imported by {', '.join(sorted(files))}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_packages_export_nothing_by_themselves():

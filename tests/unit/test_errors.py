@@ -3,8 +3,6 @@ from __future__ import annotations
 import inspect
 import pickle
 
-import pytest
-
 from skyrl_train import errors
 from skyrl_train.errors import (
     CheckpointError,
@@ -16,6 +14,7 @@ from skyrl_train.errors import (
     SkyRLError,
     Stopped,
 )
+from tests.support.each import check_each
 
 CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass)]
 ARGUMENTS: dict[type, tuple] = {
@@ -25,17 +24,19 @@ ARGUMENTS: dict[type, tuple] = {
 }
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_every_error_is_of_the_tree_and_crosses_a_process_border_whole(kind: type[SkyRLError]):
+def survives_pickling(kind: type) -> None:
     assert issubclass(kind, SkyRLError)
     error = kind(*ARGUMENTS.get(kind, ("what went wrong",)))
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_the_tree_drawn_at_the_top_names_every_error(kind: type[SkyRLError]):
-    assert kind.__name__ in str(errors.__doc__)
+def test_every_error_survives_pickling():
+    check_each(CLASSES, survives_pickling)
+
+
+def test_module_docstring_names_every_error():
+    assert [kind.__name__ for kind in CLASSES if kind.__name__ not in str(errors.__doc__)] == []
 
 
 def test_errors_are_what_the_standard_library_calls_them_too():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
+SHORT = ["--backends", "transformers", "--lengths", "equal", "--schedules", "synchronous", "staleness 1"]
 
 
 @pytest.mark.on_demand
@@ -18,11 +19,7 @@ SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmarks"
     ("script", "arguments", "row"),
     [
         ("grpo_step.py", ["--sides", "skyrl_train", "--steps", "1"], "| skyrl_train | "),
-        ("reports.py", ["--steps", "1"], "| CPU-s of a step |"),
-        ("overhead.py", ["--steps", "1"], "| ratio (wanted"),
-        ("watch.py", ["--steps", "20", "--rollouts", "50", "--rounds", "1"], "| rare text | "),
-        ("routing.py", [], "| bfloat16 | rollout | "),
-        ("overlap.py", ["--backends", "transformers", "--rounds", "1"], "| transformers | equal | both | "),
+        ("async.py", [*SHORT, "--steps", "1"], "| transformers | equal | staleness 1 | "),
     ],
 )
 def test_a_benchmark_of_runs_ends_with_its_table(script: str, arguments: list[str], row: str):

@@ -13,6 +13,7 @@ from skyrl_train.config.hydra import load, rename_aliases, respell, save_resolve
 from skyrl_train.config.keys import aliases, all_keys, canonical, find, leaves, value_at
 from skyrl_train.config.prepare import PreparedConfig, prepare
 from skyrl_train.errors import ConfigError
+from tests.support.each import check_each
 
 
 def prepared(*overrides: str, own_code: bool = False) -> PreparedConfig:
@@ -63,8 +64,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("alias", aliases())
-def test_other_name_is_the_key_and_is_no_key_itself(alias: str):
+def renames_to_its_key(alias: str) -> None:
     key = aliases()[alias]
     assert alias not in all_keys() and key in leaves()
     assert canonical(alias) == key and find(alias) == leaves()[key]
@@ -78,18 +78,24 @@ def test_other_name_is_the_key_and_is_no_key_itself(alias: str):
     assert str(problem) == f"{alias}=7: must be the same as {key}=8. They are one setting: give one."
 
 
+def test_every_alias_is_renamed_to_its_key():
+    check_each(aliases(), renames_to_its_key)
+
+
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     for name, value in other.items():
         one[name] = merged(one[name], value) if isinstance(one.get(name), dict) and isinstance(value, dict) else value
     return one
 
 
-@pytest.mark.parametrize("key", [name for name, key in leaves().items() if key.facts.spellings])
-def test_other_spelling_is_read_as_the_value(key: str):
-    for written, meant in leaves()[key].facts.spellings.items():
-        content = nested(key, written)
-        respell(content)
-        assert content == nested(key, meant)
+def test_other_spellings_are_read_as_the_value():
+    wrong = []
+    for name, key in leaves().items():
+        for written, meant in key.facts.spellings.items():
+            content = nested(name, written)
+            respell(content)
+            wrong += [f"{name}={written} is read as {content}"] if content != nested(name, meant) else []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_sections_have_no_facts_but_what_they_need():

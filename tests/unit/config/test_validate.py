@@ -17,6 +17,7 @@ from skyrl_train.config.ranges import Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import OPEN_TO_PLUGINS, validate
+from tests.support.each import check_each
 
 RANGES: dict[str, Range] = {name: key.facts.range for name, key in leaves().items() if key.facts.range is not None}
 CHOICES = {name: key.facts.choices for name, key in leaves().items() if key.facts.choices is not None}
@@ -431,19 +432,26 @@ def test_good_combinations_are_accepted(overrides: list[str]):
     assert problems(*overrides) == {}
 
 
-@pytest.mark.parametrize("key", [key for key, reason in UNAVAILABLE.items() if isinstance(reason, str)])
-def test_setting_that_is_not_available_is_refused_by_name(key: str):
+def is_refused_by_name(key: str) -> None:
     assert leaves()[key].default in CHOICES[key], "the default is available"
     other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in CHOICES[key])
     found = [problem for problem in validate(with_value(key, other)) if problem.key == key]
     assert [problem.advice for problem in found] == [UNAVAILABLE[key]]
 
 
-@pytest.mark.parametrize(("key", "name"), NAMES)
-def test_choice_that_is_not_available_says_what_to_use(key: str, name: str):
+def test_unavailable_settings_are_refused_by_name():
+    check_each([key for key, reason in UNAVAILABLE.items() if isinstance(reason, str)], is_refused_by_name)
+
+
+def is_refused_with_advice(choice: tuple[str, str]) -> None:
+    key, name = choice
     assert name not in CHOICES[key]
     (found,) = [problem for problem in validate(with_value(key, name)) if problem.key == key]
     assert "in this version" in found.advice
+
+
+def test_unavailable_choices_say_what_to_use():
+    check_each(NAMES, is_refused_with_advice)
 
 
 @pytest.mark.parametrize("key", sorted(OPEN_TO_PLUGINS))
@@ -454,11 +462,6 @@ def test_plugins_open_the_names_they_can_register(key: str):
 
 def test_plugins_do_not_open_other_names():
     assert "trainer.strategy" in problems("trainer.strategy=mine", "trainer.plugins=[my.module]")
-
-
-@pytest.mark.parametrize("key", sorted(CHOICES))
-def test_default_of_every_choice_is_one_of_them_once_fitted_to_the_machine(key: str):
-    assert not [problem for problem in validate(defaults_on_cpu()) if problem.key == key]
 
 
 def neighbours(key: str) -> Iterator[tuple[float, float]]:
@@ -481,21 +484,26 @@ def range_problems(key: str, number: float) -> list[str]:
 
 
 @pytest.mark.fault("F02")
-@pytest.mark.parametrize("key", RANGES)
-def test_the_first_number_outside_of_a_range_is_refused_and_the_last_one_inside_is_not(key: str):
-    for inside, outside in neighbours(key):
-        assert range_problems(key, inside) == []
-        assert range_problems(key, outside)
+def test_ranges_are_enforced_at_their_ends():
+    def is_enforced(key: str) -> None:
+        for inside, outside in neighbours(key):
+            assert range_problems(key, inside) == []
+            assert range_problems(key, outside)
+
+    check_each(RANGES, is_enforced)
 
 
-@pytest.mark.parametrize("key", RANGES)
-def test_a_range_is_of_a_key_that_holds_numbers_and_contains_its_default(key: str):
+def holds_its_default(key: str) -> None:
     default = leaves()[key].default
     for number in default if isinstance(default, list) else [default]:
         if isinstance(number, (int, float)):
             assert number in RANGES[key]
         else:
             assert number is None or number.startswith("${")
+
+
+def test_ranges_contain_their_defaults():
+    check_each(RANGES, holds_its_default)
 
 
 def test_collectives_are_those_of_the_device():

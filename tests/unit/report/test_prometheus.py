@@ -28,6 +28,7 @@ from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.report.prometheus import PrometheusTracker, name_of
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 from skyrl_train.report.trackers import make_trackers
+from tests.support.each import check_each
 
 TOKEN = "a-secret-of-this-test"
 
@@ -94,8 +95,7 @@ def test_every_name_is_valid_and_no_two_are_one_series(names: set[str]):
     assert len({(name, *labels.items()) for name, labels in found}) == len(names)
 
 
-@pytest.mark.parametrize("metric", [metric.name for metric in METRICS])
-def test_every_metric_of_the_table_has_a_name_of_its_own(metric: str):
+def has_own_name(metric: str) -> None:
     word = {"{source}": "openai/gsm8k", "{kind}": "deadline", "{n}": "8", "{name}": "thing"}
     name = re.sub(r"\{\w+\}", lambda found: word[found[0]], metric)
     expected: tuple[str, dict[str, str]] = ("skyrl_" + name.replace("/", "_"), {})
@@ -104,6 +104,10 @@ def test_every_metric_of_the_table_has_a_name_of_its_own(metric: str):
     elif "{kind}" in metric:
         expected = "skyrl_rollouts_failed_by_kind", {"kind": "deadline"}
     assert name_of(name) == expected
+
+
+def test_every_metric_has_its_own_name():
+    check_each([metric.name for metric in METRICS], has_own_name)
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

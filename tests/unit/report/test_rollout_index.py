@@ -401,7 +401,7 @@ QUESTIONS = (
 @pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_hundred_thousand_rollouts_open_in_three_seconds_and_are_filtered_in_one(tmp_path: Path):
-    """With the machine to itself a tenth of it; scripts/benchmarks/watch.py has the figures."""
+    """With the machine to itself it takes a tenth of that."""
     made_up_run(tmp_path, 100, 1000)
     views = RolloutViews(tmp_path)
     begun = time.perf_counter()
