@@ -105,11 +105,11 @@ class Strays(TextEnv):
 
 
 class KillsItsHost(TextEnv):
-    """Kills the process above its keeper: an actor, never a driver."""
+    """Kills the parent of its process supervisor: an actor, never a driver."""
 
     def step(self, action):
-        keeper = psutil.Process().parent()
-        host = keeper.parent() if keeper is not None else None
+        supervisor = psutil.Process().parent()
+        host = supervisor.parent() if supervisor is not None else None
         assert host is not None and "ray::" in " ".join(host.cmdline())
         host.kill()
         time.sleep(1000)
