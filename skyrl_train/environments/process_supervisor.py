@@ -109,7 +109,7 @@ def copy_output(source: int, log: CappedLog) -> None:
         log.write(text[:end])
         text = text[end:]
         time.sleep(0.001)  # many lines at once: a wake-up for each would cost more than the lines
-    log.write(text)
+    log.write(text + decoder.decode(b"", final=True))
 
 
 class CappedLog:

@@ -26,8 +26,8 @@ def copied(path: Path, data: bytes, chunk: int) -> str:
 
 
 def test_each_line_carries_the_name_of_its_process(tmp_path: Path):
-    text = copied(tmp_path / "log", b"one\ntwo\n\n 10 %\r 20 %\r\na\tb\xff\x1b[2J\xf0\x9f\x98\x80\nno end", 3)
-    lines = ["one", "two", "", " 10 %", " 20 %", "a       b\\xff\\x1b[2J\U0001f600", "no end"]
+    text = copied(tmp_path / "log", b"one\ntwo\n\n 10 %\r 20 %\r\na\tb\xff\x1b[2J\xf0\x9f\x98\x80\nno end\xc3", 3)
+    lines = ["one", "two", "", " 10 %", " 20 %", "a       b\\xff\\x1b[2J\U0001f600", "no end\\xc3"]
     assert text == "".join(f"(env 7) {line}\n" for line in lines)
 
 
