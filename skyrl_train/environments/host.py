@@ -179,7 +179,8 @@ class EnvironmentHost(EnvironmentPool):
     The other episodes of a lost process are rebuilt in another one when they are next used, from their opening and the
     recorded texts; those that are not `replayable` fail with "environment_died". Deadlines count from the moment a call
     begins to run, not from when it is queued. A ConfigError concerns the whole run: an unknown environment, a
-    constructor that raises one, or a plugin that cannot be imported.
+    constructor that raises one, or a plugin that cannot be imported. On Linux all processes are killed when the thread
+    that runs the event loop ends.
 
     Example:
         async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
@@ -276,7 +277,7 @@ class EnvironmentHost(EnvironmentPool):
         try:
             await self.loop.subprocess_exec(
                 lambda: worker,
-                *(sys.executable, "-P", "-m", "skyrl_train.environments.host"),
+                *(sys.executable, "-P", "-m", "skyrl_train.environments.host", str(os.getpid())),
                 *([] if self._log is None else [str(self._log)]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -436,8 +437,8 @@ def _send(sink: int, frame: bytes) -> None:
 
 
 def serve() -> None:
-    """Run a worker process until the driver closes the wire. Its argument is the host's `log`, if there is one."""
-    fork_supervised(*sys.argv[1:])
+    """Run a worker process until the driver closes the wire. Arguments: the host's process id, and its `log` if any."""
+    fork_supervised(int(sys.argv[1]), *sys.argv[2:])
     source, sink = _take_wire()
     hello = _receive(source)
     if hello is None:

@@ -28,21 +28,28 @@ MAX_FILE_BYTES = 2 * LIMIT_BYTES
 """Size at which output to a file is dropped until the run's driver has rotated the file."""
 MAX_STDERR_BYTES = 64 * 2**10
 """Output that one process may write to the host's stderr, where no file takes it."""
+STDERR_TIMEOUT_S = 0.1
+"""Time that output waits for the reader of the host's stderr before it is dropped."""
 STDERR = 2
 _CHUNK_BYTES = 64 * 2**10
 _MIN_KEPT = 4096
 """Characters of an unfinished line that wait for more, so that a secret is never written in two halves."""
 
 
-def fork_supervised(log: str | None = None) -> None:
+def fork_supervised(host: int, log: str | None = None) -> None:
     """Fork, and return in the worker only.
 
     Args:
+        host: Process id of the host, which is the parent of this process unless it has already died.
         log: File that receives the output of the worker and its children. Default: the host's stderr.
     """
     supervisor = os.getpid()
     source, sink = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # environments may signal their own group
+    # the kernel sends it when the host's thread that started this process ends: that of the host's event loop
     _prctl("PR_SET_PDEATHSIG", signal.SIGTERM)
+    if os.getppid() != host:  # it died before the line above
+        os._exit(1)
     _prctl("PR_SET_CHILD_SUBREAPER", 1)  # orphans become children of the supervisor, also in sessions of their own
     gc.freeze()  # keeps memory pages shared
     worker = os.fork()
@@ -53,22 +60,21 @@ def fork_supervised(log: str | None = None) -> None:
         os.dup2(sink, STDERR)
         os.close(source)
         os.close(sink)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(sink)
     _supervise(worker, source, log)
 
 
 def _supervise(worker: int, source: int, log: str | None) -> None:
-    signals = {signal.SIGTERM, signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal may not wake sigwait
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     null = os.open(os.devnull, os.O_RDWR)
     for pipe_end in (0, 1):  # the host learns from the end of these pipes that the worker is dead
         os.dup2(null, pipe_end)
     copier = threading.Thread(target=copy_output, args=(source, CappedLog(f"(env {worker}) ", log)), daemon=True)
     copier.start()
     while not _has_ended(worker):
-        if signal.sigwait(signals) == signal.SIGTERM:
+        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
             break
     _kill_descendants()
     copier.join(1.0)
@@ -119,37 +125,52 @@ class CappedLog:
         self._prefix = prefix
         self._path = path
         self._file: int | None = None
-        self._written = 0
+        self._sent_to_stderr = 0
         self._is_full = False
 
     def write(self, text: str) -> None:
-        """Append lines, control characters escaped. A full disk loses them."""
+        """Append lines, control characters escaped. A full disk or a stopped reader of stderr loses them."""
         if not text:
             return
         if self._file is None:
             self._file = self._open()
-        in_file = self._file != STDERR
-        is_full = os.fstat(self._file).st_size > MAX_FILE_BYTES if in_file else self._written > MAX_STDERR_BYTES
+        if self._file == STDERR:
+            is_full = self._sent_to_stderr > MAX_STDERR_BYTES
+        else:
+            is_full = os.fstat(self._file).st_size > MAX_FILE_BYTES
         if not (is_full and self._is_full):
             lines = ["... more output is dropped"] if is_full else text.splitlines()
-            shown = "".join(f"{self._prefix}{visible(line.expandtabs())}\n" for line in lines)
+            shown = "".join(f"{self._prefix}{visible(line.expandtabs())}\n" for line in lines).encode()
             with suppress(OSError):
-                self._written += os.write(self._file, shown.encode())
+                if self._file == STDERR:
+                    self._sent_to_stderr += len(shown)
+                    _write_to_stderr(shown)
+                else:
+                    os.write(self._file, shown)
         self._is_full = is_full
 
     def _open(self) -> int:
-        """Open the file, and tell on stderr where it is if it is new."""
+        """Open the file; whoever creates it names it on stderr."""
         if self._path is None:
             return STDERR
-        is_new = not os.path.exists(self._path)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            with suppress(FileExistsError):
+                file = os.open(self._path, flags | os.O_EXCL, 0o666)
+                with suppress(OSError):
+                    _write_to_stderr(f"note: environments print to {visible(self._path)}\n".encode())
+                return file
+            return os.open(self._path, flags, 0o666)
         except OSError:
             return STDERR
-        if is_new and select.select([], [STDERR], [], 0)[1]:  # never wait for whoever reads stderr
-            with suppress(OSError):
-                os.write(STDERR, f"note: environments print to {visible(self._path)}\n".encode())
-        return file
+
+
+def _write_to_stderr(data: bytes) -> None:
+    """Write data to the host's stderr. The rest is lost if nobody reads it: environments must not wait for a reader."""
+    for start in range(0, len(data), select.PIPE_BUF):  # a pipe that is ready takes this much without blocking
+        if not select.select([], [STDERR], [], STDERR_TIMEOUT_S)[1]:
+            return
+        os.write(STDERR, data[start : start + select.PIPE_BUF])
 
 
 def _prctl(option: str, value: int) -> None:

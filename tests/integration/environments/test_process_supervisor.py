@@ -95,9 +95,10 @@ def test_failure_of_a_dead_process_names_the_log(tmp_path: Path):
 
 
 @pytest.mark.defect("environments-printed-without-a-bound")
-def test_steps_do_not_wait_for_a_stderr_reader(tmp_path: Path):
-    log = str(tmp_path / "environments.log")
-    with driver("printing_driver.py", log, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+@pytest.mark.parametrize("logs", [["environments.log"], []], ids=["to a file", "to stderr"])
+def test_steps_do_not_wait_for_a_stderr_reader(logs: list[str], tmp_path: Path):
+    paths = [str(tmp_path / log) for log in logs]
+    with driver("printing_driver.py", *paths, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         fill(process.stderr.fileno())
         assert process.stdout.readline() == "1.0\n"
@@ -115,7 +116,9 @@ def fill(reader: int) -> None:
 
 
 @pytest.mark.defect("children-that-left-their-session-stayed")
-@pytest.mark.parametrize(("text", "outcome"), [("hangs", "timeout"), ("dies", "environment_died"), ("answers", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "outcome"), [("hangs", "timeout"), ("dies", "environment_died"), ("answers", 1.0), ("interrupts", 1.0)]
+)
 def test_descendants_in_other_sessions_end_with_the_worker(text: str, outcome: str | float, tmp_path: Path):
     assert play("Strays", text, deadline_s=5.0, folder=str(tmp_path)) == [outcome]
     assert left(tmp_path) == []
@@ -129,6 +132,12 @@ def test_descendants_in_other_sessions_end_with_a_killed_driver(tmp_path: Path):
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
     assert left(tmp_path) == []
+
+
+def test_worker_whose_host_died_early_ends_though_its_input_is_open():
+    module = [sys.executable, "-P", "-m", "skyrl_train.environments.host"]
+    with subprocess.Popen([*module, str(os.getpid() + 1)], stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.wait(60) == 1
 
 
 def left(folder: Path) -> list[int]:

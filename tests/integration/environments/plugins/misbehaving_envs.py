@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -97,6 +98,10 @@ class Strays(TextEnv):
         with open(f"{pids}.partial", "w") as file:
             file.write(f"{leader.pid} {orphan.stdout}")
         os.replace(f"{pids}.partial", pids)
+        if action == "interrupts":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            time.sleep(0.2)
         if action == "dies":
             os._exit(3)
         if action == "hangs":

@@ -1,4 +1,4 @@
-"""A driver whose environment prints more than a pipe holds: `printing_driver.py LOG`. It prints the step's result."""
+"""A driver whose environment prints more than a pipe holds: `printing_driver.py [LOG]`. It prints the step's result."""
 
 import asyncio
 import sys
@@ -10,7 +10,8 @@ from skyrl_train.errors import EnvironmentFailure
 
 
 async def main() -> None:
-    async with EnvironmentHost({}, 1, 10.0, ("misbehaving_envs",), Path(sys.argv[1])) as host:
+    log = Path(sys.argv[1]) if sys.argv[1:] else None
+    async with EnvironmentHost({}, 1, 10.0, ("misbehaving_envs",), log) as host:
         episode = await host.start("Printing", Prompt("0", [], "Printing"))
         try:
             print((await episode.step("prints")).reward, flush=True)
