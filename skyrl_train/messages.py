@@ -21,6 +21,8 @@ def to_stderr(text: str) -> None:
 
 def visible(text: str) -> str:
     """Make one printable line: terminal escapes, NUL, line ends and direction marks are escaped (`\\x1b`, `\\n`)."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

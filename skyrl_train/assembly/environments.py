@@ -55,7 +55,7 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
 
 
 def build_environments(cfg: Config, log: Path | None = None) -> EnvironmentHost:
-    """Their processes beside this one, which print to stderr and, at greater length, to `log`."""
+    """Return a host of environment processes, which print to `log`, or to stderr without one."""
     return EnvironmentHost(**host_settings(cfg, log))
 
 

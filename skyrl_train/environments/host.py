@@ -1,8 +1,8 @@
 """Environments in a pool of processes that can be killed: both ends of the wire.
 
 An environment is third-party synchronous code: it may hang in C, leak, print, exit or crash. So the driver holds an
-`EnvironmentHost`, and its worker processes (`python -m skyrl_train.environments.host`) hold the environments. Each has
-a parent that bounds what is printed there, and ends what was started there: keeper.py.
+`EnvironmentHost`, and its worker processes (`python -m skyrl_train.environments.host`) hold the environments. The
+parent of each worker caps its output and kills what it started: process_supervisor.py.
 
 Wire: frames over the worker's original stdin and stdout, each 4 bytes of length (big-endian) followed by that many
 bytes of JSON. Calls are pipelined. A worker answers them one at a time and in order, and writes each answer before it
@@ -35,9 +35,9 @@ from skyrl_train.data.json_values import jsonable, why_not_json
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import checked_messages, checked_step_output
-from skyrl_train.environments.keeper import ENDS_S, keep
 from skyrl_train.environments.own_classes import pack_own, register_own
 from skyrl_train.environments.pool import MAX_FRAME, EnvironmentPool, HostedEpisode, Place, WireCall, pack
+from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S, fork_supervised
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class _Worker(asyncio.SubprocessProtocol):
             self.lose("environment_died", "its process ended")
 
     def process_exited(self) -> None:
-        self._kill_group()  # the keeper has ended; what is left if it was itself killed
+        self._kill_group()  # does something only if the supervisor was killed before it could do so itself
         # a grandchild that left the group can hold the pipe open, so end-of-file may never come
         self.host.loop.call_later(0.5, self.connection_lost, None)
 
@@ -150,12 +150,12 @@ class _Worker(asyncio.SubprocessProtocol):
             self.host._lost(self, kind, detail)
 
     def kill(self) -> None:
-        """Have the keeper kill all that runs there; should it not be able to, its group is killed."""
+        """Ask the supervisor to kill the worker and its descendants; kill the process group if it does not answer."""
         if self._process is not None and not self.exited.done():
             with contextlib.suppress(ProcessLookupError):
-                for number in (signal.SIGTERM, signal.SIGCONT):  # a keeper that is stopped goes on
+                for number in (signal.SIGTERM, signal.SIGCONT):  # the latter in case the supervisor is stopped
                     self._process.send_signal(number)
-            self.host.loop.call_later(ENDS_S + 1, self._kill_group)
+            self.host.loop.call_later(KILL_TIMEOUT_S + 1, self._kill_group)
 
     def _kill_group(self) -> None:
         if self._process is not None and not self.exited.done():
@@ -179,7 +179,8 @@ class EnvironmentHost(EnvironmentPool):
     The other episodes of a lost process are rebuilt in another one when they are next used, from their opening and the
     recorded texts; those that are not `replayable` fail with "environment_died". Deadlines count from the moment a call
     begins to run, not from when it is queued. A ConfigError concerns the whole run: an unknown environment, a
-    constructor that raises one, or a plugin that cannot be imported.
+    constructor that raises one, or a plugin that cannot be imported. On Linux all processes are killed when the thread
+    that runs the event loop ends.
 
     Example:
         async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
@@ -202,7 +203,8 @@ class EnvironmentHost(EnvironmentPool):
     ):
         """
         Args:
-            log: A file for what the processes print, which is also shown on stderr, if less of it.
+            log: File for the output of environments; a note on stderr names it. Without one, or where its folder does
+                not exist, output goes to stderr, capped for each process.
             own: What `pack_own` returned in the program that registered environments; None: this one.
             path: Folders in which the processes look for modules first, before those of this process.
             checks: Whether the processes call `TextEnv.check`, as they are not where the driver checked.
@@ -212,7 +214,7 @@ class EnvironmentHost(EnvironmentPool):
         self.max_workers = max(1, min(max_workers, 2 * cores))
         self.step_deadline_s = step_deadline_s
         self.plugins = tuple(plugins)
-        self._log = log
+        self._log = log if log is not None and log.parent.is_dir() else None
         self._path = tuple(path)
         self._hello = pack(
             {
@@ -275,7 +277,7 @@ class EnvironmentHost(EnvironmentPool):
         try:
             await self.loop.subprocess_exec(
                 lambda: worker,
-                *(sys.executable, "-P", "-m", "skyrl_train.environments.host"),
+                *(sys.executable, "-P", "-m", "skyrl_train.environments.host", str(os.getpid())),
                 *([] if self._log is None else [str(self._log)]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -313,6 +315,8 @@ class EnvironmentHost(EnvironmentPool):
         """Handle the loss of a process: the episode of its running call fails, other pending calls are sent again."""
         if worker in self._workers:
             self._workers.remove(worker)
+        if self._log is not None and not self._closing:
+            detail += f" (environments print to {self._log})"
         calls = list(worker.calls)
         worker.calls.clear()
         if calls and calls[0].op == "hello" and not self._closing and self._fatal is None:
@@ -433,8 +437,8 @@ def _send(sink: int, frame: bytes) -> None:
 
 
 def serve() -> None:
-    """Run a worker process until the driver closes the wire. Its argument is the host's `log`, if there is one."""
-    keep(*sys.argv[1:])
+    """Run a worker process until the driver closes the wire. Arguments: the host's process id, and its `log` if any."""
+    fork_supervised(int(sys.argv[1]), *sys.argv[2:])
     source, sink = _take_wire()
     hello = _receive(source)
     if hello is None:

@@ -245,7 +245,7 @@ class EnvironmentHosts(EnvironmentPool):
         self._silence_s = silence_s
         self._hosts: list[_Host] = []
         """Those that are open."""
-        self._keepers: list[asyncio.Task[None]] = []
+        self._restarters: list[asyncio.Task[None]] = []
         self._waiting: list[WireCall] = []
         """While there is no host."""
         self._without: asyncio.Task[None] | None = None
@@ -256,7 +256,7 @@ class EnvironmentHosts(EnvironmentPool):
         """Start all hosts. Raises EnvironmentHostsLost if they are not there within `deadline_s`."""
         self.loop = asyncio.get_running_loop()
         opened = [self.loop.create_future() for _ in range(self._count)]
-        self._keepers = [self.loop.create_task(self._keep(index, one)) for index, one in enumerate(opened)]
+        self._restarters = [self.loop.create_task(self._keep(index, one)) for index, one in enumerate(opened)]
         try:
             await asyncio.wait_for(asyncio.gather(*opened), self._deadline_s)
         except BaseException as error:
@@ -272,9 +272,9 @@ class EnvironmentHosts(EnvironmentPool):
     async def close(self) -> None:
         """Close all environments and end all hosts."""
         self._closing = True
-        for task in [*self._keepers, *([] if self._without is None else [self._without])]:
+        for task in [*self._restarters, *([] if self._without is None else [self._without])]:
             task.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._restarters, return_exceptions=True)
         closed = EnvironmentFailure("host_closed", "the environment hosts were closed")
         for call in [*self._waiting, *(call for host in self._hosts for call in host.calls.values())]:
             if call.answer is not None and not call.answer.done():

@@ -72,10 +72,10 @@ async def outcome(pool: EnvironmentPool, env_class: str, text: str) -> str | flo
 
 
 async def host_of(pid: int) -> psutil.Process:
-    """The actor above an environment's process and its keeper."""
-    keeper = psutil.Process(pid).parent()
-    assert keeper is not None
-    actor = keeper.parent()
+    """Return the actor that started the supervisor of an environment's process."""
+    supervisor = psutil.Process(pid).parent()
+    assert supervisor is not None
+    actor = supervisor.parent()
     assert actor is not None and "HostServer" not in actor.name() and "ray::" in " ".join(actor.cmdline())
     return actor
 

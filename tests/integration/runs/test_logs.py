@@ -99,6 +99,8 @@ def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
     assert "a loss prints 1 <SOME_API_KEY>\nas a library's C code does\na loss prints 2 " in learner
     assert "an environment prints <SOME_API_KEY>\n" in environments
     said = failed.stdout + failed.stderr
-    assert "an environment prints <SOME_API_KEY>\n" in said and "a person should look at this" in said
-    for absent in (SECRET, "pid=", "_AsyncShell", "a loss prints", "C code", "outdated", "(most recent call last)"):
+    assert f"note: environments print to {logs / 'environments.log'}\n" in said
+    assert "a person should look at this" in said
+    of_logs = ("a loss prints", "an environment prints", "C code", "outdated", "(most recent call last)")
+    for absent in (SECRET, "pid=", "_AsyncShell", *of_logs):
         assert absent not in said, said

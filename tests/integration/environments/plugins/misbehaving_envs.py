@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -97,6 +98,10 @@ class Strays(TextEnv):
         with open(f"{pids}.partial", "w") as file:
             file.write(f"{leader.pid} {orphan.stdout}")
         os.replace(f"{pids}.partial", pids)
+        if action == "interrupts":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            os.killpg(os.getpgrp(), signal.SIGINT)
+            time.sleep(0.2)
         if action == "dies":
             os._exit(3)
         if action == "hangs":
@@ -105,11 +110,11 @@ class Strays(TextEnv):
 
 
 class KillsItsHost(TextEnv):
-    """Kills the process above its keeper: an actor, never a driver."""
+    """Kills the parent of its process supervisor: an actor, never a driver."""
 
     def step(self, action):
-        keeper = psutil.Process().parent()
-        host = keeper.parent() if keeper is not None else None
+        supervisor = psutil.Process().parent()
+        host = supervisor.parent() if supervisor is not None else None
         assert host is not None and "ray::" in " ".join(host.cmdline())
         host.kill()
         time.sleep(1000)

@@ -1,6 +1,8 @@
-"""A driver whose environment prints more than a pipe holds, and which says what came of it."""
+"""A driver whose environment prints more than a pipe holds: `printing_driver.py [LOG]`. It prints the step's result."""
 
 import asyncio
+import sys
+from pathlib import Path
 
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.host import EnvironmentHost
@@ -8,7 +10,8 @@ from skyrl_train.errors import EnvironmentFailure
 
 
 async def main() -> None:
-    async with EnvironmentHost({}, 1, 10.0, ("misbehaving_envs",)) as host:
+    log = Path(sys.argv[1]) if sys.argv[1:] else None
+    async with EnvironmentHost({}, 1, 10.0, ("misbehaving_envs",), log) as host:
         episode = await host.start("Printing", Prompt("0", [], "Printing"))
         try:
             print((await episode.step("prints")).reward, flush=True)

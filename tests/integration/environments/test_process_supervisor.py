@@ -1,4 +1,4 @@
-"""What an environment's process prints and starts: bounded, and ended with it."""
+"""Output of environment processes is capped, and everything that they start ends with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.environments.prints import AT_FIRST, AT_LAST
+from skyrl_train.environments.process_supervisor import MAX_STDERR_BYTES
 from skyrl_train.errors import EnvironmentFailure
 from tests.support.others_processes import gone, lives
 
@@ -30,8 +30,10 @@ def plugins_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGINS))
 
 
-def play(env_class: str, *texts: str, deadline_s: float = 30.0, **extras: Any) -> list[str | float]:
-    """The reward of each text, an episode of its own in the same process; or the kind of failure."""
+def play(
+    env_class: str, *texts: str, deadline_s: float = 30.0, log: Path | None = None, **extras: Any
+) -> list[str | float]:
+    """Play one episode per text in the same process, and return its reward or kind of failure."""
 
     async def outcome(host: EnvironmentHost, text: str) -> str | float:
         try:
@@ -44,7 +46,7 @@ def play(env_class: str, *texts: str, deadline_s: float = 30.0, **extras: Any) -
             return failure.kind
 
     async def main() -> list[str | float]:
-        async with EnvironmentHost({}, 1, deadline_s, ("misbehaving_envs",)) as host:
+        async with EnvironmentHost({}, 1, deadline_s, ("misbehaving_envs",), log) as host:
             return [await outcome(host, text) for text in texts]
 
     return asyncio.run(asyncio.wait_for(main(), 120))
@@ -56,24 +58,47 @@ def driver(name: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.defect("environments-printed-without-a-bound")
-def test_an_environment_that_prints_ten_megabytes_shows_the_first_and_the_last_of_it_as_text(
-    capfd: pytest.CaptureFixture[str],
-):
+def test_output_on_the_terminal_is_capped(capfd: pytest.CaptureFixture[str]):
     assert play("Printing", "prints", "dies") == [1.0, "environment_died"]
     shown = capfd.readouterr().err
-    assert len(shown) < AT_FIRST + 2 * AT_LAST
+    assert MAX_STDERR_BYTES < len(shown) < 3 * MAX_STDERR_BYTES
     lines = shown.splitlines()
-    name = re.match(r"\(env \d+\) ", lines[0])
-    assert name is not None and [line for line in lines if not line.startswith(name[0])] == []
-    assert lines[0] == f"{name[0]}\\x1b[31m0 {'.' * 90}"
-    assert lines[-1] == f"{name[0]}the last \\x1b[31mword"
-    (count,) = re.findall(r"\.\.\. ([\d,]+) bytes more were printed, the last of them:", shown)
-    assert 19_000_000 < int(count.replace(",", "")) < 21_000_000
+    name = lines[0].partition(") ")[0]
+    assert lines[0] == f"{name}) \\x1b[31m0 {'.' * 90}"
+    assert lines[-1] == f"{name}) ... more output is dropped"
+    assert all(line.startswith(f"{name}) ") for line in lines)
 
 
 @pytest.mark.defect("environments-printed-without-a-bound")
-def test_an_environment_does_not_wait_for_whoever_reads_what_the_run_prints():
-    with driver("printing_driver.py", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+def test_output_goes_to_the_log_and_a_note_names_it(capfd: pytest.CaptureFixture[str], tmp_path: Path):
+    log = tmp_path / "environments.log"
+    assert play("Printing", "prints", "dies", log=log) == [1.0, "environment_died"]
+    assert capfd.readouterr().err == f"note: environments print to {log}\n"
+    lines = log.read_text().splitlines()
+    assert len(lines) == 200_001 and lines[99_999].endswith(f"\\x1b[31m99999 {'.' * 90}")
+    assert lines[-1].endswith(") the last \\x1b[31mword")
+
+
+def test_without_the_log_folder_output_stays_on_stderr(capfd: pytest.CaptureFixture[str], tmp_path: Path):
+    assert play("Chatty", "x", log=tmp_path / "elsewhere" / "environments.log") == [0.5]
+    assert "child\n" in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_failure_of_a_dead_process_names_the_log(tmp_path: Path):
+    async def main(log: Path) -> None:
+        async with EnvironmentHost({}, 1, 30.0, ("misbehaving_envs",), log) as host:
+            episode = await host.start("Misbehaving", Prompt("7", [], "Misbehaving"))
+            with pytest.raises(EnvironmentFailure, match=re.escape(f"its process ended (environments print to {log})")):
+                await episode.step("dies")
+
+    asyncio.run(asyncio.wait_for(main(tmp_path / "environments.log"), 60))
+
+
+@pytest.mark.defect("environments-printed-without-a-bound")
+@pytest.mark.parametrize("logs", [["environments.log"], []], ids=["to a file", "to stderr"])
+def test_steps_do_not_wait_for_a_stderr_reader(logs: list[str], tmp_path: Path):
+    paths = [str(tmp_path / log) for log in logs]
+    with driver("printing_driver.py", *paths, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         fill(process.stderr.fileno())
         assert process.stdout.readline() == "1.0\n"
@@ -91,16 +116,16 @@ def fill(reader: int) -> None:
 
 
 @pytest.mark.defect("children-that-left-their-session-stayed")
-@pytest.mark.parametrize(("text", "outcome"), [("hangs", "timeout"), ("dies", "environment_died"), ("answers", 1.0)])
-def test_what_an_environment_started_ends_with_its_process_in_whatever_session_it_is(
-    text: str, outcome: str | float, tmp_path: Path
-):
+@pytest.mark.parametrize(
+    ("text", "outcome"), [("hangs", "timeout"), ("dies", "environment_died"), ("answers", 1.0), ("interrupts", 1.0)]
+)
+def test_descendants_in_other_sessions_end_with_the_worker(text: str, outcome: str | float, tmp_path: Path):
     assert play("Strays", text, deadline_s=5.0, folder=str(tmp_path)) == [outcome]
     assert left(tmp_path) == []
 
 
 @pytest.mark.defect("children-that-left-their-session-stayed")
-def test_what_an_environment_started_ends_with_a_driver_that_was_killed(tmp_path: Path):
+def test_descendants_in_other_sessions_end_with_a_killed_driver(tmp_path: Path):
     with driver("straying_driver.py", str(tmp_path)) as process:
         until = time.monotonic() + 60
         while not (tmp_path / "pids").exists() and time.monotonic() < until:
@@ -109,17 +134,21 @@ def test_what_an_environment_started_ends_with_a_driver_that_was_killed(tmp_path
     assert left(tmp_path) == []
 
 
+def test_worker_whose_host_died_early_ends_though_its_input_is_open():
+    module = [sys.executable, "-P", "-m", "skyrl_train.environments.host"]
+    with subprocess.Popen([*module, str(os.getpid() + 1)], stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.wait(60) == 1
+
+
 def left(folder: Path) -> list[int]:
-    """Those of two processes that do not end within some seconds."""
+    """Return which of the two processes do not end within some seconds."""
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert len(pids) == 2
     return [pid for pid in pids if not gone(pid)]
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_keeper_that_is_stopped_or_killed_costs_its_episodes_and_nothing_else(
-    stopped: signal.Signals, tmp_path: Path
-):
+def test_a_stopped_or_killed_supervisor_fails_only_its_episodes(stopped: signal.Signals):
     async def main() -> None:
         async with EnvironmentHost({}, 1, 3.0, ("misbehaving_envs",)) as host:
             episode = await host.start("Misbehaving", Prompt("7", [], "Misbehaving"))
