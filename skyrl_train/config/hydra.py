@@ -21,21 +21,21 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, MissingConfigException
-from hydra.version import VersionBase
+from hydra.version import VersionBase, setbase
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
 from skyrl_train.config.convert import Unfit, build, read
-from skyrl_train.config.flags import parse_flags
 from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
-from skyrl_train.config.preset_files import searched
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
@@ -82,6 +82,12 @@ def _open(content: dict[str, Any]) -> DictConfig:
 ConfigStore.instance().store(name=SCHEMA, node=_open(plain(Config())), provider="skyrl_train")
 
 
+def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return Hydra's flags by name, and the overrides. Exits with 2 on an unknown flag, as argparse does."""
+    flags = vars(get_args_parser().parse_intermixed_args(list(argv)))
+    return flags, flags.pop("overrides")
+
+
 @dataclass(frozen=True)
 class Override:
     """One `key=value` of the command line as Hydra's grammar reads it."""
@@ -119,13 +125,14 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
     try:
-        with _composing, searched(directory), _own_hydra():
+        with _composing, _own_hydra(directory):
             return hydra.compose(name or BASE, list(overrides), return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
-            f"The configuration {name or BASE} cannot be composed: presets include each other."
+            f"The configuration {name or BASE} cannot be composed: presets include each other, or a YAML alias refers "
+            "to itself."
         ) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         if isinstance(error, MissingConfigException) and directory is not None:
             _refuse_yml(directory, error.missing_cfg_file or "")
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -140,13 +147,17 @@ def _refuse_yml(directory: str, missing: str) -> None:
 
 
 @contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Hydra over our presets in the block. A program that runs in Hydra itself has its own again after."""
+def _own_hydra(directory: str | None) -> Iterator[None]:
+    """Set Hydra up over our presets and those of `directory`, as `hydra.main` does, and restore the caller's Hydra."""
     outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
-            yield
+        setbase("1.3")
+        search_path = create_config_search_path(str(presets_dir()))
+        if directory is not None:
+            search_path.prepend("command-line", f"file://{Path(directory).resolve()}", anchor="schema")
+        Hydra.create_main_hydra2(JobRuntime.instance().get("name"), search_path)
+        yield
     finally:
         GlobalHydra.instance().hydra = outer
         VersionBase.instance().version_base = base
