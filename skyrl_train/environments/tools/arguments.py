@@ -1,22 +1,18 @@
 """Checks the arguments of a tool call against the tool's JSON schema, and describes a mistake to the model.
 
-A schema can come from an MCP server and the arguments from a model, so neither is trusted: references are resolved in
-the schema alone, regular expressions run in `regex`, which has timeouts, and a check has a limit of CPU time.
+A model writes the arguments. A check therefore has a limit of CPU time, which regular expressions share, because an
+ordinary recursive schema with `anyOf` already takes time exponential in the nesting of the arguments.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any
 
-MAX_SCHEMA = 2**18
-"""Maximum number of characters in a schema."""
-MAX_PATTERN = 1000
-"""Maximum number of characters in a regular expression."""
 CHECK_S = 2.0
 """Maximum CPU-seconds of one check."""
 SHOWN = 60
@@ -39,6 +35,8 @@ PHRASES = {
     "pattern": "must match the regular expression {}",
     "minItems": "must have at least {} items",
     "maxItems": "must have at most {} items",
+    "minProperties": "must have at least {} members",
+    "maxProperties": "must have at most {} members",
     "anyOf": "must fit one of {}",
     "oneOf": "must fit exactly one of {}",
     "uniqueItems": "must not contain an item twice",
@@ -47,7 +45,7 @@ PHRASES = {
 
 
 class Unusable(Exception):
-    """A schema that is invalid or that cannot be checked safely; the message says why."""
+    """A JSON schema that is invalid; the message says why."""
 
 
 class Arguments:
@@ -58,13 +56,13 @@ class Arguments:
         closed: True to refuse names that `schema` does not know where the schema leaves that open.
 
     Raises:
-        Unusable: The schema is invalid, refers to another document, or is too large.
+        Unusable: The schema is invalid or refers to another document.
     """
 
     def __init__(self, schema: Mapping[str, Any], *, closed: bool = True):
         try:
             text = json.dumps(schema)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise Unusable(f"it cannot be written as JSON: {error}") from error
         self._validator = _validator(text, closed)
 
@@ -95,70 +93,47 @@ class Arguments:
 @lru_cache(maxsize=256)
 def _validator(text: str, closed: bool) -> Any:
     from referencing import Registry
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import specification_with
 
-    if len(text) > MAX_SCHEMA:
-        raise Unusable(f"it has {len(text)} characters; the maximum is {MAX_SCHEMA}")
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise Unusable(f"it must be an object, not {_kind(schema)}")
     validator_class = _validator_class(schema.pop("$schema", "https://json-schema.org/draft/2020-12/schema"))
+    for mistake in validator_class(validator_class.META_SCHEMA).iter_errors(schema):
+        place = "/".join(map(str, mistake.absolute_path))[:LISTED] or "its root"
+        raise Unusable(f"it is no JSON schema: at {place}: {mistake.message[:LISTED]}")
     if closed and not OPEN_KEYWORDS & schema.keys():
         schema["additionalProperties"] = False
-    try:
-        for mistake in validator_class(validator_class.META_SCHEMA).iter_errors(schema):
-            place = "/".join(map(str, mistake.absolute_path))[:LISTED] or "its root"
-            raise Unusable(f"it is no JSON schema: at {place}: {mistake.message[:LISTED]}")
-        specification = specification_with(validator_class.META_SCHEMA["$schema"])
-        root = specification.create_resource(schema)
-        uri = root.id() or ""
-        resolver = Registry().with_resource(uri, root).crawl().resolver(uri)  # this registry fetches nothing
-        _check_parts(specification, schema, resolver)
-    except RecursionError as error:
-        raise Unusable("it is nested too deeply") from error
-    except Unresolvable as error:
-        raise Unusable(f"it refers to {error.ref[:LISTED]!r}, which is not in it, and nothing is fetched") from error
-    except (AttributeError, TypeError, ValueError, LookupError) as error:
-        raise Unusable(f"it has an identifier or a reference that cannot be read: {str(error)[:LISTED]}") from error
-    return validator_class(schema, _resolver=resolver)
+    _check_parts(schema, validator_class.META_SCHEMA["$schema"])
+    return validator_class(schema, registry=Registry())  # the default registry fetches what a schema refers to
 
 
-def _check_parts(specification: Any, schema: dict[str, Any], resolver: Any) -> None:
-    """Raise Unusable or the library's own errors for a reference, pattern or `$schema` that cannot be used.
+def _check_parts(schema: dict[str, Any], dialect: str) -> None:
+    """Raise Unusable for a reference that cannot be resolved and for an invalid regular expression."""
+    import regex
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import specification_with
 
-    The walk follows references, because they can point to parts that no keyword of the draft reaches.
-    """
-    keywords: set[str] = set()
-    waiting, seen = [(schema, resolver)], set()
+    specification = specification_with(dialect)
+    waiting: list[Any] = [(schema, Registry().resolver_with_root(specification.create_resource(schema)))]
     while waiting:
         node, resolver = waiting.pop()
-        if isinstance(node, bool) or id(node) in seen:
+        if isinstance(node, bool):
             continue
-        seen.add(id(node))
-        keywords |= node.keys()
-        if "$schema" in node:
-            raise Unusable("a part of it has a $schema of its own")
-        for pattern in [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]:
-            _check_pattern(pattern)
-        for keyword in {"$ref", "$dynamicRef"} & node.keys():
-            found = resolver.lookup(node[keyword])
-            waiting.append((found.contents, found.resolver))
+        node.pop("$schema", None)  # the library would check such a part without our keywords
+        if "unevaluatedProperties" in node:  # it has no timeouts, so _pattern_properties must come first
+            node["unevaluatedProperties"] = node.pop("unevaluatedProperties")
+        try:
+            for pattern in [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]:
+                regex.compile(pattern)
+            for keyword in {"$ref", "$dynamicRef"} & node.keys():
+                resolver.lookup(node[keyword])
+        except regex.error as error:
+            raise Unusable(f"it has {error.pattern!r:.{LISTED}}, which is no regular expression: {error}") from error
+        except Unresolvable as error:
+            raise Unusable(f"it refers to {error.ref!r}, which is not in it, and nothing is fetched") from error
         for inner in specification.create_resource(node).subresources():
             waiting.append((inner.contents, resolver.in_subresource(inner)))
-    if {"patternProperties", "unevaluatedProperties"} <= keywords:
-        raise Unusable("it has patternProperties and unevaluatedProperties, which cannot be checked together")
-
-
-def _check_pattern(pattern: str) -> None:
-    import regex
-
-    if len(pattern) > MAX_PATTERN:
-        raise Unusable(f"it has a regular expression of {len(pattern)} characters; the maximum is {MAX_PATTERN}")
-    try:
-        regex.compile(pattern)
-    except (regex.error, OverflowError) as error:
-        raise Unusable(f"it has {pattern[:SHOWN]!r}, which is no regular expression: {error}") from error
 
 
 # -- bounded validation ----------------------------------------------------------------------------------------------
@@ -172,24 +147,25 @@ def _validator_class(dialect: Any) -> Any:
     """Return the draft's validator with finite numbers, timeouts for regular expressions, and a deadline."""
     from jsonschema import validators
 
-    draft: Any = validators.validator_for({"$schema": dialect}, default=None) if isinstance(dialect, str) else None
+    draft: Any = validators.validator_for({"$schema": dialect}, default=None)
     if draft is None:
         raise Unusable(f"$schema={_shown(dialect)} is none of draft-04, 06, 07, 2019-09 and 2020-12 of json-schema.org")
-    keywords = {
+    own = {
         "pattern": _pattern,
         "patternProperties": _pattern_properties,
         "additionalProperties": _additional_properties,
         "uniqueItems": _unique_items,
     }
-    bounded = validators.extend(draft, keywords, type_checker=draft.TYPE_CHECKER.redefine("number", _is_finite))
+    keywords = {name: _with_deadline(own.get(name, check)) for name, check in draft.VALIDATORS.items()}
+    return validators.extend(draft, keywords, type_checker=draft.TYPE_CHECKER.redefine("number", _is_finite))
 
-    def evolve(validator: Any, **changes: Any) -> Any:
-        """Check the deadline whenever the library turns to another part of the schema or of the value."""
+
+def _with_deadline(check: Callable[..., Any]) -> Callable[..., Any]:
+    def keyword(*args: Any) -> Any:
         _remaining_s()
-        return bounded(**{"schema": validator.schema, "_resolver": validator._resolver, **changes})
+        return check(*args)
 
-    bounded.evolve = evolve
-    return bounded
+    return keyword
 
 
 def _remaining_s() -> float:

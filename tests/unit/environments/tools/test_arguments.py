@@ -1,4 +1,4 @@
-"""Tests of the check of tool arguments: accepted values, messages to the model, and limits for hostile schemas."""
+"""Tests of the check of tool arguments: accepted values, messages to the model, and limits for what a model writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.environments.tools.arguments import MAX_SCHEMA, Arguments, Unusable
+from skyrl_train.environments.tools.arguments import Arguments, Unusable
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.registry import check_tool, tools
 from skyrl_train.errors import ConfigError
@@ -45,6 +45,7 @@ NESTED = {
         "pair": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": False},
         "gone": False,
         "step": {"multipleOf": 0.5},
+        "pairs": {"minProperties": 2, "maxProperties": 3},
     },
 }
 
@@ -113,6 +114,8 @@ def test_valid_nested_arguments_are_accepted(arguments: Any):
         ({"pair": ["a", 1, 2]}, "the argument 'pair' cannot be accepted: Expected at most 2 items but found 1 extra"),
         ({"gone": 1}, "the arguments cannot be accepted: False schema does not allow 1."),
         ({"step": 0.7}, "the argument 'step' must be a multiple of 0.5, not 0.7."),
+        ({"pairs": {"a": 1}}, """the argument 'pairs' must have at least 2 members, not {"a": 1}."""),
+        ({"pairs": dict.fromkeys("abcd")}, "the argument 'pairs' must have at most 3 members, not"),
         ({"limits": 3}, "there is no argument 'limits'; there are: filters, by, limit,"),
         ([], "arguments must be an object, not array."),
         (None, "arguments must be an object, not null."),
@@ -188,7 +191,6 @@ def listening() -> Iterator[tuple[str, list[str]]]:
         {"$defs": {"x": {"$id": "URL/a", "$ref": "b"}}, "properties": {"x": {"$ref": "URL/a"}}},
         {"properties": {"x": {"$dynamicRef": "URL/a"}}},
         {"properties": {"x": {"$ref": "file:///etc/passwd"}}},
-        {"properties": {"x": {"$ref": "#/elsewhere"}}, "elsewhere": {"$ref": "URL/a"}},
     ],
 )
 def test_references_are_never_fetched(schema: Any):
@@ -204,12 +206,8 @@ def test_references_are_never_fetched(schema: Any):
         {"examples": [{"$schema": "x"}], "default": {"$schema": "x"}, "const": {"$schema": "x"}},
         {"enum": [{"patternProperties": 1}], "properties": {"unevaluatedProperties": {}}},
         {"properties": {"patternProperties": {}, "unevaluatedProperties": {}}},
-        {"enum": list(map(str, range(20_000)))},
-        {"enum": [None, *map(str, range(20_000))]},
-        {
-            "oneOf": [{"const": f"c{i}", "title": f"t{i}"} for i in range(820)],
-            "examples": [{"a": i} for i in range(2000)],
-        },
+        {"properties": {"x": {"$schema": "http://json-schema.org/draft-07/schema#"}}},
+        {"patternProperties": {r"^\p{L}+$": {}}, "unevaluatedProperties": False},
         {"$id": "https://example.com/a", "$defs": {"d": {"$anchor": "here"}}, "properties": {"x": {"$ref": "a#here"}}},
         {"$defs": {"d": {"$id": "b", "$anchor": "at"}}, "properties": {"x": {"$ref": "b#at"}, "y": {"$ref": "b"}}},
     ],
@@ -217,11 +215,6 @@ def test_references_are_never_fetched(schema: Any):
 def test_unusual_valid_schema_is_accepted(schema: Any):
     assert Arguments({"properties": {"a": schema}}).wrong({}) is None
     Arguments(schema)
-
-
-DEEP: Any = {"type": "string"}
-for _ in range(5000):
-    DEEP = {"not": DEEP}
 
 
 @pytest.mark.parametrize(
@@ -233,17 +226,8 @@ for _ in range(5000):
         ({"required": "x"}, "at required"),
         ({"properties": {"x": {"$ref": "#/$defs/none"}}}, "/$defs/none', which is not in it"),
         ({"properties": {"x": {"pattern": "("}}}, "'(', which is no regular expression"),
-        ({"properties": {"x": {"pattern": "a" * 2000}}}, "a regular expression of 2000 characters"),
         ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is no regular expression"),
         ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is none of'),
-        ({"properties": {"x": {"$schema": "http://json-schema.org/draft-07/schema#"}}}, "$schema of its own"),
-        ({"description": "x" * MAX_SCHEMA}, f"the maximum is {MAX_SCHEMA}"),
-        ({"$id": "http://["}, "an identifier or a reference that cannot be read: Invalid IPv6 URL"),
-        ({"$ref": "#/default", "default": {"pattern": "("}}, "'(', which is no regular expression"),
-        ({"$ref": "#/default", "default": {"allOf": 5}}, "an identifier or a reference that cannot be read"),
-        ({"not": {"patternProperties": {"a": {}}}, "unevaluatedProperties": False}, "cannot be checked together"),
-        ({"properties": {"x": {"type": [None, *range(36_000)]}}}, "at properties/x/type: [None, 0, 1, 2"),
-        (DEEP, "cannot be written as JSON"),
         ({"properties": {"x": {"enum": [object()]}}}, "cannot be written as JSON"),
     ],
 )
@@ -253,30 +237,38 @@ def test_invalid_schema_is_refused_with_place(schema: Any, told: str):
     assert told in str(refused.value) and len(str(refused.value)) < 1000
 
 
-DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}
-NEXT = [{"$ref": f"#/$defs/b{i + 1}"} for i in range(40)]
-UNEVALUATED: dict[str, Any] = {f"b{i}": {**NEXT[i], "if": True, "then": NEXT[i]} for i in range(40)}
+SLOW: dict[str, Any] = {"patternProperties": {"^(a|a)*$": {}}}
+OPERATORS = [
+    {"properties": {"op": {"const": op}, "of": {"items": {"$ref": "#/$defs/condition"}}}, "required": ["op", "of"]}
+    for op in ("and", "or", "not")
+]
+CONDITION: Any = {"op": "field"}
+for _ in range(30):
+    CONDITION = {"op": "not", "of": [CONDITION]}
 
 
 @pytest.mark.parametrize(
     ("schema", "value", "told"),
     [
         ({"pattern": "^(a|a)*$"}, "a" * 40 + "!", "take too long"),
-        ({"patternProperties": {"^(a|a)*$": {}}}, {"a" * 40 + "!": 1}, "take too long"),
-        ({"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False}, {"a" * 40 + "!": 1}, "take too long"),
+        (SLOW, {"a" * 40 + "!": 1}, "take too long"),
+        ({**SLOW, "additionalProperties": False}, {"a" * 40 + "!": 1}, "take too long"),
+        ({"unevaluatedProperties": False, "allOf": [SLOW]}, {"a" * 40 + "!": 1}, "take too long"),
         ({"propertyNames": {"pattern": "^(a|a)*$"}}, {"a" * 40 + "!": 1}, "take too long"),
         ({"items": {"pattern": "^(a|a)*$"}}, ["a" * 16 + "!"] * 1000, "take too long"),
-        ({"$ref": "#/$defs/a0"}, 1, "take too long"),
-        ({"$ref": "#/$defs/self"}, 1, "nested too deeply"),
-        ({"unevaluatedProperties": False, "$ref": "#/$defs/b0"}, {"a": 1}, "take too long"),
-        ({"unevaluatedItems": False, "$ref": "#/$defs/b0"}, [1], "take too long"),
+        ({"$ref": "#/$defs/condition"}, CONDITION, "take too long"),
         ({"items": {"enum": list(range(5000))}}, [4999] * 50_000, "take too long"),
         ({"multipleOf": 0.3}, 10**4000, "cannot be checked"),
     ],
 )
 def test_expensive_check_ends_in_time(schema: Any, value: Any, told: str, monkeypatch: pytest.MonkeyPatch):
-    definitions = {**DOUBLING, **UNEVALUATED, "b40": {}, "self": {"$ref": "#/$defs/self"}}
+    definitions = {"condition": {"anyOf": OPERATORS}}
     assert told in str(checked_in_time({"$defs": definitions, "properties": {"x": schema}}, {"x": value}, monkeypatch))
+
+
+def test_part_with_own_schema_keyword_has_the_deadline_too(monkeypatch: pytest.MonkeyPatch):
+    part = {"$schema": "http://json-schema.org/draft-07/schema#", "pattern": "^(a|a)*$"}
+    assert "too long" in str(checked_in_time({"properties": {"x": part}}, {"x": "a" * 40 + "!"}, monkeypatch))
 
 
 def checked_in_time(schema: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
@@ -306,6 +298,7 @@ def nested(levels: int) -> Any:
     "value",
     [
         nested(900),
+        nested(20_000),
         {"k" * 10**6: 1},
         {"x": {"y" * 10**6: {"z" * 10**6: 1}}},
         {"s": "v" * 10**6},
