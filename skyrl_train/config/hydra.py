@@ -6,6 +6,7 @@ by this package instead of one at a time by Hydra. Its run folders, log files an
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import io
@@ -17,18 +18,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
 import yaml
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, MissingConfigException
-from hydra.version import VersionBase, setbase
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.version import VersionBase
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -82,9 +84,24 @@ def _open(content: dict[str, Any]) -> DictConfig:
 ConfigStore.instance().store(name=SCHEMA, node=_open(plain(Config())), provider="skyrl_train")
 
 
+def flag_parser() -> argparse.ArgumentParser:
+    """Return a parser of Hydra's flags and of overrides (`key=value`). Hydra has no public one."""
+    parser = argparse.ArgumentParser(add_help=False, description="Hydra")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
+        parser.add_argument(*names.split(), action="store_true")
+    for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun"):
+        parser.add_argument(*names.split())
+    parser.add_argument("--version", action="version", version=f"Hydra {hydra.__version__}")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    topics = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
+    return parser
+
+
 def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return Hydra's flags by name, and the overrides. Exits with 2 on an unknown flag, as argparse does."""
-    flags = vars(get_args_parser().parse_intermixed_args(list(argv)))
+    flags = vars(flag_parser().parse_intermixed_args(list(argv)))
     return flags, flags.pop("overrides")
 
 
@@ -146,19 +163,28 @@ def _refuse_yml(directory: str, missing: str) -> None:
         raise ConfigError(f"{file}: presets end in .yaml; rename it.")
 
 
+class PresetFolder(SearchPathPlugin):
+    """A Hydra plugin that adds the folder of `--config-dir` to those in which Hydra looks for presets."""
+
+    folder: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.folder is not None:
+            search_path.append("command-line", f"file://{Path(self.folder).resolve()}")
+
+
 @contextmanager
 def _own_hydra(directory: str | None) -> Iterator[None]:
-    """Set Hydra up over our presets and those of `directory`, as `hydra.main` does, and restore the caller's Hydra."""
+    """Set Hydra up over our presets and those of `directory`, and restore the caller's Hydra afterwards."""
     outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
     GlobalHydra.instance().clear()
+    Plugins.instance().register(PresetFolder)
+    PresetFolder.folder = directory
     try:
-        setbase("1.3")
-        search_path = create_config_search_path(str(presets_dir()))
-        if directory is not None:
-            search_path.prepend("command-line", f"file://{Path(directory).resolve()}", anchor="schema")
-        Hydra.create_main_hydra2(JobRuntime.instance().get("name"), search_path)
-        yield
+        with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
+            yield
     finally:
+        PresetFolder.folder = None
         GlobalHydra.instance().hydra = outer
         VersionBase.instance().version_base = base
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.command_line import check_command_line
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import flag_parser, load, show_information
 from skyrl_train.config.keys import leaves, nearest
 from skyrl_train.config.meanings import MEANT
 from skyrl_train.errors import ConfigError
@@ -176,3 +178,13 @@ def test_no_text_makes_the_check_raise(text: str):
     if not text.startswith("-"):
         for problem in check_command_line([text, f"trainer.run_name={text}", f"+{text}=1"]):
             assert "\n" not in str(problem)
+
+
+def test_all_flags_of_hydra_are_parsed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["skyrl-train"])
+    with pytest.raises(SystemExit):
+        show_information(["--hydra-help"], [])
+    lines = re.findall(r"^ *(--\S+) : ", capsys.readouterr().out, re.MULTILINE)
+    shown = {flag for line in lines for flag in line.split(",")}
+    assert "--config-name" in shown and "-cn" in shown
+    assert shown == {flag for action in flag_parser()._actions for flag in action.option_strings}
