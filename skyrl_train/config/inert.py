@@ -1,4 +1,4 @@
-"""Keys without effect: those of SkyRL's that nothing reads here, and the warning for each key that changes nothing."""
+"""Warnings about keys that have no effect, SkyRL's ignored keys among them, and about numbers hardly any run has."""
 
 from __future__ import annotations
 
@@ -36,19 +36,16 @@ IGNORED = {
 """SkyRL's keys and sections that are accepted and never have an effect -> what does it instead."""
 
 
-def without_effect(config: Config, defaults: Config) -> Iterator[str]:
-    """A line for every key that differs from its default and that nothing reads in this configuration."""
+def warnings(config: Config, defaults: Config) -> Iterator[str]:
+    """Yield a line for each key that differs from its default if nothing reads it or if its number is unusual."""
     for name, key in leaves().items():
         value = value_at(config, name)
         if value in (_default(config, defaults, name), key.facts.skyrl_default):
             continue
         if advice := _why_not_read(config, name):
             yield f"{name}={show(value)} has no effect here. {advice}"
-
-
-def has_effect(config: Config, name: str) -> bool:
-    """Whether anything reads the key in this configuration."""
-    return _why_not_read(config, name) is None
+        elif (usual := key.facts.usual) is not None and value != 0 and value not in usual:
+            yield f"{name}={show(value)} is unusual. Most runs use {usual.low:g} to {usual.high:g}; check the number."
 
 
 def _why_not_read(config: Config, name: str) -> str | None:

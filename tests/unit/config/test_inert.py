@@ -265,3 +265,22 @@ def test_a_bound_beside_use_tis_alone_is_named():
     beside = "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=5"
     (line,) = warnings("trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0", beside)
     assert "tis_imp_ratio_cap" in line
+
+
+def test_unusual_number_is_accepted_with_a_warning():
+    assert warnings("trainer.policy.optimizer_config.lr=1", "generator.max_turns=2") == [
+        "trainer.policy.optimizer_config.lr=1.0 is unusual. Most runs use 1e-09 to 0.1; check the number."
+    ]
+    (line,) = warnings("generator.sampling_params.temperature=10")
+    assert line.startswith("generator.sampling_params.temperature=10.0 is unusual.")
+
+
+@pytest.mark.parametrize("value", ["0", "0.01"])
+def test_zero_and_usual_numbers_cause_no_warning(value: str):
+    assert warnings(f"trainer.policy.optimizer_config.lr={value}") == []
+
+
+def test_defaults_are_usual():
+    for name, key in leaves().items():
+        if (usual := key.facts.usual) is not None and not str(key.default).startswith("${"):
+            assert key.default == 0 or key.default in usual, name
