@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.chat import decode_answer, render_prompt
+from skyrl_train.data.chat import decode_answer, message_content, opened_reasoning, render_prompt
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
@@ -177,6 +177,9 @@ class Translator:
         if completion.stop_text in request.sampling.stop:
             at = text.rfind(completion.stop_text)
             text = text[:at] if at >= 0 else text
+        if call.chat:
+            opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
+            text = message_content(self._tokenizer, text, opened)
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.stop_reason, "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
         if isinstance(call.body, ChatBody) and call.body.logprobs:
