@@ -48,7 +48,7 @@ FINAL_CHANNEL = "final"
 _CLOSES = {entry.opens: entry.closes for entry in FORMATS}
 _OPENING = "|".join(re.escape(entry.opens) for entry in FORMATS)
 _MARKER = re.compile("|".join(re.escape(marker) for entry in FORMATS for marker in (entry.opens, entry.closes)))
-_HARMONY = re.compile(r"\s*(?:<\|start\|>)?(?:assistant)?\s*(?:to=\S+?\s*)?<\|channel\|>")
+_HARMONY = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
 """The beginning of an answer of gpt-oss; "<|channel|>" in the middle of another model's answer means nothing."""
 _CHANNEL_NAME = re.compile(r"\s*\w+")
 _ENDS_MESSAGE = re.compile(r"<\|(?:end|return|call|start)\|>")
@@ -73,12 +73,11 @@ def final_answer(text: str) -> str:
     """
     if _HARMONY.match(text):
         return _final_message(text)
-    begin, is_open = 0, False
-    for _, begin, opened in _markers(text):
-        is_open = opened is not None
-    if is_open:
-        return ""
-    return _unwrapped(text[begin:].lstrip()) if begin else text
+    markers = list(_markers(text))
+    if not markers:
+        return text
+    _, begin, opened = markers[-1]
+    return _unwrapped(text[begin:].lstrip()) if opened is None else ""
 
 
 def reasoning_blocks(text: str) -> list[str]:
@@ -95,10 +94,8 @@ def reasoning_blocks(text: str) -> list[str]:
 
 def open_marker(text: str) -> str:
     """Return the marker of the block of reasoning that `text` leaves open, or "" if it leaves none open."""
-    last = ""
-    for _, _, opened in _markers(text):
-        last = opened or ""
-    return last
+    markers = list(_markers(text))
+    return (markers[-1][2] or "") if markers else ""
 
 
 def opening_at_end(prompt: str) -> str:

@@ -58,9 +58,10 @@ def true_answer(answer: str) -> str:
 class GSM8KRewardParser(Transform):
     """Rewards the model's text of this step by the row's "answer"; the prompt is never examined.
 
-    Writes, each [B, 1, 1]: "reward_answer", 1 for exactly one answer; "reward_think", 1 for exactly one block of reasoning;
-    "reward_right", 1 for the right answer; "success", the same as a boolean; and "reward": `correct_reward` for the
-    right answer, `format_reward` for another single one, else 0, added to the rewards of other transforms in this step.
+    Writes, each [B, 1, 1]: "reward_answer", 1 for exactly one answer; "reward_think", 1 for exactly one block of
+    reasoning; "reward_right", 1 for the right answer; "success", the same as a boolean; and "reward": `correct_reward`
+    for the right answer, `format_reward` for another single one, else 0, added to the rewards of other transforms in
+    this step.
 
     Args:
         tokenizer: For tokens mode; the environment's by default.

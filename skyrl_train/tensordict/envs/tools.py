@@ -46,9 +46,10 @@ class ParsedCall:
 class ToolTransform(Transform, ABC):
     """Runs the calls of the model's last answer, and appends a message of role `tool_name` for each.
 
-    A call in the answer's reasoning does not count (`reasoning.final_answer`). Every episode has its own tools, which are closed when it ends; rows run concurrently. A model's mistakes and a
-    tool's exceptions become texts for the model. Rows without a call, and rows that are done, get no message.
-    Subclasses define `make_tools`, `calls` and `told`.
+    A call in the answer's reasoning does not count (`reasoning.final_answer`). Every episode has its own tools, which
+    are closed when it ends; rows run concurrently. A model's mistakes and a tool's exceptions become texts for the
+    model. Rows without a call, and rows that are done, get no message. Subclasses define `make_tools`, `calls` and
+    `told`.
 
     Attaching it to anything but a ChatEnv in history mode raises RuntimeError.
     """
@@ -125,7 +126,7 @@ class ToolTransform(Transform, ABC):
 
 
 class PythonInterpreter(ToolTransform):
-    """Runs every closed ```python block of the last answer in a sandbox, separately or, with `persistent`, in one session.
+    """Runs each closed ```python block of the last answer in a sandbox, alone or, with `persistent`, in one session.
 
     The messages are "Code block 1 executed successfully:" or "Code block 1 failed:", followed by the block's output. A
     block fails if it raises, exits with a status other than 0, or exceeds a limit; a warning on stderr is just output.
