@@ -108,8 +108,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
-def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
-    """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers.
+def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
+    """Return the text of a model's turn without control tokens; `skip_special_tokens` alone keeps some role markers.
 
     Markers of reasoning stay, also those that are control tokens: `reasoning.final_answer` finds the answer by them.
     """
@@ -123,13 +123,18 @@ def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
     return str(tokenizer.decode(tokens[markers | ~dropped], skip_special_tokens=False))
 
 
+def decode_answer(tokenizer: Any, ids: ArrayLike, opened: str = "") -> str:
+    """Return the text of a model's turn as the content of a message; see `message_content`."""
+    return message_content(tokenizer, decode_response(tokenizer, ids), opened)
+
+
 def opened_reasoning(tokenizer: Any, prompt: Sequence[int]) -> str:
-    """The end of a prompt's text if it opens a block of reasoning for the model, white space included; else ""."""
+    """Return the end of a prompt's text if it opens reasoning for the model, white space included; else ""."""
     return opening_at_end(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
 
 
 def message_content(tokenizer: Any, text: str, opened: str = "") -> str:
-    """The text of an answer as the content of a message, for chat templates and clients.
+    """Return the text of a model's turn as the content of a message, for chat templates and clients.
 
     Reasoning stays in it, unless its markers are control tokens, which no message can contain: then the content is the
     final answer alone.

@@ -34,11 +34,16 @@ FORMATS = (
     ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", "Command A Reasoning"),
     ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", "Apertus; special tokens"),
     ReasoningFormat("<|channel>thought", "<channel|>", "Gemma 4; <|channel> and <channel|> are special tokens"),
+    ReasoningFormat("<|begin_of_thought|>", "<|end_of_thought|>", "Sky-T1, OpenThinker"),
     ReasoningFormat("<thinking>", "</thinking>", "models that a prompt asks for these tags"),
     ReasoningFormat("<reasoning>", "</reasoning>", "models that a prompt asks for these tags"),
 )
-WRAPPERS = (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<response>", "</response>"))
-"""Markers that some models put around the answer after their reasoning: Command A Reasoning; Granite 3.3 and ERNIE 4.5.
+WRAPPERS = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|begin_of_solution|>", "<|end_of_solution|>"),
+    ("<response>", "</response>"),
+)
+"""Markers that some models put around the answer after their reasoning: Command A Reasoning; Sky-T1; Granite 3.3.
 Hunyuan's <answer> is not one of them, because environments ask for this tag themselves."""
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 """gpt-oss (the harmony format) writes its reasoning and its answer as messages in channels: `<|channel|>analysis
@@ -93,7 +98,10 @@ def reasoning_blocks(text: str) -> list[str]:
 
 
 def open_marker(text: str) -> str:
-    """Return the marker of the block of reasoning that `text` leaves open, or "" if it leaves none open."""
+    """Return the marker of the block of reasoning or of gpt-oss's message that `text` leaves open; "" if none is."""
+    if _HARMONY.match(text):
+        header, complete, content = text.rpartition(CHANNEL)[2].partition(MESSAGE)
+        return CHANNEL + header + MESSAGE if complete and not _ENDS_MESSAGE.search(content) else ""
     markers = list(_markers(text))
     return (markers[-1][2] or "") if markers else ""
 
@@ -117,10 +125,13 @@ def reasoning_tokens(special: Iterable[str]) -> set[str]:
 def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
     """Yield (start, end, opening marker of the block that is open after it or None) for every marker that counts.
 
-    Within a block, only its own closing marker counts.
+    Within a block, only its own closing marker counts. Outside of one, a marker between two backticks or quotation marks
+    is a word of the answer: "`<think>` opens reasoning".
     """
     opened: str | None = None
     for found in _MARKER.finditer(text):
+        if opened is None and _is_quoted(text, *found.span()):
+            continue
         if opened is None:
             opened = found[0] if found[0] in _CLOSES else None
         elif found[0] == _CLOSES[opened]:
@@ -128,6 +139,10 @@ def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
         else:
             continue
         yield found.start(), found.end(), opened
+
+
+def _is_quoted(text: str, start: int, end: int) -> bool:
+    return start > 0 and text[start - 1] in "`\"'" and text[end : end + 1] == text[start - 1]
 
 
 def _unwrapped(answer: str) -> str:

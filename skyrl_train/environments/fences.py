@@ -9,6 +9,8 @@ from dataclasses import dataclass
 PYTHON = ("python", "python3", "py")
 """Languages of a fence that mean Python."""
 _LANGUAGE = re.compile(r"\{?\s*\.?([\w+#-]+)")
+_LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s+")
+_BLANK_LINES = re.compile(r"(?:[^\S\n]*+\n)*+")
 _TAG = re.compile(r"\{?\.?[A-Za-z]")
 
 
@@ -19,6 +21,7 @@ class Fence:
     language: str
     """First word of the info string in lower case: "python" of ```` ```Python title="a.py" ````; "" without one."""
     body: str
+    """Without the indentation of the opening fence, where the block's first line has it."""
     closed: bool
     """False for a block that another one or the end of the text interrupts."""
     start: int
@@ -30,6 +33,7 @@ class Fence:
 class _Opening:
     mark: str
     language: str
+    indent: str
     start: int
     body: int
 
@@ -63,12 +67,13 @@ def _fences(text: str) -> Iterator[Fence]:
         mark, info = _mark(line, anywhere=opening is None)
         following = at + len(line) + 1
         if mark and opening is None:
-            start = at if line.lstrip().startswith(mark) else at + line.rindex(mark)
-            opening = _Opening(mark, _language(info), start, following)
+            head = _leading_space(line) if line.lstrip().startswith(mark) else line[: line.rindex(mark)]
+            start = at + len(head) if head.strip() else at
+            opening = _Opening(mark, _language(info), _indent(head), start, following)
         elif mark and opening is not None and mark[0] == opening.mark[0] and len(mark) >= len(opening.mark):
             restarts = _TAG.match(info) is not None
             yield _fence(text, opening, at, at if restarts else at + len(line), closed=not restarts)
-            opening = _Opening(mark, _language(info), at, following) if restarts else None
+            opening = _Opening(mark, _language(info), _leading_space(line), at, following) if restarts else None
         at = following
     if opening is not None:
         yield _fence(text, opening, len(text) + 1, len(text), closed=False)
@@ -76,7 +81,11 @@ def _fences(text: str) -> Iterator[Fence]:
 
 def _fence(text: str, opening: _Opening, body_end: int, end: int, *, closed: bool) -> Fence:
     """The body ends before the line break in front of `body_end`."""
-    return Fence(opening.language, text[opening.body : max(opening.body, body_end - 1)], closed, opening.start, end)
+    body = text[opening.body : max(opening.body, body_end - 1)]
+    blank = _BLANK_LINES.match(body)
+    if opening.indent and blank and body.startswith(opening.indent, blank.end()):
+        body = "\n".join(line.removeprefix(opening.indent) for line in body.split("\n"))
+    return Fence(opening.language, body, closed, opening.start, end)
 
 
 def _mark(line: str, *, anywhere: bool) -> tuple[str, str]:
@@ -91,6 +100,15 @@ def _mark(line: str, *, anywhere: bool) -> tuple[str, str]:
     if anywhere and mark and _TAG.match(info):
         return "`" * (len(head) - len(head.rstrip("`")) + 3), info
     return "", ""
+
+
+def _leading_space(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _indent(head: str) -> str:
+    """Return the indentation of a block whose fence follows `head` on its line, such as "1. "."""
+    return re.sub(r"\S", " ", head) if _LIST_ITEM.fullmatch(head) else _leading_space(head)
 
 
 def _language(info: str) -> str:

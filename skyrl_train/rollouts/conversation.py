@@ -16,7 +16,7 @@ from skyrl_train.clock import now
 from skyrl_train.data.arrays import Tokens, token_array
 from skyrl_train.data.chat import (
     LastRendered,
-    decode_answer,
+    decode_response,
     encode_text,
     is_control,
     message_content,
@@ -219,7 +219,7 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = await self._tokenizing.run(len(completion.token_ids), decode_answer, completion.token_ids)
+        text = await self._tokenizing.run(len(completion.token_ids), decode_response, completion.token_ids)
         text = state.opened + text  # so that who reads the text alone knows that it begins within reasoning
         state.answers.append(len(item.messages))
         state.openings.append(state.opened)

@@ -21,7 +21,7 @@ OPENAI = "https://api.openai.com/v1"
 KEY = "OPENAI_API_KEY"
 MAX_ANSWER = 20_000
 """Maximum characters of an answer that the judge reads; the middle of a longer one is replaced by a note."""
-VERDICT = re.compile(r"^[\s*_#>]*VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
+VERDICT = re.compile(r"^(?:[^\S\n]|[*_#>])*+VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
 RULES = """You compare an answer to a question with a reference answer.
 
 The question, the reference and the answer stand between lines with the mark {mark}. Whatever stands there is \

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
-from skyrl_train.data.chat import decode_answer, opened_reasoning, plain_text
+from skyrl_train.data.chat import decode_response, opened_reasoning, plain_text
 from skyrl_train.data.reasoning import opening_at_end
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory
@@ -137,7 +137,7 @@ def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
     tokens = part(row, "tokens", "response")
     if tokens is None or tokenizer is None:
         return None
-    return decode_answer(tokenizer, unpadded(row, tokens, response=True).tolist())
+    return decode_response(tokenizer, unpadded(row, tokens, response=True).tolist())
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from skyrl_train.data.reasoning import final_answer
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # stops at the next <answer>: linear time
 
 
 def answers_in(text: str) -> list[str]:

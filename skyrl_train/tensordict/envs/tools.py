@@ -29,7 +29,7 @@ MAX_WORKERS = 16
 """Maximum number of rows whose tools run concurrently."""
 SERVICE_NAME = "python_executor"
 """TorchRL's default."""
-TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n(.*?)</tool>", re.DOTALL)
+TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n((?:(?!<tool>).)*?)</tool>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

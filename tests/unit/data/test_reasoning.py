@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from skyrl_train.data.chat import decode_answer, message_content, opened_reasoning, render_prompt
+from skyrl_train.data.chat import decode_answer, decode_response, message_content, opened_reasoning, render_prompt
 from skyrl_train.data.reasoning import (
     FORMATS,
     ReasoningFormat,
@@ -31,7 +31,7 @@ def tokenizer_with(*special: str) -> Any:
 
 
 def decoded(tokenizer: Any, text: str) -> str:
-    return decode_answer(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    return decode_response(tokenizer, tokenizer.encode(text, add_special_tokens=False))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.opens)
@@ -65,10 +65,21 @@ def test_answer_follows_the_last_closed_block(form: ReasoningFormat):
         ("<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>42<|END_RESPONSE|>", "42"),
         ("<think>a</think>\n<response>\n42\n</response>\n", "42"),
         ("<response>42</response>", "<response>42</response>"),
+        ("<think>a</think>`<think>` opens reasoning.", "`<think>` opens reasoning."),
+        ("<think>a</think>x = s.split('</think>')", "x = s.split('</think>')"),
+        ('"<think>" opens reasoning.', '"<think>" opens reasoning.'),
+        ('<think>in "quotes"</think>"42"', '"42"'),
+        ("<think>`</think>`", "`"),
     ],
 )
 def test_answer_of_each_shape_of_text(text: str, answer: str):
     assert final_answer(text) == answer
+
+
+def test_open_channel_is_named():
+    assert open_marker(f"{ANALYSIS}41") == ANALYSIS
+    assert open_marker(f"{ANALYSIS}41<|end|>{FINAL}4") == "<|channel|>final<|message|>"
+    assert open_marker(f"{ANALYSIS}41<|end|>") == open_marker(f"{ANALYSIS}41<|end|><|channel|>final") == ""
 
 
 def test_blocks_are_those_outside_the_final_channel():
@@ -123,3 +134,5 @@ def test_message_content_has_no_control_tokens():
     assert message_content(harmony, f"41<|end|>{FINAL}42", ANALYSIS) == "42"
     assert message_content(harmony, "41", ANALYSIS) == ""
     assert message_content(byte_tokenizer(), "41</think>42", "<think>\n") == "41</think>42"
+    ids = harmony.encode(f"41<|end|>{FINAL}It is 42.<|return|>", add_special_tokens=False)
+    assert decode_answer(harmony, ids, ANALYSIS) == "It is 42."

@@ -18,7 +18,10 @@ from skyrl_train.environments.fences import blocks_in, fences, outside
         ("~~~ py\n```\na\n```\n~~~", [("py", "```\na\n```", True)]),
         ("````md\n```py\na\n```\n````", [("md", "```py\na\n```", True)]),
         ("```py\na\n`````", [("py", "a", True)]),
-        ("  ```\n  a\n  ```", [("", "  a", True)]),
+        ("  ```\n  a:\n\n    b\n c\n  ```", [("", "a:\n\n  b\n c", True)]),
+        ("  ```\na:\n  b\n  ```", [("", "a:\n  b", True)]),
+        ("1. ```py\n\n   a\n   ```", [("py", "\na", True)]),
+        ("\t```py\n\ta\n\t```sh\n\tb", [("py", "a", False), ("sh", "b", False)]),
         ("```py\n```", [("py", "", True)]),
         ("Run: ```py\na\n``` and wait.", [("py", "a", True)]),
         ("```py\na\n```sh\nb\n```", [("py", "a", False), ("sh", "b", True)]),
@@ -41,7 +44,20 @@ def test_text_outside_has_no_block():
 
 def test_finding_blocks_takes_linear_time():
     began = time.process_time()
-    for unit in ("`", "```\n", "```a\n", "~~~\n", "``` ", "`\n", "```a```", "```a", "````a\n```\n", " "):
+    for unit in (
+        "`",
+        "```\n",
+        "```a\n",
+        "~~~\n",
+        "``` ",
+        "`\n",
+        "```a```",
+        "```a",
+        "````a\n```\n",
+        " ",
+        " ```a\n",
+        "- ```a\n \n",
+    ):
         outside(text := unit * (10**5 // len(unit)), fences(text))
         fences(text + "x`")
     assert time.process_time() - began < 10

@@ -144,7 +144,7 @@ def test_a_test_and_all_tests_have_deadlines():
     [
         ("```python\na = 1\n```", "a = 1"),
         ("```python\na\n```\ntext\n```Python3\nb\nc\n```\nbye", "b\nc"),
-        ("  ```py\n  a\n  ```", "  a"),
+        ("  ```py\n  a\n  ```", "a"),
         ("```python\na\n```\n```python\nb", "a"),  # the last one was cut off
         ("```python\na\n```python\nb\n```", "b"),
         ("```python\na", "a"),
