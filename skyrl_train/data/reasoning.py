@@ -125,8 +125,8 @@ def reasoning_tokens(special: Iterable[str]) -> set[str]:
 def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
     """Yield (start, end, opening marker of the block that is open after it or None) for every marker that counts.
 
-    Within a block, only its own closing marker counts. Outside of one, a marker between two backticks or quotation marks
-    is a word of the answer: "`<think>` opens reasoning".
+    Within a block, only its own closing marker counts. Outside of one, a marker between two backticks or quotation
+    marks is part of the answer: "`<think>` opens reasoning".
     """
     opened: str | None = None
     for found in _MARKER.finditer(text):

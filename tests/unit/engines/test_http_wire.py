@@ -256,7 +256,7 @@ def test_chat_content_has_no_reasoning_between_special_tokens():
     translator = Translator(tokenizer, limits=LIMITS, default_max_tokens=16, deadline_s=5)
     ids = np.array(tokenizer.encode("[THINK]a[/THINK]b", add_special_tokens=False), np.int32)
     zeros = np.zeros(len(ids), np.float32)
-    done = Completion("0", ids, zeros, zeros, "stop")
+    done = Completion("0", ids, zeros, zeros, "stop", [])
     chat = translator.chat({"model": "m", "messages": [{"role": "user", "content": "?"}]}, None)
     assert translator.answer(chat, [done])["choices"][0]["message"]["content"] == "b"
     text = translator.text({"model": "m", "prompt": "?"}, None)

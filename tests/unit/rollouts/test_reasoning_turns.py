@@ -99,6 +99,14 @@ def test_reasoning_stays_open_within_one_message():
     assert environments.episodes[0].texts == ["<think>a", "<think>b", "<think>c</think>d"]
 
 
+def test_channel_stays_open_within_one_message():
+    environments, tokenizer = Talks(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
+    texts = ("<|channel|>analysis<|message|>a", "b<|end|><|start|>assistant<|channel|>final<|message|>c")
+    said = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    play(lambda request: said.pop(0), environments, tokenizer=tokenizer, one_message=True)
+    assert [final_answer(text) for text in environments.episodes[0].texts] == ["", "c"]
+
+
 def test_channels_are_graded_and_the_history_has_only_answers():
     environments, tokenizer = Talks(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
     text = "<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"

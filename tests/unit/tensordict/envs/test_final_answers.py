@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,8 +11,15 @@ from tensordict import TensorDict
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.tensordict import ChatEnv, GSM8KEnv, GSM8KRewardParser, IFEvalEnv, MLGymWrapper, PythonInterpreter
+from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.envs.conversation import last_response
 from skyrl_train.tensordict.envs.gsm8k import given_answer
+from skyrl_train.tensordict.envs.rewards import answers_in
+from skyrl_train.tensordict.envs.text import Tokenizer
+from skyrl_train.tensordict.envs.tools import TOOL_BLOCK
+from skyrl_train.tensordict.history import History
+from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
+from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
 
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}"
@@ -108,3 +116,26 @@ def test_prompt_that_opens_reasoning_is_known(mode: str):
         rewards.append(environment.step(state)["next", "reward"].item())
         assert last_response(state[0], tokenizer) == "<think>\n" + text
     assert rewards == [0.0, 1.0]
+
+
+def test_reading_answers_and_calls_takes_linear_time():
+    began = time.process_time()
+    answers_in("<answer>" * 10**5)
+    assert len(TOOL_BLOCK.findall("<tool>x\n" * 10**5 + "{}</tool>")) == 1
+    assert answers_in("<answer>41<answer>42</answer>") == ["42"]
+    assert time.process_time() - began < 5
+
+
+def test_decoding_that_skips_special_tokens_keeps_reasoning_markers():
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    sampled = tokenizer.encode("[THINK]41[/THINK]42<|im_end|>", add_special_tokens=False)
+    transform = Tokenizer([], [], ["action"], ["said"], tokenizer=tokenizer)
+    root = transform.before_step(TensorDict(action=torch.tensor([sampled]), batch_size=[1]))
+    assert root["said"] == ["[THINK]41[/THINK]42"]
+    engine = ScriptedEngine(lambda request: sampled)
+    wrapper = LLMWrapperBase(engine, tokenizer=tokenizer, generate_kwargs={"skip_special_tokens": True})
+    history = History.from_chats([[{"role": "user", "content": "?"}]])
+    out = wrapper(TensorDict(history=ChatHistory(prompt=history, batch_size=(1,)), batch_size=(1,)))
+    assert out["history"].response[0][0].content == "[THINK]41[/THINK]42"
+    assert out["text"].response == ["[THINK]41[/THINK]42"]
