@@ -217,6 +217,6 @@ def test_text_begins_with_the_reasoning_that_the_prompt_opened():
 
     async def run() -> None:
         (group,) = await all_of(rollouts(Opening(), SYNCHRONOUS), 1)
-        assert group.trajectories[0].messages[-1]["content"] == "<think>\n" + TOKENIZER.decode([70, 71])
+        assert group.trajectories[0].messages[-1]["content"] == f"<think>\n{TOKENIZER.decode([70, 71])}"
 
     asyncio.run(run())

@@ -102,9 +102,8 @@ def test_only_block_of_the_answer_is_the_action(text: str, reward: float):
 def test_prompt_that_opens_reasoning_is_known(mode: str):
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
-    environment = GSM8KEnv(
-        dataset=ROWS, input_mode=mode, tokenizer=tokenizer, **({"with_tokenizer": True} if mode == "history" else {})
-    )
+    settings: dict[str, Any] = {"with_tokenizer": True} if mode == "history" else {}
+    environment = GSM8KEnv(dataset=ROWS, input_mode=mode, tokenizer=tokenizer, **settings)
     rewards = []
     for text in ("#### 42", "a</think>#### 42"):
         state = environment.reset()
