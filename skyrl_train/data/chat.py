@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
+from skyrl_train.data.reasoning import final_answer, opening_at_end
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
+
+_OPENING_TOKENS = 64
+"""Tokens at the end of a prompt that are searched for the opening of a block of reasoning; more than it ever has."""
 
 
 @dataclass(slots=True)
@@ -103,10 +108,42 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
-def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
-    """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers."""
-    tokens = token_array(ids)
-    return str(tokenizer.decode(tokens[~marking_template(tokenizer).controls.among(tokens)], skip_special_tokens=True))
+def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
+    """Return the text of a model's turn without control tokens; `skip_special_tokens` alone keeps some role markers.
+
+    Markers of reasoning stay, also those that are control tokens: `reasoning.final_answer` finds the answer by them.
+    """
+    tokens, controls = token_array(ids), marking_template(tokenizer).controls
+    dropped = controls.among(tokens)
+    markers = np.isin(tokens, list(controls.reasoning)) if controls.reasoning else np.zeros(len(tokens), bool)
+    if not markers.any():
+        return str(tokenizer.decode(tokens[~dropped], skip_special_tokens=True))
+    if tokenizer.unk_token_id is not None:  # special, but no control token
+        dropped = dropped | (tokens == tokenizer.unk_token_id)
+    return str(tokenizer.decode(tokens[markers | ~dropped], skip_special_tokens=False))
+
+
+def decode_answer(tokenizer: Any, ids: ArrayLike, opened: str = "") -> str:
+    """Return the text of a model's turn as the content of a message; see `message_content`."""
+    return message_content(tokenizer, decode_response(tokenizer, ids), opened)
+
+
+def opened_reasoning(tokenizer: Any, prompt: Sequence[int]) -> str:
+    """Return the end of a prompt's text if it opens reasoning for the model, white space included; else ""."""
+    return opening_at_end(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
+
+
+def message_content(tokenizer: Any, text: str, opened: str = "") -> str:
+    """Return the text of a model's turn as the content of a message, for chat templates and clients.
+
+    Reasoning stays in it, unless its markers are control tokens, which no message can contain: then the content is the
+    final answer alone.
+
+    Args:
+        opened: What `opened_reasoning` returned for the answer's prompt.
+    """
+    markers = marking_template(tokenizer).controls.reasoning.values()
+    return final_answer(opened + text) if any(marker in opened + text for marker in markers) else text
 
 
 def plain_text(message: Message) -> str:

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from skyrl_train.data.arrays import Tokens
+from skyrl_train.data.reasoning import reasoning_tokens
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
@@ -107,6 +108,12 @@ class ControlTokens:
     def among(self, tokens: Tokens) -> NDArray[np.bool_]:
         """[L] which of these are control tokens."""
         return self._table.take(tokens, mode="clip")
+
+    @cached_property
+    def reasoning(self) -> dict[int, str]:
+        """Id -> spelling of those that separate a model's reasoning from its answer."""
+        found = reasoning_tokens(self.names.values())
+        return {id: name for id, name in self.names.items() if name in found}
 
     @cached_property
     def _table(self) -> NDArray[np.bool_]:

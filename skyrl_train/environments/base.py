@@ -87,7 +87,11 @@ class TextEnv:
         return prompt, {}
 
     def step(self, action: str) -> StepOutput | BaseTextEnvStepOutput:
-        """Answer the model's text. An exception raised here fails this episode only."""
+        """Answer the model's text. An exception raised here fails this episode only.
+
+        The text includes the model's reasoning with its markers; `skyrl_train.final_answer` returns the answer in it.
+        Where the prompt opened a block of reasoning, the text begins with that marker ("<think>").
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define step")
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.chat import decode_answer, render_prompt
+from skyrl_train.data.chat import decode_answer, decode_response, opened_reasoning, render_prompt
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
@@ -173,7 +173,11 @@ class Translator:
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
                 f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
-        text = decode_answer(self._tokenizer, completion.token_ids)
+        if call.chat:
+            opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
+            text = decode_answer(self._tokenizer, completion.token_ids, opened)
+        else:
+            text = decode_response(self._tokenizer, completion.token_ids)
         if completion.stop_text in request.sampling.stop:
             at = text.rfind(completion.stop_text)
             text = text[:at] if at >= 0 else text

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -24,6 +25,8 @@ SECTION = "environment.skyrl_gym.openenv"
 
 class OpenEnvEnv(TextEnv):
     """An episode on a server. A turn's reward is the server's; a missing one counts as 0 before the last turn.
+
+    The action is a turn's final answer (`reasoning.final_answer`): a server does not know the model's reasoning format.
 
     With http(s) the bodies are `{"episode_id", ...}` to /reset and `{"action", "episode_id"}` to /step; with ws(s)
     every episode is a separate session, as in OpenEnv's servers. Both answer `{"observation", "reward", "done"}`. The
@@ -55,7 +58,7 @@ class OpenEnvEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        answer = self._call(self._server.step(action))
+        answer = self._call(self._server.step(final_answer(action)))
         done = bool(answer.get("done"))
         ended = done or self.turns == self.max_turns
         reward: Any = answer.get("reward")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 
 MAX_CHARACTERS = 200
@@ -27,9 +28,9 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 class CountdownEnv(TextEnv):
     """Rewards an expression that uses each given number once and equals the target with 1, another with `format_score`.
 
-    The expression is the content of all <answer>...</answer> after the last "</think>", without an "= target" at its
-    end. No answer, answers that differ, and anything besides numbers, + - * / and parentheses give 0. The expression is
-    calculated in exact fractions, without eval; after a division by zero it has no value. The row's
+    The expression is the content of all <answer>...</answer> in the final answer (`reasoning.final_answer`), without an
+    "= target" at its end. No answer, answers that differ, and anything besides numbers, + - * / and parentheses give 0.
+    The expression is calculated in exact fractions, without eval; after a division by zero it has no value. The row's
     `reward_spec.ground_truth` is of the form {"target": 24, "numbers": [3, 3, 8, 8]}.
     """
 
@@ -55,7 +56,7 @@ class CountdownEnv(TextEnv):
         return StepOutput([], 1.0 if right else self.format_score, done=True, metadata=metadata)
 
     def _expression(self, action: str) -> str | None:
-        answers = {answer.strip() for answer in ANSWER.findall(action.rpartition("</think>")[2])}
+        answers = {answer.strip() for answer in ANSWER.findall(final_answer(action))}
         if len(answers) != 1:
             return None
         left, equals, right = answers.pop().partition("=")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
 
@@ -18,10 +19,10 @@ ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps
 def strict_answer(text: str) -> str | None:
     """The number after "####", or None if there is none or more than one.
 
-    The rule: every line with "####" and a digit behind it is an answer, from the marker to the end of the line, but for
-    headings such as "#### Step 1". An answer must be a number and nothing else (see graders/numbers.py), and all
-    answers must be equal. So "#### 41 or 42", "#### 41" followed by "#### 42" below, "#### 42k" and "#### 42 is wrong"
-    are no answer; repeating one answer is allowed.
+    The rule: every line of the final answer (`reasoning.final_answer`) with "####" and a digit behind it is an answer,
+    from the marker to the end of the line, but for headings such as "#### Step 1". An answer must be a number and
+    nothing else (see graders/numbers.py), and all answers must be equal. So "#### 41 or 42", "#### 41" followed by
+    "#### 42" below, "#### 42k" and "#### 42 is wrong" are no answer; repeating one answer is allowed.
     """
     values: set[str | None] = set()
     for field in _answers(text):
@@ -33,7 +34,7 @@ def strict_answer(text: str) -> str | None:
 
 def _answers(text: str) -> Iterator[str]:
     """What stands behind the first "####" of every line, if it has a digit and is no heading."""
-    for line in text.splitlines():
+    for line in final_answer(text).splitlines():
         marked = MARKED.search(line)
         if marked and any(map(str.isnumeric, marked["field"])) and not HEADING.match(marked["field"]):
             yield marked["field"]
@@ -47,6 +48,7 @@ def flexible_answer(text: str) -> str | None:
     """
     if any(True for _ in _answers(text)):
         return strict_answer(text)
+    text = final_answer(text)
     last: re.Match[str] | None = None
     before: re.Match[str] | None = None
     for found in NUMBER.finditer(text):

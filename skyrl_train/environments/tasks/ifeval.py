@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.instructions import INSTRUCTIONS, arguments_of
@@ -37,6 +38,8 @@ def score(
 ) -> IFEvalScores:
     """Check a response against a prompt's instructions, given the benchmark's ids and keyword arguments (null: unset).
 
+    Only the final answer is checked (`reasoning.final_answer`): instructions do not apply to reasoning.
+
     An instruction is followed loosely if the response follows it after removing the first line, the last line, both or
     neither, with or without all asterisks. A blank response follows nothing. Raises ValueError for instructions that
     are not in the benchmark.
@@ -48,6 +51,7 @@ def score(
     checks = [
         (INSTRUCTIONS[id], arguments_of(id, given, prompt)) for id, given in zip(instructions, kwargs, strict=True)
     ]
+    text = final_answer(text)
     variants = [variant for variant in _loose_variants(text) if variant.strip()]
     strict = tuple(bool(text.strip()) and check(text, **arguments) for check, arguments in checks)
     loose = tuple(

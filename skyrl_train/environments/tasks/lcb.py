@@ -15,8 +15,8 @@ class LCBEnv(TextEnv):
 
     The first `max_tests` tests of the row are run. A program passes a test if it exits with status 0 within
     `test_timeout_s` and the sandbox's limits, and gives the expected answer (graders/programs.py). All tests share
-    `timeout_s`; those that have not run by then fail. Without a closed ```python block the reward is 0.0, so a
-    truncated response counts only if it already contains the answer.
+    `timeout_s`; those that have not run by then fail. The program is the last closed ```python block of the final
+    answer, else one that is never closed (`programs.last_python_block`); without one the reward is 0.0.
     """
 
     @classmethod

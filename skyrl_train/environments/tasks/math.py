@@ -14,7 +14,7 @@ from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 class MathEnv(TextEnv):
     r"""Rewards an answer equal to the row's with 1, anything else with 0.
 
-    The answer is the content of all \boxed{...} after the thinking (`boxed.boxed_answer`). None, or several that
+    The answer is the content of all \boxed{...} in the final answer (`boxed.boxed_answer`). None, or several that
     differ, are no answer, and neither is one that hedges (`latex.one_answer`). Equality is math-verify's: 1/2 equals
     \frac{2}{4}, x = 3 equals 3, 1,2 equals \{2, 1\}, and decimals are compared to six places. A comparison that takes
     longer than `timeout` seconds is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such

@@ -20,9 +20,9 @@ INSTRUCTION = r"Multiply the two numbers step by step and put the final answer i
 class MultiplyEnv(TextEnv):
     r"""Up to `max_turns` answers; the last one is rewarded: 1 for the right number, `format_score` (0.5) for another.
 
-    The answer is the content of all \boxed{...} of the turn (`boxed.boxed_answer`); none, several that differ, or
-    something other than a number gives 0. The right number ends the episode; after any other answer the model gets
-    feedback, until the turns are used up.
+    The answer is the content of all \boxed{...} in the turn's final answer (`boxed.boxed_answer`); none, several that
+    differ, or something other than a number gives 0. The right number ends the episode; after any other answer the
+    model gets feedback, until the turns are used up.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):

@@ -7,6 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools import bm25
@@ -33,14 +34,9 @@ def normalised(text: str) -> str:
     return " ".join(plain or text.lower().split())
 
 
-def without_thinking(text: str) -> str:
-    """The text after the last "</think>": drafts before it are neither answers nor queries."""
-    return text.rpartition("</think>")[2]
-
-
 def answer_of(text: str) -> str | None:
     """The normalised answer in `text`; None if there is none, or if there are several that differ."""
-    found = {normalised(match[1]) for match in ANSWER.finditer(without_thinking(text))}
+    found = {normalised(match[1]) for match in ANSWER.finditer(final_answer(text))}
     return found.pop() if len(found) == 1 else None
 
 
@@ -94,9 +90,9 @@ class SearchEnv(TextEnv):
     """`<search>query</search>` is answered with `<information>...</information>`; `<answer>...</answer>` ends it.
 
     Reward: 1 in the turn with the answer if it exactly matches one of the row's targets after normalisation (case,
-    punctuation, articles and spaces do not count), else 0. Only the model's own text of that turn is read, after the
-    last "</think>". Several answers that differ are no answer. An episode whose turns run out without an answer is
-    worth 0. The format does not affect the reward.
+    punctuation, articles and spaces do not count), else 0. Only the final answer of that turn is read
+    (`reasoning.final_answer`): drafts in reasoning are neither answers nor queries. Several answers that differ are no
+    answer. An episode whose turns run out without an answer is worth 0. The format does not affect the reward.
 
     Settings: `config.environment.SearchConfig`. An episode whose search fails (see `observation_of`) is
     masked, as "search_failed".
@@ -115,7 +111,7 @@ class SearchEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        action = without_thinking(action)
+        action = final_answer(action)
         answered = ANSWER.search(action) is not None
         if answered or self.turns >= self.max_turns:
             counts = {"searches": self.searches, "answered": answered}

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools.base import called, cut, harmless
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
@@ -66,7 +67,8 @@ class Text2SQLEnv(TextEnv):
     1.0 if the only <solution>query</solution> gives the same result as the row's gold query: the same rows equally
     often, and in the same order if the gold query orders them (see `same_result`); 0.0 if its result differs or it
     fails; -1.0 unless there is exactly one solution: several in a turn are no answer, and neither is none when the
-    turns end or the response is truncated. Text before a turn's last "</think>" contains neither queries nor solutions.
+    turns end or the response is truncated. Only a turn's final answer (`reasoning.final_answer`) contains queries and
+    solutions.
 
     In earlier turns, the first <sql>query</sql> is run; its rows, or SQLite's error, are the observation. Queries can
     only read a single database, and each has a deadline. The row names the database by `db_id`, and also by `data` if
@@ -96,7 +98,7 @@ class Text2SQLEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        action = action.rpartition("</think>")[2]
+        action = final_answer(action)
         solutions = between(action, "solution")
         if solutions or self.turns >= self.max_turns:
             reward = self._score(solutions[0]) if len(solutions) == 1 else -1.0

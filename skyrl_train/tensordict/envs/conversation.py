@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
-from skyrl_train.data.chat import decode_answer, plain_text
+from skyrl_train.data.chat import decode_response, opened_reasoning, plain_text
+from skyrl_train.data.reasoning import opening_at_end
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History
@@ -99,10 +100,29 @@ def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[M
 
 
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
-    """The model's text of this step, without the prompt; None if the row has no action.
+    """The model's text of this step; None if the row has no action.
 
-    Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
+    Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response"). The end
+    of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`.
     """
+    said = _said(row, tokenizer, policy_role)
+    return None if said is None else _opened(row, tokenizer) + said
+
+
+def _opened(row: TensorDictBase, tokenizer: Any) -> str:
+    """The end of the row's prompt that opens reasoning, from ("text", "prompt"), "text" or ("tokens", "prompt")."""
+    prompt = part(row, "text", "prompt")
+    if prompt is None and row.get("history", None) is None:  # else "text" is the question
+        prompt = text_of(row, "text")
+    if isinstance(prompt, str):
+        return opening_at_end(prompt)
+    tokens = part(row, "tokens", "prompt")
+    if tokens is None or tokenizer is None:
+        return ""
+    return opened_reasoning(tokenizer, unpadded(row, tokens, response=False).tolist())
+
+
+def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
     messages = full_messages(row, policy_role)
     if messages is not None:
         said = messages and messages[-1]["role"] in (policy_role, "assistant")  # wrappers write the latter
@@ -117,7 +137,7 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
     tokens = part(row, "tokens", "response")
     if tokens is None or tokenizer is None:
         return None
-    return decode_answer(tokenizer, unpadded(row, tokens, response=True).tolist())
+    return decode_response(tokenizer, unpadded(row, tokens, response=True).tolist())
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from skyrl_train.data.chat import is_control, render_continuation, render_prompt
+from skyrl_train.data.chat import decode_response, is_control, render_continuation, render_prompt
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.base import Transform
 from skyrl_train.tensordict.envs.conversation import (
@@ -34,6 +35,7 @@ class Tokenizer(Transform):
 
     Args:
         tokenizer: A Hugging Face tokenizer, or the name of one.
+        skip_special_tokens: Decode ids without special tokens, except those that mark reasoning.
         missing_tolerance: Ignore missing keys, which otherwise raise KeyError.
         additional_tokens: Added to the tokenizer.
         call_before_reset: Tokenise the input of a reset before the environment sees it.
@@ -105,8 +107,8 @@ class Tokenizer(Transform):
                 self._missing(source)
                 continue
             rows = [row.get(source).tolist() for row in root.unbind(0)]
-            options = {"skip_special_tokens": self.skip_special_tokens}
-            set_texts(root, out, [str(self.tokenizer.decode(ids, **options)) for ids in rows])
+            decode = partial(decode_response, self.tokenizer) if self.skip_special_tokens else self.tokenizer.decode
+            set_texts(root, out, [str(decode(ids)) for ids in rows])
         return root
 
     def _missing(self, key: NestedKey) -> None:

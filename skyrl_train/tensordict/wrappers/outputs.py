@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch import Tensor
 from torch.nested import nested_tensor
 
+from skyrl_train.data.chat import decode_response
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.tensordict.history import History
@@ -53,7 +54,7 @@ def generated(
     if tokenizer is None:
         return out
     prompts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
-    texts = [tokenizer.decode(answer.ids, skip_special_tokens=at.skip_special_tokens) for answer in answers]
+    texts = [_decoded(tokenizer, answer.ids, at) for answer in answers]
     full = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     out["text"] = text_container({"prompt": prompts, "response": texts, "full": full}, at.shape)
     if rows[0].history is not None:
@@ -158,6 +159,11 @@ def _spread_full(out: dict[str, Any], rows: Sequence[EngineInput], fields: Seque
         setattr(out["masks"], name, spread([f[2][name] for f in fields], False))
 
 
+def _decoded(tokenizer: Any, ids: Sequence[int], at: Layout) -> str:
+    """Graders need the markers of reasoning, also where special tokens are skipped."""
+    return decode_response(tokenizer, ids) if at.skip_special_tokens else str(tokenizer.decode(ids))
+
+
 def _histories(
     rows: Sequence[EngineInput], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout
 ) -> Any:
@@ -165,7 +171,7 @@ def _histories(
     found = []
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
-        said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
+        said = _decoded(tokenizer, ids, at)
         assert row.history is not None
         turn = _turn("assistant", said, answer.ended)
         before = row.history._tensordict.unbind(0)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -95,6 +97,14 @@ def test_no_one_verdict_is_the_judges_failure_and_no_reward(text: str):
         verdict_of(text)
     with web_server(lambda request: says(text)) as server, pytest.raises(EnvironmentFailure, match="judge_failed"):
         play(server, "Paris")
+
+
+def test_reading_a_verdict_takes_linear_time():
+    began = time.process_time()
+    for unit in ("\n", " ", "VERDICT:\n", "VERDICT: CORRECT\n*"):
+        with suppress(EnvironmentFailure):
+            verdict_of(unit * (10**5 // len(unit)) + "x")
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("answer", [Response(b"x"), Response(b"{}"), Response(status=401), says(None)])
