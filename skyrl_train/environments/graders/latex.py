@@ -1,7 +1,7 @@
 r"""Compares mathematical answers with ground truths in a child process that can be killed.
 
-`9^{9^{9}}` keeps sympy busy in C forever, and no Python code of the same process can interrupt it. So a `Grader` has one
-child (`python -m skyrl_train.environments.graders.latex`), which loads math-verify once and answers one request at a
+`9^{9^{9}}` keeps sympy busy in C forever, and no Python code of the same process can interrupt it. So a `Grader` has
+one child (`python -m skyrl_train.environments.graders.latex`), which loads math-verify once and answers one request at a
 time, as JSON lines over its stdin and stdout. A timer of the kernel ends the child at the deadline.
 """
 
@@ -47,8 +47,8 @@ HEDGE = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGES]
 def is_one_answer(answer: str, truth: str) -> bool:
     r"""True unless `answer`, which is normalised, is empty or hedges where the normalised `truth` does not.
 
-    A hedge is a word such as "maybe", a sign such as \approx, dots, a prime after a number, adjacent numbers ("4 2"), or
-    a number in \text{...}: whoever reads "42 \text{ (or 41)}" does not know which value is meant.
+    A hedge is a word such as "maybe", a sign such as \approx, dots, a prime after a number, adjacent numbers ("4 2"),
+    or a number in \text{...}: whoever reads "42 \text{ (or 41)}" does not know which value is meant.
     """
     if not answer or (NUMBER_IN_TEXT.search(answer) and not NUMBER_IN_TEXT.search(truth) and not words_of(truth)):
         return False

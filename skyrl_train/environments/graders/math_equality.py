@@ -21,11 +21,11 @@ from math_verify import verify
 from sympy.core.function import AppliedUndef
 
 from skyrl_train.environments.graders.math_forms import (
+    THOUSANDS,
     Based,
     Chain,
     Form,
     Group,
-    THOUSANDS,
     Unreadable,
     Value,
     Words,
@@ -165,7 +165,9 @@ def _same_items(truth: Sequence[Form], answer: Sequence[Form]) -> bool:
 
 
 def _same_unordered(truth: Group, answer: Group) -> bool:
-    left, right = ([*group.items] if group.kind == "list" else _without_repeats(group.items) for group in (truth, answer))
+    left, right = (
+        [*group.items] if group.kind == "list" else _without_repeats(group.items) for group in (truth, answer)
+    )
     if len(left) != len(right):
         return False
     for item in left:
@@ -315,7 +317,7 @@ def _rounded(truth: str, answer: str, left: Any, right: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def parsed(latex: str) -> Any:
-    """The sympy expression that `latex` is, with decimals as fractions and i as the imaginary unit; None if it is none."""
+    """The sympy expression that `latex` is, with exact decimals and i as the imaginary unit; None if it is none."""
     if re.search(r"[0-9]\s+[0-9]|[0-9]\.[0-9]*\.|\.\.", latex):
         return None
     text = re.sub(r"(?<![0-9.])\.(?=[0-9])", "0.", latex).replace(r"\%", r"/100")

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from skyrl_train.environments.graders.math_text import normalise
-
 Form = "Value | Words | Based | Group | Chain"
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.DOTALL)
@@ -43,7 +41,9 @@ BUILDER = re.compile(r"\s*(\\?[A-Za-z]+)(?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\||:|\
 CURRENCY = re.compile(r"(?P<minus>-?)\s*(?:\\\$|\$|€|£)\s*(?P<amount>-?.+)")
 PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|percentage|per cent|pct)\s*\}?)", re.IGNORECASE)
 UNIT = re.compile(r"\s*(?:\\text\{\s*(?P<text>[^{}]*)\}|(?P<word>[A-Za-z][A-Za-z. /]*))\s*(?P<power>\^\s*\{?[0-9]\}?)?")
-WORDS = re.compile(r"[A-Za-z][A-Za-z0-9 ,.:'/()!?&-]*|[0-9]{1,2}:[0-9]{2}(?: ?[ap]\.?m\.?)?|[0-9]+(?: ?: ?[0-9]+)+", re.IGNORECASE)
+WORDS = re.compile(
+    r"[A-Za-z][A-Za-z0-9 ,.:'/()!?&-]*|[0-9]{1,2}:[0-9]{2}(?: ?[ap]\.?m\.?)?|[0-9]+(?: ?: ?[0-9]+)+", re.IGNORECASE
+)
 PLAIN_WORD = re.compile(r"[A-Za-z]{4,}|yes|odd|not?", re.IGNORECASE)
 UNITS = {
     "mm": "mm millimeter millimetre",
@@ -166,7 +166,9 @@ def _numbers(text: str, thousands: bool) -> str:
         return rf"\frac{{{above}}}{{{scale * (10 ** len(period) - 1)}}}"
 
     for word, power in POWERS.items():
-        text = re.sub(rf"(?<=[0-9])\s*(?:\\text\{{\s*{word}\s*\}}|{word}(?![A-Za-z]))", rf"\\times 10^{{{power}}}", text)
+        text = re.sub(
+            rf"(?<=[0-9])\s*(?:\\text\{{\s*{word}\s*\}}|{word}(?![A-Za-z]))", rf"\\times 10^{{{power}}}", text
+        )
     text = REPEATING.sub(repeating, text)
     return SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
 
@@ -232,7 +234,11 @@ def _group(text: str) -> Form | None:
     """Read a set, tuple or interval, or what is in brackets around the whole text; None if there are none."""
     tokens = list(TOKEN.finditer(text))
     first, last = tokens[0][0], tokens[-1][0]
-    if len(tokens) < 2 or first not in (r"\{", "(", "[", "{", r"\langle") or last not in (r"\}", ")", "]", "}", r"\rangle"):
+    if (
+        len(tokens) < 2
+        or first not in (r"\{", "(", "[", "{", r"\langle")
+        or last not in (r"\}", ")", "]", "}", r"\rangle")
+    ):
         return None
     depth = 0
     for token in tokens[:-1]:
@@ -321,7 +327,11 @@ def words_of(text: str) -> Words | None:
         return None
     wrapped = re.fullmatch(r"(?:\s*\\text\{[^{}]*\}\s*)+", text) is not None
     first = re.match(r"[A-Za-z]+", plain)
-    if not wrapped and first and not (PLAIN_WORD.fullmatch(first[0]) and re.fullmatch(r"[A-Za-z ,.'-]+(?: [0-9]+.*)?", plain)):
+    if (
+        not wrapped
+        and first
+        and not (PLAIN_WORD.fullmatch(first[0]) and re.fullmatch(r"[A-Za-z ,.'-]+(?: [0-9]+.*)?", plain))
+    ):
         return None
     return Words(key(plain))
 
@@ -348,7 +358,9 @@ def _without_unit(text: str) -> tuple[str, str | None]:
         return text.removesuffix(r"^{\circ}").strip(), "deg"
     for at in range(1, len(text)):
         rest = text[at:]
-        if not re.match(r"[\s%A-Za-z€£\\]", rest) or not (rest.startswith(r"\text") or text[at - 1] in "0123456789)}! "):
+        if not re.match(r"[\s%A-Za-z€£\\]", rest) or not (
+            rest.startswith(r"\text") or text[at - 1] in "0123456789)}! "
+        ):
             continue
         if PERCENT.fullmatch(rest):
             return text[:at].strip(), "percent"
@@ -372,7 +384,9 @@ def _unit(spelling: str, power: str | None) -> str | None:
         for word in words:
             if spelling.startswith(word):
                 spelling, exponent = spelling.removeprefix(word).strip(), value
-    unit = SPELLINGS.get(spelling) or SPELLINGS.get(spelling.lower()) or SPELLINGS.get(spelling.lower().removesuffix("s"))
+    unit = (
+        SPELLINGS.get(spelling) or SPELLINGS.get(spelling.lower()) or SPELLINGS.get(spelling.lower().removesuffix("s"))
+    )
     return f"{unit}^{exponent}" if unit and exponent else unit
 
 

@@ -8,17 +8,40 @@ from __future__ import annotations
 import re
 import unicodedata
 
-GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon "
-    "phi chi psi omega"
-).split()
+GREEK = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "omicron",
+    "pi",
+    "rho",
+    "varsigma",
+    "sigma",
+    "tau",
+    "upsilon",
+    "phi",
+    "chi",
+    "psi",
+    "omega",
+]
 SIGNS = {
     **{chr(0x3B1 + index): rf"\{name} " for index, name in enumerate(GREEK)},
-    **dict.fromkeys("−–—‐‑", "-"),  # noqa: RUF001 (the signs that people write are the point)
-    **dict.fromkeys("⋅·∙•", r"\cdot "),  # noqa: RUF001
-    **dict.fromkeys("×✕", r"\times "),  # noqa: RUF001
+    **dict.fromkeys("−–—‐‑", "-"),
+    **dict.fromkeys("⋅·∙•", r"\cdot "),
+    **dict.fromkeys("×✕", r"\times "),
     "√": r"\sqrt ",
-    **dict.fromkeys("′’", "'"),  # noqa: RUF001
+    **dict.fromkeys("′’", "'"),
     "ϕ": r"\phi ",
     "Γ": r"\Gamma ",
     "Δ": r"\Delta ",
@@ -43,13 +66,13 @@ SIGNS = {
     "∪": r"\cup ",
     "∩": r"\cap ",
     "∈": r"\in ",
-    "∨": r"\lor ",  # noqa: RUF001
+    "∨": r"\lor ",
     "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}",
     "∠": r"\angle ",
     "→": r"\to ",
     "⇒": r"\Rightarrow ",
-    "∖": r"\setminus ",  # noqa: RUF001
+    "∖": r"\setminus ",
     "⁄": "/",
     "…": r"\ldots ",
     "⟨": r"\langle ",
@@ -63,13 +86,15 @@ SIGNS = {
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-", strict=True))
 SMALL = re.compile(rf"([{''.join(SUPERSCRIPTS)}]+)|([{''.join(SUBSCRIPTS)}]+)")
-VULGAR = re.compile(r"[¼-¾⅐-⅞]")  # noqa: RUF001
+VULGAR = re.compile(r"[¼-¾⅐-⅞]")
 
 EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*\*|__|\*(?!\s))(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
 SPACED = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\}|\{,\\!\}|,\\!)(?=[0-9]{3}(?![0-9]))")
 SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\s")
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?")
-TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}")
+TEXT = re.compile(
+    r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}"
+)
 OLD_TEXT = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}")
 SYNONYMS = {
     r"\\[dtc]frac": r"\\frac",

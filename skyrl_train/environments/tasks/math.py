@@ -2,13 +2,14 @@ r"""Competition mathematics (arXiv:2103.03874): one turn, the answer is LaTeX in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders import latex
 from skyrl_train.environments.graders.boxed import boxed_answer
 from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.errors import DataError
 
 
 class MathEnv(TextEnv):
@@ -21,13 +22,27 @@ class MathEnv(TextEnv):
     answers.
     """
 
+    parse_row = staticmethod(ground_truth_of)
+
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         latex.check_installed()
 
+    @classmethod
+    def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Also refuse ground truths that the grader cannot read, to which no answer would be equal."""
+        rows = list(rows)
+        super().check_rows(rows)
+        with latex.Grader() as grader:
+            for where, extras in rows:
+                if why := grader.why_unusable(truth := cls.parse_row(extras)):
+                    raise DataError(
+                        f"{where}: ground truth {truth!r:.80} cannot be read ({why}); correct or remove it."
+                    )
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = ground_truth_of(self.extras)
+        self.ground_truth = self.parse_row(self.extras)
         self.grader = latex.shared(float(self.env_config.get("timeout", 5.0)))
         self.grader.start()  # it loads while the model generates
 

@@ -1,10 +1,9 @@
 r"""Pairs of ground truth and answer with the verdict of a fair competition grader, written by hand, by category.
 
-The grader knows the truth and the answer, but not the problem. Where only the problem could decide (are 5 cm meant if the
-truth is 5?), a pair appears only if docs/environments.md states the rule.
+The grader knows the truth and the answer, but not the problem. Where only the problem could decide (are 5 cm meant if
+the truth is 5?), a pair appears only if docs/environments.md states the rule.
 """
 
-# ruff: noqa: RUF001 (unicode that models write)
 from __future__ import annotations
 
 EQUAL, UNEQUAL = True, False
