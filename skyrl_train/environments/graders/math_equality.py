@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from math_verify import verify
+from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
 from skyrl_train.environments.graders.math_forms import (
@@ -37,6 +38,8 @@ from skyrl_train.environments.graders.math_text import normalise
 
 DIGITS = 30
 """Decimal digits of the arithmetic that compares values."""
+MAX_DIGITS = 500
+"""Digits after which two values that agree count as equal."""
 EXACT = sympy.Float("1e-18")
 APPROXIMATE = sympy.Float("1.0001e-6")
 """Largest relative differences of two equal values, and of two of which one has decimals in an expression."""
@@ -215,12 +218,13 @@ def _value_of_chain(truth: Form, answer: Chain) -> bool:
     """Compare a truth without a relation with an answer of the form name = value, or of several equal sides."""
     if set(answer.relations) != {"="} or not _sides_agree(answer):
         return False
+    constant = not any(map(_has_variables, map(read, answer.sides)))
+    if constant and not answer.name and None in map(_number, answer.sides):
+        return False  # 1/2 = 0.5 is one value, 1 + 41 = 42 leaves open which side is the answer
     try:
         last = answer.value if answer.value is not None else read(answer.sides[-1])
     except Unreadable:
         return False
-    if isinstance(truth, Group) and answer.name and "," in answer.name:
-        return same(truth, last)
     return same(truth, last)
 
 
@@ -252,7 +256,7 @@ def _proportional(truth: Chain, answer: Chain) -> bool:
     if kinds[0] != kinds[1]:
         return False
     ratios = []
-    for first, second in _at_points(*differences):
+    for _, (first, second) in _at_points(*differences):
         if first is None or second is None or abs(second) < EXACT:
             continue
         ratios.append(first / second)
@@ -267,8 +271,8 @@ def _proportional(truth: Chain, answer: Chain) -> bool:
 def _same_value(truth: Value, answer: Value) -> bool:
     if "percent" in (truth.unit, answer.unit) and truth.unit != answer.unit:
         plain, percent = (answer, truth) if truth.unit == "percent" else (truth, answer)
-        hundredth = rf"\frac{{{percent.latex}}}{{100}}"
-        return plain.unit is None and (_same_latex(percent.latex, plain.latex) or _same_latex(hundredth, plain.latex))
+        left_out = truth.unit == "percent" and _same_latex(percent.latex, plain.latex)  # 25 for 25%, not the reverse
+        return plain.unit is None and (left_out or _same_latex(rf"\frac{{{percent.latex}}}{{100}}", plain.latex))
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False
     return _same_latex(truth.latex, answer.latex)
@@ -318,7 +322,7 @@ def _rounded(truth: str, answer: str, left: Any, right: Any) -> bool:
 @lru_cache(maxsize=4096)
 def parsed(latex: str) -> Any:
     """The sympy expression that `latex` is, with exact decimals and i as the imaginary unit; None if it is none."""
-    if re.search(r"[0-9]\s+[0-9]|[0-9]\.[0-9]*\.|\.\.", latex):
+    if re.search(r"[0-9]\s+[0-9]|[0-9]\.[0-9]*\.|\.\.|[0-9]\s*_", latex):
         return None
     text = re.sub(r"(?<![0-9.])\.(?=[0-9])", "0.", latex).replace(r"\%", r"/100")
     text = re.sub(r"\{\}\^|\^\{\\circ\}", "", text)
@@ -370,11 +374,13 @@ def _same_expression(truth: Any, answer: Any, approximate: bool, texts: tuple[st
 def _compared(truth: Any, answer: Any, tolerance: Any) -> bool | None:
     """Compare values at random points; None if there are no values, or only complex ones that differ."""
     real = complex_ = found = 0
-    for first, second in _at_points(truth, answer):
+    for values, (first, second) in _at_points(truth, answer):
         if first is None or second is None:
             continue
         found += 1
         close = abs(first - second) <= tolerance * max(abs(first), abs(second))
+        if close and tolerance == EXACT:
+            close = _is_zero((truth - answer).subs(values))
         if first.is_real and second.is_real:
             real += 1
             if not close:
@@ -386,15 +392,25 @@ def _compared(truth: Any, answer: Any, tolerance: Any) -> bool | None:
     return None if truth.free_symbols or answer.free_symbols else False
 
 
-def _at_points(*expressions: Any) -> list[list[Any]]:
-    """The values of the expressions at some points; None for one without a value."""
+def _is_zero(constant: Any) -> bool:
+    """True if the constant has no digit other than 0 among the first MAX_DIGITS: 2^{100} + 1 is not 2^{100}."""
+    if constant.is_Rational:
+        return bool(constant == 0)
+    try:
+        return bool(sympy.N(constant, 5, maxn=MAX_DIGITS, strict=True) == 0)
+    except PrecisionExhausted:
+        return True
+
+
+def _at_points(*expressions: Any) -> list[tuple[dict[Any, Any], list[Any]]]:
+    """Some points and the values of the expressions there; None for one without a value."""
     symbols = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     chosen = random.Random(0)
     found = []
     for point in range(6 if symbols else 1):
         sign = -1 if point >= 4 else 1
         values = {symbol: sign * sympy.Rational(chosen.randint(101, 397), 97) for symbol in symbols}
-        found.append([_evaluated(expression, values) for expression in expressions])
+        found.append((values, [_evaluated(expression, values) for expression in expressions]))
     return found
 
 
