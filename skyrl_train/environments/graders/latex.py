@@ -1,8 +1,8 @@
 r"""Compares mathematical answers with ground truths in a child process that can be killed.
 
 `9^{9^{9}}` keeps sympy busy in C forever, and no Python code of the same process can interrupt it. So a `Grader` has
-one child (`python -m skyrl_train.environments.graders.latex`), which loads math-verify once and answers one request at a
-time, as JSON lines over its stdin and stdout. A timer of the kernel ends the child at the deadline.
+one child (`python -m skyrl_train.environments.graders.latex`), which loads math-verify once and answers one request at
+a time, as JSON lines over its stdin and stdout. A timer of the kernel ends the child at the deadline.
 """
 
 from __future__ import annotations

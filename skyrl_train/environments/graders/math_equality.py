@@ -23,6 +23,7 @@ from sympy.core.function import AppliedUndef
 
 from skyrl_train.environments.graders.math_forms import (
     THOUSANDS,
+    TRIGONOMETRIC,
     Based,
     Chain,
     Form,
@@ -47,7 +48,6 @@ SIGNIFICANT = 6
 """Least number of decimal places, or of significant digits, of a decimal that stands for a value it only rounds."""
 DECIMAL = re.compile(r"([-+]*)\s*([0-9]+\.?[0-9]*|\.[0-9]+)")
 FRACTION = re.compile(r"([-+]?)\s*\\frac\{([-+]?[0-9]+)\}\{([0-9]+)\}|([-+]?)([0-9]+)\s*/\s*([0-9]+)")
-PLACEHOLDER = "i"
 
 
 def equal(truth: str, answer: str) -> bool:
@@ -104,7 +104,7 @@ def _same_base(truth: Form, answer: Form) -> bool:
         return truth == answer
     if isinstance(truth, Based):
         assert isinstance(answer, Value)
-        return answer.latex.replace(" ", "").lstrip("0") == truth.digits
+        return (answer.latex.replace(" ", "").lstrip("0") or "0") == truth.digits
     assert isinstance(truth, Value) and isinstance(answer, Based)
     return answer.base == 10 and _same_value(truth, Value(answer.digits))
 
@@ -147,7 +147,9 @@ def _same_groups(truth: Group, answer: Group) -> bool:
         brackets = truth.brackets or answer.brackets
         return brackets == "()" and not (truth.name or answer.name) and _same_items(truth.items, answer.items)
     if kinds == {"tuple", "matrix"}:
-        return "()" in (truth.brackets, answer.brackets) and _same_items(_vector(truth), _vector(answer))
+        if _vector(truth) and _vector(answer) and "()" in (truth.brackets, answer.brackets):
+            return _same_items(_vector(truth), _vector(answer))
+        return all(map(_cells, (truth, answer))) and _same_items(_cells(truth), _cells(answer))
     if kinds <= {"list", "set"}:
         return _same_unordered(truth, answer)
     return kinds in ({"matrix"}, {"row"}) and _same_items(truth.items, answer.items)
@@ -161,6 +163,13 @@ def _vector(group: Group) -> Sequence[Form]:
     if len(rows) == 1:
         return rows[0]
     return [row[0] for row in rows] if all(len(row) == 1 for row in rows) else []
+
+
+def _cells(group: Group) -> list[Form]:
+    """The entries of a matrix, also as [[1, 2], [3, 4]], row by row, each with its row's length; none of a vector."""
+    rows = [row.items for row in group.items if isinstance(row, Group) and (row.kind == "row" or row.brackets == "[]")]
+    whole = len(rows) == len(group.items) and group.brackets in ("", "[]")
+    return [cell for row in rows for cell in (Value(str(len(row))), *row)] if whole else []
 
 
 def _same_items(truth: Sequence[Form], answer: Sequence[Form]) -> bool:
@@ -325,6 +334,8 @@ def parsed(latex: str) -> Any:
     if re.search(r"[0-9]\s+[0-9]|[0-9]\.[0-9]*\.|\.\.|[0-9]\s*_", latex):
         return None
     text = re.sub(r"(?<![0-9.])\.(?=[0-9])", "0.", latex).replace(r"\%", r"/100")
+    if TRIGONOMETRIC.search(text):
+        text = re.sub(r"([0-9.]+|\([^()]*\))\s*\^\{\\circ\}", r"(\1\\pi/180)", text)
     text = re.sub(r"\{\}\^|\^\{\\circ\}", "", text)
     try:
         expression = latex2sympy(

@@ -25,12 +25,9 @@ NAME = re.compile(
 )
 """The left side of "x = 5", "f(x) = 5", "a_{10} = 5", "\\angle ABC = 5" or "\\text{Area} = 5"."""
 VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?")
-BASED = re.compile(
-    r"(?P<sign>-?)\s*(?P<digits>[0-9][0-9A-Z.]*|\([0-9]+\)|[A-F]*[0-9][0-9A-F]*)\s*"
-    r"(?:_\s*(?P<one>[0-9])|_\s*\{\s*(?:\\text\{\s*(?:base\s*)?)?(?P<base>[0-9]+|two|three|four|five|six|seven|eight|nine|ten)"
-    r"\s*\}?\s*\}|\s*\(?\\text\{\s*\(?\s*base\s*(?P<text>[0-9]+)?\s*\)?\}\s*(?P<after>[0-9]+)?\)?|\s*\(?base\s*(?P<word>[0-9]+)\)?)"
-)
-NUMERALS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+BASED = re.compile(r"(-?)0*([0-9A-F]+(?:\.[0-9A-F]+)?)(?:_|_?BASE)([0-9]+|[A-Z]{3,5})")
+"""A number and its base, without braces and spaces, in capitals."""
+NUMERALS = ("TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE", "TEN")
 THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\overline\s*\{?([0-9]+)\}?|\(([0-9]+)\))")
 SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9_])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]+)(?![0-9A-Za-z])")
@@ -38,6 +35,7 @@ POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MIXED = re.compile(r"(-?)\s*([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|\s([0-9]+)\s*/\s*([0-9]+))")
 MATRIX = re.compile(r"\\begin\{([pbB]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 BUILDER = re.compile(r"\s*(\\?[A-Za-z]+)(?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\||:|\\mid)\s*(.+)")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 CURRENCY = re.compile(r"(?P<minus>-?)\s*(?:\\\$|\$|€|£)\s*(?P<amount>-?.+)")
 PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|percentage|per cent|pct)\s*\}?)", re.IGNORECASE)
 UNIT = re.compile(r"\s*(?:\\text\{\s*(?P<text>[^{}]*)\}|(?P<word>[A-Za-z][A-Za-z. /]*))\s*(?P<power>\^\s*\{?[0-9]\}?)?")
@@ -216,8 +214,10 @@ def _signs(piece: str) -> list[str]:
 def _element(text: str) -> Form:
     """Read one value, group or relation."""
     text = text.strip()
-    if (match := BASED.fullmatch(text)) and (based := _based(match)):
+    if based := _based(text):
         return based
+    if re.fullmatch(r"\\mathbb\{R\}|(?:\\text\{)?\s*all real(?:s| numbers)\s*\}?", text):
+        return Group("tuple", (Value(r"-\infty"), Value(r"\infty")), "()")
     sides = list(_split(text, RELATIONS))
     if len(sides) > 1:
         return _chain([side for side, _ in sides], [relation for _, relation in sides[1:]])
@@ -266,7 +266,11 @@ def _chain(sides: list[str], relations: list[str]) -> Form:
     names = [_name(side) for side in sides]
     if relations == ["in"] and names[0]:
         return read(sides[1])
-    if set(relations) == {"="} or relations == ["!="]:
+    if relations == ["!="] and any(names):
+        excluded = read(sides[1] if names[0] else sides[0])
+        below, above = (Value(r"-\infty"), excluded), (excluded, Value(r"\infty"))
+        return Group("list", tuple(Group("tuple", ends, "()", names[0] or names[1]) for ends in (below, above)))
+    if set(relations) == {"="}:
         named, at = (names[0], -1) if names[0] else (names[-1], 0)
         return Chain(tuple(sides), tuple(relations), named, read(sides[at]) if named else None)
     interval = _interval(sides, relations)
@@ -289,6 +293,8 @@ def _interval(sides: list[str], relations: list[str]) -> Group | None:
         sides, relations = sides[::-1], [FLIPPED.get(relation, relation) for relation in relations[::-1]]
     if not set(relations) <= {"<", "<="} or len(sides) > 3:
         return None
+    if len(sides) == 2 and (inside := re.fullmatch(r"\|\s*(\\?[A-Za-z]+)\s*\|", sides[0])):
+        sides, relations = [f"-({sides[1]})", inside[1], sides[1]], relations * 2
     at = [index for index, side in enumerate(sides) if VARIABLE.fullmatch(side) and side not in (r"\pi", "e")]
     if len(at) != 1 or (len(sides) == 3 and at != [1]):
         return None
@@ -309,12 +315,17 @@ def _between(one: Form, other: Form) -> Group | None:
     return None
 
 
-def _based(match: re.Match[str]) -> Based | None:
-    found = [match[name] for name in ("one", "base", "text", "after", "word") if match[name]]
-    base = 0 if not found else NUMERALS.index(found[0]) + 2 if found[0] in NUMERALS else int(found[0])
-    if base < 2 or (base <= 10 and re.search("[A-Z]", match["digits"])):
+def _based(text: str) -> Based | None:
+    r"""Read a number with its base: 101_2, 101_{\text{two}}, 101 (base 2), FF_{16}."""
+    match = BASED.fullmatch(re.sub(r"\\text|[{}() ]", "", text).upper())
+    if match is None or not (match[3].isdigit() or match[3] in NUMERALS):
         return None
-    return Based(match["sign"] + (match["digits"].strip("()").lstrip("0") or "0"), base)
+    sign, digits, base = match[1], match[2], int(match[3]) if match[3].isdigit() else NUMERALS.index(match[3]) + 2
+    if base < 2 or (base <= 10 and re.search("[A-F]", digits)):
+        return None
+    if digits.isalpha() and (len(digits) == 1 or base != 16):  # a_{12} is a member of a sequence
+        return None
+    return Based(sign + digits, base)
 
 
 def words_of(text: str) -> Words | None:
@@ -354,7 +365,7 @@ def _value(text: str) -> Value:
 
 def _without_unit(text: str) -> tuple[str, str | None]:
     """Return the value without the unit after it, and the unit if it is known."""
-    if text.endswith(r"^{\circ}"):
+    if text.endswith(r"^{\circ}") and not TRIGONOMETRIC.search(text):
         return text.removesuffix(r"^{\circ}").strip(), "deg"
     for at in range(1, len(text)):
         rest = text[at:]

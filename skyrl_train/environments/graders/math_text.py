@@ -90,10 +90,15 @@ VULGAR = re.compile(r"[¼-¾⅐-⅞]")
 
 EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*\*|__|\*(?!\s))(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
 SPACED = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\}|\{,\\!\}|,\\!)(?=[0-9]{3}(?![0-9]))")
+CHOICES = re.compile(r"\s*(?:\(?[A-Z]\)?\s*(?:,|and|, and)\s*)+\(?[A-Z]\)?\s*")
+PREFIX = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?\s*(?=\S)", re.IGNORECASE)
+RECURRING = re.compile(r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2{2,}(?:\.\.\.|\\[lc]?dots)(?![0-9A-Za-z.])")
+DOTTED = re.compile(r"\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
+"""The periods of repeating decimals: 0.333..., and 0.1\\dot{6} or 0.\\dot{1}4285\\dot{7}."""
 SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\s")
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?")
 TEXT = re.compile(
-    r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}"
+    r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 OLD_TEXT = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}")
 SYNONYMS = {
@@ -119,7 +124,7 @@ SYNONYMS = {
     r"\\(?:bar)": r"\\overline",
     r"\\(?:infin)": r"\\infty",
     r"\\varphi": r"\\phi",
-    r"\\(?:limits|nolimits)": "",
+    r"\\lg": r"\\log",
 }
 WORDS = re.compile("|".join(f"(?P<s{index}>{name})(?![A-Za-z])" for index, name in enumerate(SYNONYMS)))
 REPLACEMENTS = [value.replace("\\\\", "\\") for value in SYNONYMS.values()]
@@ -156,6 +161,9 @@ def normalise(text: str) -> str:
     text = _characters(text)
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z]{2})", r"\\", text)  # \\frac, from models trained on JSON
+    text = re.sub(r"^~\s*(?=[0-9])", r"\\approx ", text)
+    text = PREFIX.sub("", RECURRING.sub(r"\1\\overline{\2}", text), count=1)
+    text = DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = SPACED.sub("", text)
     text = SPACES.sub(" ", SIZES.sub(" ", text))
     text = WORDS.sub(lambda match: REPLACEMENTS[int((match.lastgroup or "s0")[1:])], text)
@@ -211,16 +219,17 @@ def _text(match: re.Match[str]) -> str:
         return inner.strip()
     if inner.strip() in ("or", "and"):
         return f" {inner.strip()} "
-    if not re.search("[A-Za-z]", inner):
+    if power := re.fullmatch(r"(.*[A-Za-z])\s*\^\s*\{?(-?[0-9])\}?", inner):
+        return rf"\text{{{power[1]}}}^{{{power[2]}}}"
+    if CHOICES.fullmatch(inner) or not re.search("[A-Za-z]", inner):
         return f" {inner} "
     return rf"\text{{{inner}}}"
 
 
 def _arguments(text: str) -> str:
     r"""Write the arguments of \frac, \binom and \sqrt in braces: \frac12, \sqrt2, sqrt(2), √(2)."""
-    text = re.sub(r"\\(frac|binom)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}", text)
-    text = re.sub(r"\\(frac|binom)\s*(\d)\s*\{", r"\\\1{\2}{", text)
-    text = re.sub(r"\\(frac|binom)\s*(\{[^{}]*\})\s*(\d)", r"\\\1\2{\3}", text)
+    text = re.sub(r"\\(frac|binom)\s*([0-9]|(?<=\s)[A-Za-z])\s*(?=[0-9A-Za-z{\\])", r"\\\1{\2}", text)
+    text = re.sub(r"\\(frac|binom)\s*(\{[^{}]*\})\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\\\1\2{\3}", text)
     at = 0
     while match := ROOT.search(text, at):
         rest = text[match.end() :].lstrip()

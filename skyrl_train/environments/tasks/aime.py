@@ -32,7 +32,9 @@ class AIMEEnv(TextEnv):
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[Callable[[str], Any], Any]:
         """Return how answers are read, and the expected one."""
         spec = extras.get("reward_spec") or extras.get("reward_model")
-        if isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int:  # as some files of AIME have it
+        if (
+            isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int
+        ):  # as some files of AIME have it
             spec = {"ground_truth": str(truth)}
         text = ground_truth_of({"reward_spec": spec})
         read: Callable[[str], Any] = number if number(text) is not None else fraction

@@ -15,7 +15,9 @@ from skyrl_train.errors import ConfigError
 def rows(*env_classes: str) -> PromptDataset:
     message = {"role": "user", "content": "1 + 1"}
     extras = {"reward_spec": {"method": "rule", "ground_truth": "2"}}
-    return PromptDataset(tuple(Prompt(str(i), [message], name, extras, "source") for i, name in enumerate(env_classes)), 0)
+    return PromptDataset(
+        tuple(Prompt(str(i), [message], name, extras, "source") for i, name in enumerate(env_classes)), 0
+    )
 
 
 def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_once(capsys: pytest.CaptureFixture[str]):
