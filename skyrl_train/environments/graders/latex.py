@@ -34,7 +34,7 @@ MAX_CHARACTERS = 1000
 """Maximum characters of an answer; the longest in MATH has 159."""
 MEMORY_BYTES = 2 * 2**30
 HEDGES = (
-    r"\b(?:either|maybe|perhaps|possibly|probably|not|wrong|incorrect)\b",
+    r"\b(?:either|maybe|perhaps|possibly|probably|about|approx|approximately|roughly|or so|if|not|wrong|incorrect)\b",
     r"\\(?:approx|equiv|sim|simeq|cong|to|implies|iff)(?![A-Za-z])|\\[Rr]ightarrow",
     r"[0-9]\s+[0-9]+(?![0-9]|\s*/)",
     r"\\[lcdv]?dots[bcimo]?(?![A-Za-z])|\.\.\.",

@@ -391,7 +391,7 @@ def _compared(truth: Any, answer: Any, tolerance: Any) -> bool | None:
         found += 1
         close = abs(first - second) <= tolerance * max(abs(first), abs(second))
         if close and tolerance == EXACT:
-            close = _is_zero((truth - answer).subs(values))
+            close = _is_zero((truth - answer).subs(values), 2 * DIGITS if values else MAX_DIGITS)
         if first.is_real and second.is_real:
             real += 1
             if not close:
@@ -403,12 +403,12 @@ def _compared(truth: Any, answer: Any, tolerance: Any) -> bool | None:
     return None if truth.free_symbols or answer.free_symbols else False
 
 
-def _is_zero(constant: Any) -> bool:
-    """True if the constant has no digit other than 0 among the first MAX_DIGITS: 2^{100} + 1 is not 2^{100}."""
+def _is_zero(constant: Any, max_digits: int) -> bool:
+    """True if the constant has no digit other than 0 among the first `max_digits`: 2^{100} + 1 is not 2^{100}."""
     if constant.is_Rational:
         return bool(constant == 0)
     try:
-        return bool(sympy.N(constant, 5, maxn=MAX_DIGITS, strict=True) == 0)
+        return bool(sympy.N(constant, 5, maxn=max_digits, strict=True) == 0)
     except PrecisionExhausted:
         return True
 

@@ -24,6 +24,7 @@ NAME = re.compile(
     r"(?:\((?:[^()=]|\([^()]*\))*\))?|\\overline\{[A-Z]+\}"
 )
 """The left side of "x = 5", "f(x) = 5", "a_{10} = 5", "\\angle ABC = 5" or "\\text{Area} = 5"."""
+SUM_OF_VALUES = re.compile(r"[A-Za-z]\([^()]*\)(?:\s*[-+]\s*[A-Za-z]\([^()]*\))+")
 VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?")
 BASED = re.compile(r"(-?)0*([0-9A-F]+(?:\.[0-9A-F]+)?)(?:_|_?BASE)([0-9]+|[A-Z]{3,5})")
 """A number and its base, without braces and spaces, in capitals."""
@@ -35,6 +36,9 @@ POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MIXED = re.compile(r"(-?)\s*([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|\s([0-9]+)\s*/\s*([0-9]+))")
 MATRIX = re.compile(r"\\begin\{([pbB]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 BUILDER = re.compile(r"\s*(\\?[A-Za-z]+)(?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\||:|\\mid)\s*(.+)")
+DEGREES = re.compile(r"(.+?)\s*\^\{\\circ\}\s*[CF]?")
+RATIO = re.compile(r"([0-9]+)\s*:\s*([0-9]+)(?:\s*:\s*([0-9]+))?")
+TIME = re.compile(r"[0-9]{1,2}:[0-5][0-9](?::[0-5][0-9])?")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 CURRENCY = re.compile(r"(?P<minus>-?)\s*(?:\\\$|\$|€|£)\s*(?P<amount>-?.+)")
 PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|percentage|per cent|pct)\s*\}?)", re.IGNORECASE)
@@ -218,6 +222,9 @@ def _element(text: str) -> Form:
         return based
     if re.fullmatch(r"\\mathbb\{R\}|(?:\\text\{)?\s*all real(?:s| numbers)\s*\}?", text):
         return Group("tuple", (Value(r"-\infty"), Value(r"\infty")), "()")
+    if (ratio := RATIO.fullmatch(text)) and not TIME.fullmatch(text) and int(ratio[1]):
+        first, *others = [Value(rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number]
+        return Group("tuple", (first, *others), ":") if ratio[3] else Value(rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
     sides = list(_split(text, RELATIONS))
     if len(sides) > 1:
         return _chain([side for side, _ in sides], [relation for _, relation in sides[1:]])
@@ -282,7 +289,7 @@ def _name(side: str) -> str | None:
     if side.startswith("(") and side.endswith(")") and "," in side:
         parts = [part.strip() for part in side[1:-1].split(",")]
         return ",".join(parts) if all(VARIABLE.fullmatch(part) for part in parts) else None
-    if not NAME.fullmatch(side) or side in (r"\pi", "e", r"\emptyset", r"\infty"):
+    if not (NAME.fullmatch(side) or SUM_OF_VALUES.fullmatch(side)) or side in (r"\pi", "e", r"\emptyset", r"\infty"):
         return None
     return re.sub(r"\\text|[\s{}]", "", side)
 
@@ -365,8 +372,8 @@ def _value(text: str) -> Value:
 
 def _without_unit(text: str) -> tuple[str, str | None]:
     """Return the value without the unit after it, and the unit if it is known."""
-    if text.endswith(r"^{\circ}") and not TRIGONOMETRIC.search(text):
-        return text.removesuffix(r"^{\circ}").strip(), "deg"
+    if (degrees := DEGREES.fullmatch(text)) and not TRIGONOMETRIC.search(text):
+        return degrees[1], "deg"
     for at in range(1, len(text)):
         rest = text[at:]
         if not re.match(r"[\s%A-Za-z€£\\]", rest) or not (

@@ -90,6 +90,7 @@ VULGAR = re.compile(r"[¼-¾⅐-⅞]")
 
 EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*\*|__|\*(?!\s))(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
 SPACED = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\}|\{,\\!\}|,\\!)(?=[0-9]{3}(?![0-9]))")
+QUANTITY = re.compile(r"\s*-?[0-9][0-9.,]*\s*[A-Za-z ./]*")
 CHOICES = re.compile(r"\s*(?:\(?[A-Z]\)?\s*(?:,|and|, and)\s*)+\(?[A-Z]\)?\s*")
 PREFIX = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?\s*(?=\S)", re.IGNORECASE)
 RECURRING = re.compile(r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2{2,}(?:\.\.\.|\\[lc]?dots)(?![0-9A-Za-z.])")
@@ -128,7 +129,7 @@ SYNONYMS = {
 }
 WORDS = re.compile("|".join(f"(?P<s{index}>{name})(?![A-Za-z])" for index, name in enumerate(SYNONYMS)))
 REPLACEMENTS = [value.replace("\\\\", "\\") for value in SYNONYMS.values()]
-FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|max|min|gcd|lcm"
+FUNCTIONS = r"arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|(?:max|min)(?=\s*[({\\])"
 PLAIN = [
     (re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<![\\A-Za-z])(?:pi)(?![A-Za-z])"), r"\\pi "),
@@ -221,7 +222,7 @@ def _text(match: re.Match[str]) -> str:
         return f" {inner.strip()} "
     if power := re.fullmatch(r"(.*[A-Za-z])\s*\^\s*\{?(-?[0-9])\}?", inner):
         return rf"\text{{{power[1]}}}^{{{power[2]}}}"
-    if CHOICES.fullmatch(inner) or not re.search("[A-Za-z]", inner):
+    if CHOICES.fullmatch(inner) or QUANTITY.fullmatch(inner) or not re.search("[A-Za-z]", inner):
         return f" {inner} "
     return rf"\text{{{inner}}}"
 
