@@ -257,7 +257,7 @@ def _group(text: str) -> Form | None:
         if builder := BUILDER.fullmatch(inner):
             return read(builder[2])
         if first == "{":
-            return read(inner) if inner else None
+            return read(inner)
         items = [_element(piece) for piece, _ in _split(inner, SEPARATORS)] if inner else []
         return Group("set", tuple(items)) if items else Value(r"\emptyset")
     if not inner:
