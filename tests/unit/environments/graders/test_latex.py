@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,16 @@ def test_at_most_two_percent_of_verdicts_are_wrong(grader: Grader):
     for category, wrong in errors.items():
         print(f"{category}: {len(wrong)} of {len(PAIRS[category])} wrong {wrong}")
     assert sum(map(len, errors.values())) <= MAX_ERRORS * sum(map(len, PAIRS.values()))
+
+
+def test_verdicts_of_the_documentation_hold(grader: Grader):
+    page = (Path(__file__).parents[4] / "docs" / "environments.md").read_text()
+    lines = page.partition("| truth | right | wrong |")[2].partition("\n\n")[0].splitlines()[2:]
+    for line in lines:
+        truth, right, wrong = (re.findall("`([^`]+)`", cell) for cell in line.strip("|").split(" | "))
+        assert [answer for answer in right if not grader.grade(answer, truth[0])[0]] == []
+        assert [answer for answer in wrong if grader.grade(answer, truth[0])[0]] == []
+    assert len(lines) > 10
 
 
 def test_truth_of_every_pair_can_be_read(grader: Grader):
