@@ -218,8 +218,10 @@ def _same_chain(truth: Form, answer: Form) -> bool:
             return True
     if truth.relations[0] != answer.relations[0] and truth.relations[0] not in "<=>=":
         return False
-    if truth.value is not None and not _has_variables(truth.value):
-        return False  # an equation is no answer where its solution is asked for
+    product = re.fullmatch("[a-z]{2,}", truth.name or "")  # x y = 1
+    solved = truth.value is not None and not product and not _has_variables(truth.value)
+    if solved and ("0" not in answer.sides or not _has_variables(read(answer.sides[0] or answer.sides[-1]))):
+        return False  # x - 5 = 0 is x = 5; an equation that is still to solve is no answer
     return len(truth.relations) == len(answer.relations) == 1 and _proportional(truth, answer)
 
 
@@ -260,7 +262,10 @@ def _proportional(truth: Chain, answer: Chain) -> bool:
         if left is None or right is None:
             return False
         flipped = chain.relations[0].startswith(">")
-        differences.append(right - left if flipped else left - right)
+        difference = right - left if flipped else left - right
+        if chain.relations == ("=",):  # y = 1/x is xy = 1
+            difference = sympy.fraction(sympy.together(difference))[0]
+        differences.append(difference)
     kinds = [chain.relations[0].replace(">", "<") for chain in (truth, answer)]
     if kinds[0] != kinds[1]:
         return False

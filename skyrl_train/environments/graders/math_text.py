@@ -5,6 +5,7 @@ It loads no other library, so that every process can use it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 
@@ -62,7 +63,7 @@ SIGNS = {
     "≡": r"\equiv ",
     "±": r"\pm ",
     "∓": r"\mp ",
-    "°": r"^{\circ}",
+    **dict.fromkeys("°º˚", r"^{\circ}"),
     "∪": r"\cup ",
     "∩": r"\cap ",
     "∈": r"\in ",
@@ -83,12 +84,9 @@ SIGNS = {
     "⌉": r"\rceil ",
 }
 """Characters and the LaTeX for them."""
-SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True))
-SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-", strict=True))
-SMALL = re.compile(rf"([{''.join(SUPERSCRIPTS)}]+)|([{''.join(SUBSCRIPTS)}]+)")
 VULGAR = re.compile(r"[¼-¾⅐-⅞]")
 
-EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*\*|__|\*(?!\s))(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
+EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|__?)(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
 SPACED = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\}|\{,\\!\}|,\\!)(?=[0-9]{3}(?![0-9]))")
 QUANTITY = re.compile(r"\s*-?[0-9][0-9.,]*\s*[A-Za-z ./]*")
 CHOICES = re.compile(r"\s*(?:\(?[A-Z]\)?\s*(?:,|and|, and)\s*)+\(?[A-Z]\)?\s*")
@@ -97,7 +95,9 @@ RECURRING = re.compile(r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2{2,}(?:\.\.\.
 DOTTED = re.compile(r"\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
 """The periods of repeating decimals: 0.333..., and 0.1\\dot{6} or 0.\\dot{1}4285\\dot{7}."""
 SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\s")
-SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?")
+SIZES = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?|\\(?:text)?color\{\w+\}"
+)
 TEXT = re.compile(
     r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
@@ -125,6 +125,7 @@ SYNONYMS = {
     r"\\(?:bar)": r"\\overline",
     r"\\(?:infin)": r"\\infty",
     r"\\varphi": r"\\phi",
+    r"\\underline": "",
     r"\\lg": r"\\log",
 }
 WORDS = re.compile("|".join(f"(?P<s{index}>{name})(?![A-Za-z])" for index, name in enumerate(SYNONYMS)))
@@ -154,8 +155,7 @@ def normalise(text: str) -> str:
 
     Letters of \text{...} keep their wrapper, as \text{...}; a single letter in \mathrm or \mathbf loses it.
     """
-    text = _outside(text.strip())
-    text = text.replace("`", "")
+    text = text.replace("`", "").strip()
     for _ in range(2):
         text = EMPHASIS.sub(r"\2", text)
     text = _outside(text)
@@ -166,7 +166,7 @@ def normalise(text: str) -> str:
     text = PREFIX.sub("", RECURRING.sub(r"\1\\overline{\2}", text), count=1)
     text = DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = SPACED.sub("", text)
-    text = SPACES.sub(" ", SIZES.sub(" ", text))
+    text = SPACES.sub(" ", SIZES.sub(" ", COLOR.sub("", text)))
     text = WORDS.sub(lambda match: REPLACEMENTS[int((match.lastgroup or "s0")[1:])], text)
     text = OLD_TEXT.sub(r"\\text{\1}", text)
     text = TEXT.sub(_text, text)
@@ -197,20 +197,26 @@ def _outside(text: str) -> str:
     return text.strip()
 
 
+def _raised(character: str) -> str:
+    """Return ^ for a superscript such as ², _ for a subscript, and nothing for other characters and signs of degrees."""
+    decomposed = "" if character in SIGNS else unicodedata.decomposition(character)
+    return "^" if decomposed.startswith("<super>") else "_" if decomposed.startswith("<sub>") else ""
+
+
 def _characters(text: str) -> str:
     """Replace characters beyond ASCII by LaTeX, where there is one."""
     if text.isascii():
         return text
 
-    def small(match: re.Match[str]) -> str:
-        table, sign = (SUPERSCRIPTS, "^") if match[1] else (SUBSCRIPTS, "_")
-        return f"{sign}{{{''.join(table[character] for character in match[0])}}}"
-
     def vulgar(match: re.Match[str]) -> str:
         above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
         return rf"\frac{{{above}}}{{{below}}}"
 
-    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", SMALL.sub(small, VULGAR.sub(vulgar, text)))
+    pieces = []
+    for kind, characters in itertools.groupby(VULGAR.sub(vulgar, text), _raised):
+        piece = "".join(characters)
+        pieces.append(f"{kind}{{{unicodedata.normalize('NFKC', piece)}}}" if kind else piece)
+    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", "".join(pieces))
     return unicodedata.normalize("NFKC", "".join(SIGNS.get(character, character) for character in text))
 
 
@@ -229,7 +235,7 @@ def _text(match: re.Match[str]) -> str:
 
 def _arguments(text: str) -> str:
     r"""Write the arguments of \frac, \binom and \sqrt in braces: \frac12, \sqrt2, sqrt(2), √(2)."""
-    text = re.sub(r"\\(frac|binom)\s*([0-9]|(?<=\s)[A-Za-z])\s*(?=[0-9A-Za-z{\\])", r"\\\1{\2}", text)
+    text = re.sub(r"\\(frac|binom)\s*([0-9]|(?<=\s)[A-Za-z]|\\pi(?![A-Za-z]))\s*(?=[0-9A-Za-z{\\])", r"\\\1{\2}", text)
     text = re.sub(r"\\(frac|binom)\s*(\{[^{}]*\})\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\\\1\2{\3}", text)
     at = 0
     while match := ROOT.search(text, at):

@@ -17,7 +17,7 @@ class MathEnv(TextEnv):
 
     The answer is the content of all \boxed{...} after the thinking (`boxed.boxed_answer`). None, or several that
     differ, are no answer, and neither is one that hedges (`latex.is_one_answer`). 1/2 equals \frac{2}{4}, x = 3 equals
-    3, and 1,2 equals \{2, 1\}; docs/environments.md has the rules. A comparison that takes longer than `timeout` seconds
+    3, and 1,2 equals \{2, 1\}: docs/environments.md has the rules. A comparison of more than `timeout` seconds
     is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such answers.
     """
 
