@@ -95,9 +95,8 @@ RECURRING = re.compile(r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2{2,}(?:\.\.\.
 DOTTED = re.compile(r"\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
 """The periods of repeating decimals: 0.333..., and 0.1\\dot{6} or 0.\\dot{1}4285\\dot{7}."""
 SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\s")
-SIZES = re.compile(
-    r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?|\\(?:text)?color\{\w+\}"
-)
+SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?")
+COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
 TEXT = re.compile(
     r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
@@ -198,7 +197,7 @@ def _outside(text: str) -> str:
 
 
 def _raised(character: str) -> str:
-    """Return ^ for a superscript such as ², _ for a subscript, and nothing for other characters and signs of degrees."""
+    """Return ^ for a superscript such as ², _ for a subscript, and nothing for other characters."""
     decomposed = "" if character in SIGNS else unicodedata.decomposition(character)
     return "^" if decomposed.startswith("<super>") else "_" if decomposed.startswith("<sub>") else ""
 
