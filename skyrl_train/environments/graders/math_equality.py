@@ -82,10 +82,10 @@ def same(truth: Form, answer: Form) -> bool:
     """True if the answer equals the truth."""
     if isinstance(truth, Chain) or isinstance(answer, Chain):
         return _same_chain(truth, answer)
-    if isinstance(truth, Group) or isinstance(answer, Group):
-        return _same_group(truth, answer)
     if isinstance(truth, Words) or isinstance(answer, Words):
         return _word(truth) == _word(answer) != ""
+    if isinstance(truth, Group) or isinstance(answer, Group):
+        return _same_group(truth, answer)
     if isinstance(truth, Based) or isinstance(answer, Based):
         return _same_base(truth, answer)
     assert isinstance(truth, Value) and isinstance(answer, Value)
@@ -95,6 +95,8 @@ def same(truth: Form, answer: Form) -> bool:
 def _word(form: Form) -> str:
     if isinstance(form, Words):
         return form.key
+    if isinstance(form, Group) and form.kind in ("list", "set"):
+        return "".join(sorted(map(_word, form.items)))
     return key(form.latex) if isinstance(form, Value) and form.latex.isalpha() else ""
 
 
@@ -379,11 +381,9 @@ def _same_expression(truth: Any, answer: Any, approximate: bool, texts: tuple[st
         return _verified(truth, answer)
     if truth == answer:
         return truth is not sympy.nan and truth is not sympy.zoo
+    if any(map(DECIMAL.fullmatch, texts)) and not (truth.free_symbols or answer.free_symbols):
+        return bool(_compared(truth, answer, EXACT)) or _rounded(*texts, truth, answer)
     verdict = _compared(truth, answer, APPROXIMATE if approximate else EXACT)
-    if verdict and approximate and not (truth.free_symbols or answer.free_symbols):
-        exact = _compared(truth, answer, EXACT)
-        decimals = [text for text in texts if DECIMAL.fullmatch(text)]
-        return bool(exact) or not decimals or _rounded(*texts, truth, answer)
     return _verified(truth, answer) if verdict is None else verdict
 
 

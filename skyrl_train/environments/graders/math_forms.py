@@ -21,7 +21,7 @@ FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 NAME = re.compile(
     r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\}|\|[A-Z]{2}\|)(?:\s*\\?[A-Za-z]+\s*)?(?:_(?:\w|\{[^{}]*\}))?'*"
-    r"(?:\((?:[^()=]|\([^()]*\))*\))?|\\overline\{[A-Z]+\}"
+    r"(?:\((?:[^()=]|\([^()]*\))*\))?|\\(?:overline|vec|overrightarrow|hat)\s*\{[A-Za-z]+\}"
 )
 """The left side of "x = 5", "f(x) = 5", "a_{10} = 5", "\\angle ABC = 5" or "\\text{Area} = 5"."""
 SUM_OF_VALUES = re.compile(r"[A-Za-z]\([^()]*\)(?:\s*[-+]\s*[A-Za-z]\([^()]*\))+")
@@ -40,7 +40,8 @@ DEGREES = re.compile(r"(.+?)\s*\^\{\\circ\}\s*[CF]?")
 RATIO = re.compile(r"([0-9]+)\s*:\s*([0-9]+)(?:\s*:\s*([0-9]+))?")
 TIME = re.compile(r"[0-9]{1,2}:[0-5][0-9](?::[0-5][0-9])?")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
-CURRENCY = re.compile(r"(?P<minus>-?)\s*(?:\\\$|\$|€|£)\s*(?P<amount>-?.+)")
+CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", "£": "pound"}
+CURRENCY = re.compile(r"(?P<minus>-?)\s*(?P<sign>\\\$|\$|€|£)\s*(?P<amount>-?.+)")
 PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|percentage|per cent|pct)\s*\}?)", re.IGNORECASE)
 UNIT = re.compile(r"\s*(?:\\text\{\s*(?P<text>[^{}]*)\}|(?P<word>[A-Za-z][A-Za-z. /]*))\s*(?P<power>\^\s*\{?[0-9]\}?)?")
 WORDS = re.compile(
@@ -73,6 +74,7 @@ UNITS = {
     "deg": "deg degree",
     "rad": "rad radian",
     "dollar": "dollar",
+    "euro": "euro",
     "cent": "cent",
     "mph": "mph",
     "km/h": "km/h kmh kph",
@@ -295,16 +297,24 @@ def _name(side: str) -> str | None:
 
 
 def _interval(sides: list[str], relations: list[str]) -> Group | None:
-    """Read an inequality for one variable as an interval: x > 5 as (5, \\infty)."""
+    """Read an inequality for one variable as an interval, or two: x > 5 as (5, \\infty)."""
     if relations[0] in (">", ">="):
         sides, relations = sides[::-1], [FLIPPED.get(relation, relation) for relation in relations[::-1]]
     if not set(relations) <= {"<", "<="} or len(sides) > 3:
         return None
     if len(sides) == 2 and (inside := re.fullmatch(r"\|\s*(\\?[A-Za-z]+)\s*\|", sides[0])):
         sides, relations = [f"-({sides[1]})", inside[1], sides[1]], relations * 2
+    if len(sides) == 2 and (inside := re.fullmatch(r"\|\s*(\\?[A-Za-z]+)\s*\|", sides[1])):
+        below = _interval([inside[1], f"-({sides[0]})"], relations)
+        above = _interval([sides[0], inside[1]], relations)
+        return Group("list", (below, above)) if below and above else None
     at = [index for index, side in enumerate(sides) if VARIABLE.fullmatch(side) and side not in (r"\pi", "e")]
-    if len(at) != 1 or (len(sides) == 3 and at != [1]):
+    if len(sides) == 3:
+        at = [1] if 1 in at else []
+    if len(at) != 1:
         return None
+    if len(sides) == 2 and re.search(r"(?<![\\A-Za-z])[a-df-z](?![A-Za-z])", sides[1 - at[0]]):
+        return None  # y < 3 - 2x is a half-plane
     low: Form = _element(sides[0]) if at[0] > 0 else Value(r"-\infty")
     high: Form = _element(sides[-1]) if at[0] < len(sides) - 1 else Value(r"\infty")
     opening = "[" if at[0] > 0 and relations[0] == "<=" else "("
@@ -355,15 +365,16 @@ def words_of(text: str) -> Words | None:
 
 
 def key(text: str) -> str:
-    """Return `text` for a comparison of words: without case, spaces, and punctuation other than ":"."""
-    return re.sub(r"[^a-z0-9:]", "", text.casefold())
+    """Return `text` for a comparison of words: no case, spaces, order of a list, and punctuation other than ":"."""
+    parts = re.split(r"[,;&]|\band\b", text.casefold())
+    return "".join(sorted(re.sub(r"[^a-z0-9:]", "", part) for part in parts))
 
 
 def _value(text: str) -> Value:
     """Read a value with its unit, percent sign or currency."""
     unit = None
     if currency := CURRENCY.fullmatch(text):
-        text, unit = currency["minus"] + currency["amount"], "dollar" if "$" in text else None
+        text, unit = currency["minus"] + currency["amount"], CURRENCIES[currency["sign"]]
     if mixed := MIXED.fullmatch(text):
         text = rf"{mixed[1]}({mixed[2]}+\frac{{{mixed[3] or mixed[5]}}}{{{mixed[4] or mixed[6]}}})"
     value, found = _without_unit(text)
@@ -382,8 +393,8 @@ def _without_unit(text: str) -> tuple[str, str | None]:
             continue
         if PERCENT.fullmatch(rest):
             return text[:at].strip(), "percent"
-        if rest.strip() in ("€", "£", r"\$"):
-            return text[:at].strip(), "dollar" if rest.strip() == r"\$" else None
+        if rest.strip() in CURRENCIES:
+            return text[:at].strip(), CURRENCIES[rest.strip()]
         unit = UNIT.fullmatch(rest)
         if not unit:
             continue
