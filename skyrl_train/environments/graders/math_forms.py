@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
-Form = "Value | Words | Based | Group | Chain"
+Form: TypeAlias = "Value | Words | Based | Group | Chain"
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.DOTALL)
 OPENING = {"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil", r"\begin"}
@@ -428,6 +429,6 @@ def readable(form: Form) -> Sequence[str]:
             return [latex for item in items for latex in readable(item)]
         case Chain(sides=sides, value=None):
             return list(sides)
-        case Chain(value=value):
+        case Chain(value=value) if value is not None:
             return readable(value)
     return []

@@ -55,7 +55,8 @@ def test_rows_that_agree_with_the_key_are_not_worth_a_word(capsys: pytest.Captur
 NUMBERS = ["gsm8k", "gsm8k_multi_turn", "arithmetic", "multiply", "tool_use", "searchcode"]
 MUST_BE_TEXT = [*NUMBERS, "math", "llm_as_a_judge"]
 OTHERS = ["aime", "countdown", "ifeval", "lcb", "search", "text2sql"]
-STRUCTURED = {
+WRONG_TYPES: list[Any] = [None, "", " ", [], 1.5, True, [["42"]], {}]
+STRUCTURED: dict[str, list[Any]] = {
     "ifeval": [{"instruction_id_list": ["no_such:instruction"], "kwargs": [{}]}],
     "lcb": ["not JSON"],
     "countdown": [{"target": 24.5, "numbers": [24]}, {"target": 24, "numbers": []}],
@@ -66,7 +67,7 @@ STRUCTURED = {
 @pytest.mark.parametrize(
     ("env_class", "truth"),
     [
-        *((name, truth) for name in [*MUST_BE_TEXT, *OTHERS] for truth in (None, "", " ", [], 1.5, True, [["42"]], {})),
+        *((name, truth) for name in [*MUST_BE_TEXT, *OTHERS] for truth in WRONG_TYPES),
         *((name, 42) for name in [*MUST_BE_TEXT, *OTHERS] if name != "aime"),
         *((name, "forty-two") for name in [*NUMBERS, "aime"]),
         *((name, truth) for name, truths in STRUCTURED.items() for truth in truths),
