@@ -56,7 +56,7 @@ def is_one_answer(answer: str, truth: str) -> bool:
 
 
 def check_installed() -> None:
-    if importlib.util.find_spec("math_verify") is None:
+    if importlib.util.find_spec("latex2sympy2_extended") is None:  # math-verify installs it as its parser
         raise ConfigError("the math environment needs math-verify; install it with: pip install 'skyrl-train[math]'.")
 
 
