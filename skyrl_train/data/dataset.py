@@ -108,7 +108,7 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str):
         raise DataError(f"{where}: env_class is {env_class!r:.80}, not a name.")
-    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"))
+    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"), where)
 
 
 def messages_of(where: str, column: str, value: Any) -> list[Message]:

@@ -42,6 +42,8 @@ class Prompt:
     env_extras: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; environments get them as `extras`."""
     data_source: str = "unknown"
+    where: str = field(default="", compare=False)
+    """The file and row that it was read from, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from skyrl_train.data.trajectory import Message, ToolCalled
-from skyrl_train.errors import EnvironmentFailure
+from skyrl_train.errors import DataError, EnvironmentFailure
 
 BAD_ROW = "bad_row"
 """The kind of failure of an episode whose row turns out to be unusable only when it starts."""
@@ -81,6 +81,24 @@ class TextEnv:
 
         Raises ConfigError if the settings cannot work or if this machine lacks something that they need.
         """
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> Any:
+        """Return what an episode needs of its row, such as the ground truth; the default needs nothing.
+
+        Called for every row before the engines start, and by the constructors of the built-in environments. Raises
+        ValueError for a row that cannot be used.
+        """
+
+    @classmethod
+    def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Parse every row, given as its file and row and its extras. Raises DataError that names file and row."""
+        for where, extras in rows:
+            try:
+                cls.parse_row(extras)
+            except Exception as error:
+                cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                raise DataError(f"{where}: {cause}; correct the row or remove it.") from error
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Return the messages that open the conversation, and metadata. The default returns the row's own messages."""

@@ -46,14 +46,19 @@ class OpenEnvEnv(TextEnv):
         self._runner = asyncio.Runner()
 
     @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of /reset."""
+        arguments = extras.get("reset") or {}
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"the row's column reset is {arguments!r:.80}, not a mapping")
+        return dict(arguments)
+
+    @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         _connection(env_config)
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        arguments = self.extras.get("reset") or {}
-        if not isinstance(arguments, Mapping):
-            raise ValueError(f"the row's column reset is {arguments!r:.80}, not a mapping")
-        answer = self._call(self._server.reset(dict(arguments)))
+        answer = self._call(self._server.reset(self.parse_row(self.extras)))
         return [*prompt, *self._shown(answer)], _metadata(answer)
 
     def step(self, action: str) -> StepOutput:

@@ -58,15 +58,19 @@ class ReasoningGymEnv(TextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        given = self.extras.get("reasoning_gym")
+        self.task, self.entry = self.parse_row(self.extras)
+        if self.task not in allowed(self.env_config.get("tasks")):
+            raise ValueError(f"the row's task {self.task!r:.80} is not one that {SECTION}.tasks allows")
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return the name of the row's dataset in the library, and its entry."""
+        given = extras.get("reasoning_gym")
         if not isinstance(given, Mapping) or not isinstance(given.get("entry"), str):
             raise ValueError(
                 'the row needs reasoning_gym={"task": "...", "entry": "{...}"}: see examples/reasoning_gym'
             )
-        self.task = str(given.get("task"))
-        if self.task not in allowed(self.env_config.get("tasks")):
-            raise ValueError(f"the row's task {self.task!r:.80} is not one that {SECTION}.tasks allows")
-        self.entry = decode(json.loads(given["entry"]))
+        return str(given.get("task")), decode(json.loads(given["entry"]))
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:

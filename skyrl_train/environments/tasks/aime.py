@@ -29,14 +29,23 @@ class AIMEEnv(TextEnv):
     The expected answer is the row's `reward_spec.ground_truth`, or `reward_model.ground_truth` as in DAPO's files.
     """
 
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[Callable[[str], Any], Any]:
+        """Return how answers are read, and the expected one."""
+        spec = extras.get("reward_spec") or extras.get("reward_model")
+        if (
+            isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int
+        ):  # as some files of AIME have it
+            spec = {"ground_truth": str(truth)}
+        text = ground_truth_of({"reward_spec": spec})
+        read: Callable[[str], Any] = number if number(text) is not None else fraction
+        if read(text) is None:
+            raise ValueError(f"ground truth {text!r:.80} is neither a number nor a fraction")
+        return read, read(text)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        spec = self.extras.get("reward_spec") or self.extras.get("reward_model")
-        text = ground_truth_of({"reward_spec": spec})
-        self.read: Callable[[str], Any] = number if number(text) is not None else fraction
-        self.ground_truth = self.read(text)
-        if self.ground_truth is None:
-            raise ValueError(f"ground truth {text!r:.80} is neither a number nor a fraction")
+        self.read, self.ground_truth = self.parse_row(self.extras)
 
     def step(self, action: str) -> StepOutput:
         pred = final_answer(action, self.read)

@@ -76,11 +76,23 @@ def score(text: str, ground_truth: str, method: str = "strict", format_score: fl
 
 
 def ground_truth_of(extras: Mapping[str, Any]) -> str:
-    """A row's reward_spec.ground_truth as text. Raises ValueError if there is none."""
+    """Return a row's reward_spec.ground_truth. Raises ValueError unless it is a string with more than white space."""
     reward_spec = extras.get("reward_spec")
-    if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
-        raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<answer>"}')
-    return str(reward_spec["ground_truth"])
+    truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
+    if not isinstance(truth, str) or not truth.strip():
+        raise ValueError(
+            'the row needs reward_spec={"method": "rule", "ground_truth": "<answer>"}, in which the ground truth is a '
+            f"string that is not empty, got {truth!r:.80}"
+        )
+    return truth
+
+
+def number_of(extras: Mapping[str, Any]) -> str:
+    """Return a row's ground truth, as text. Raises ValueError unless it is a number."""
+    truth = ground_truth_of(extras)
+    if number(truth) is None:
+        raise ValueError(f"ground truth {truth!r:.80} is not a number")
+    return truth
 
 
 class GSM8KEnv(TextEnv):
@@ -89,9 +101,11 @@ class GSM8KEnv(TextEnv):
     An empty or truncated response is scored by the same rule: 0 unless it already contains the answer.
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = ground_truth_of(self.extras)
+        self.ground_truth = self.parse_row(self.extras)
         self.method = self.env_config.get("method", "strict")
         if self.method not in ANSWERS:
             raise ValueError(f"method={self.method!r} is not one of {sorted(ANSWERS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,14 @@ class IFEvalEnv(TextEnv):
     """
 
     @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+        """Return the instructions' ids and their keyword arguments."""
+        instructions, kwargs = _ground_truth(extras)
+        for id, given in zip(instructions, kwargs, strict=True):
+            arguments_of(id, given, "the request")
+        return instructions, kwargs
+
+    @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         language_of("a")
 
@@ -87,10 +96,8 @@ class IFEvalEnv(TextEnv):
         if self.reward not in REWARDS:
             raise ValueError(f"environment.skyrl_gym.ifeval.reward={self.reward!r} is not one of {', '.join(REWARDS)}")
         self.loose = bool(self.env_config.get("loose", False))
-        self.instructions, self.kwargs = _ground_truth(self.extras)
+        self.instructions, self.kwargs = self.parse_row(self.extras)
         self.prompt = ""
-        for id, given in zip(self.instructions, self.kwargs, strict=True):
-            arguments_of(id, given, "the request")
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         asked = [message["content"] for message in prompt if message["role"] == "user"]
@@ -108,9 +115,10 @@ def _ground_truth(extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     spec = extras.get("reward_spec")
     truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     if isinstance(truth, str):
-        truth = json.loads(truth)
-    truth = truth if isinstance(truth, Mapping) else {}
-    instructions, kwargs = truth.get("instruction_id_list"), truth.get("kwargs")
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    known = truth if isinstance(truth, Mapping) else {}
+    instructions, kwargs = known.get("instruction_id_list"), known.get("kwargs")
     if not isinstance(instructions, list) or not isinstance(kwargs, list) or not len(instructions) == len(kwargs) > 0:
         columns = '{"instruction_id_list": [...], "kwargs": [...]}, lists of one length'
         raise ValueError(f'the row needs reward_spec={{"ground_truth": ...}} with {columns}, got {truth!r:.80}')

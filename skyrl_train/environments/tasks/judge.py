@@ -13,6 +13,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 from skyrl_train.environments.tools.ask import NoAnswer, ask
 from skyrl_train.environments.tools.base import cut, harmless
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -60,12 +61,11 @@ class LLMJudgeEnv(TextEnv):
     `config.environment.JudgeConfig`. The key is read from OPENAI_API_KEY, never from a configuration or a row.
     """
 
+    parse_row = staticmethod(ground_truth_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping) or not isinstance(reward_spec.get("ground_truth"), str):
-            raise ValueError('the row needs reward_spec={"method": "judge", "ground_truth": "<reference answer>"}')
-        self.reference = reward_spec["ground_truth"]
+        self.reference = self.parse_row(self.extras)
         self.question = ""
         self.model = self.env_config.get("model", "gpt-4o-mini")
         self.base_url = (self.env_config.get("base_url") or OPENAI).rstrip("/")

@@ -89,9 +89,7 @@ class MiniSWEEnv(TextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         settings = self.env_config
-        self.files = _repository(self.extras.get("repository"))
-        self.tests = _tests(self.extras.get("tests"))
-        self.protected = _protected(self.extras.get("protected"), self.files)
+        self.files, self.tests, self.protected = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or 0)
         self.command_s = float(settings.get("command_timeout_s", 30.0))
         self.test_s = float(settings.get("test_timeout_s", 10.0))
@@ -103,6 +101,12 @@ class MiniSWEEnv(TextEnv):
         self._turns = self._mistakes = 0
         self._steps: list[dict[str, Any]] = []
         self._kept = False
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, str]], frozenset[str]]:
+        """Return the repository's files, the tests, and the names of the protected files."""
+        files = _repository(extras.get("repository"))
+        return files, _tests(extras.get("tests")), _protected(extras.get("protected"), files)
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.boxed import boxed_answer
 from skyrl_train.environments.graders.numbers import number
 from skyrl_train.environments.tasks.arithmetic import split_of
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.environments.tasks.gsm8k import number_of
 from skyrl_train.environments.tasks.gsm8k_multi_turn import turns_of
 from skyrl_train.errors import ConfigError
 
@@ -25,12 +25,11 @@ class MultiplyEnv(TextEnv):
     model gets feedback, until the turns are used up.
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        truth = number(ground_truth_of(self.extras))
-        if truth is None:
-            raise ValueError(f"ground truth {ground_truth_of(self.extras)!r:.80} is not a number")
-        self.ground_truth = truth
+        self.ground_truth = number(self.parse_row(self.extras))
         self.max_turns = turns_of(self.extras)
         self.format_score = float(self.env_config.get("format_score", 0.5))
         self.turns = 0

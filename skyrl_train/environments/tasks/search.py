@@ -60,8 +60,15 @@ def targets_of(extras: Mapping[str, Any]) -> list[str]:
     truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
     truth = truth.get("target") if isinstance(truth, Mapping) else truth
     targets = [truth] if isinstance(truth, str) else truth
-    if not isinstance(targets, list) or not targets or not all(isinstance(item, str) for item in targets):
-        raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": {"target": ["<answer>", ...]}}')
+    if (
+        not isinstance(targets, list)
+        or not targets
+        or not all(isinstance(item, str) and item.strip() for item in targets)
+    ):
+        raise ValueError(
+            'the row needs reward_spec={"method": "rule", "ground_truth": {"target": ["<answer>", ...]}}, strings that '
+            f"are not empty, got {truth!r:.80}"
+        )
     return targets
 
 
@@ -98,9 +105,11 @@ class SearchEnv(TextEnv):
     masked, as "search_failed".
     """
 
+    parse_row = staticmethod(targets_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.targets = targets_of(self.extras)
+        self.targets = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = self.searches = 0
         self.box = ToolBox([search_tool(self.env_config)])

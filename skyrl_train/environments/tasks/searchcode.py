@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import score
+from skyrl_train.environments.tasks.gsm8k import number_of, score
 from skyrl_train.environments.tasks.search import (
     DEFAULT_MAX_TURNS,
     check_search,
@@ -39,12 +39,11 @@ class SearchCodeEnv(TextEnv):
     episode whose search fails (see `search.observation_of`) is masked, as "search_failed".
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
-        self.ground_truth = str(reward_spec["ground_truth"])
+        self.ground_truth = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = 0
         self.calls = {"search": 0, "python": 0}

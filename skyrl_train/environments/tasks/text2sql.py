@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 from skyrl_train.environments.tools.base import called, cut, harmless
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
 from skyrl_train.errors import ConfigError, DataError
@@ -77,6 +78,14 @@ class Text2SQLEnv(TextEnv):
     """
 
     @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the gold query and the name of the database."""
+        name = extras.get("db_id")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f'the row needs db_id="<database>", got {name!r:.80}')
+        return ground_truth_of(extras), name
+
+    @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         if not Path(str(env_config.get("db_path"))).expanduser().is_dir():
             key = "environment.skyrl_gym.text2sql.db_path"
@@ -84,11 +93,7 @@ class Text2SQLEnv(TextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        spec, name = self.extras.get("reward_spec"), self.extras.get("db_id")
-        gold = spec.get("ground_truth") if isinstance(spec, Mapping) else None
-        if not isinstance(gold, str) or not isinstance(name, str) or not name:
-            raise ValueError('the row needs db_id="<database>" and reward_spec={"ground_truth": "<gold query>"}')
-        self.gold = gold
+        self.gold, name = self.parse_row(self.extras)
         folder = FOLDERS.get(str(self.extras.get("data")))
         self.database = find_database(
             Path(str(self.env_config.get("db_path"))).expanduser(), f"{folder}/{name}" if folder else name

@@ -149,5 +149,5 @@ def test_openais_own_server_needs_a_key_at_the_start(monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_without_a_reference_is_refused():
-    with pytest.raises(ValueError, match="reference answer"):
+    with pytest.raises(ValueError, match="string that is not empty"):
         LLMJudgeEnv({}, {"reward_spec": {"method": "judge"}})
