@@ -182,7 +182,7 @@ def prompts_of(cfg: Config) -> dict[str, Prompt]:
     if not sources or not all(Path(source).expanduser().exists() for source in sources):
         return {}
     try:
-        dataset = load_prompts(sources, lambda messages: 0, _NO_LIMIT, cfg.environment.env_class)
+        dataset = load_prompts(sources, lambda prompt: 0, _NO_LIMIT, cfg.environment.env_class)
     except DataError:
         return {}
     return {prompt.uid: prompt for prompt in dataset.prompts}

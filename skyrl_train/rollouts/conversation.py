@@ -24,6 +24,7 @@ from skyrl_train.data.chat import (
     render_prompt,
 )
 from skyrl_train.data.dataset import max_turns_of
+from skyrl_train.data.messages import template_kwargs_of, with_answer
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
@@ -177,14 +178,15 @@ class ConversationGenerator:
         opening = state.session.messages
         state.trajectory.messages = list(opening)
         try:
+            state.template_kwargs = template_kwargs_of(prompt.env_extras, self._settings.chat_template_kwargs)
             same = next((one for one in rendered if one[0] == opening), None)
             if same is None:
-                kwargs, last = self._settings.chat_template_kwargs, LastRendered()
-                same = opening, token_array(render_prompt(self._tokenizer, opening, kwargs, last=last)), last
+                last = LastRendered()
+                ids = render_prompt(self._tokenizer, opening, state.template_kwargs, last=last)
+                same = opening, token_array(ids), last
                 rendered.append(same)
-            _, ids, last = same
-            state.ledger.open(ids)
-            state.last_rendered = copy(last)
+            state.ledger.open(same[1])
+            state.last_rendered = copy(same[2])
         except DataError as error:  # the row's own messages were rendered when it was loaded
             state.trajectory.fail("chat_template", str(error))
             await state.close()
@@ -217,8 +219,12 @@ class ConversationGenerator:
         item = state.trajectory
         state.ledger.sample(completion)
         text = await self._tokenizing.run(len(completion.token_ids), decode_answer, completion.token_ids)
-        state.answers.append(len(item.messages))
-        item.messages.append({"role": "assistant", "content": text})
+        if state.answers:
+            item.messages.append({"role": "assistant", "content": text})
+        else:  # an opening that ends with a message of the assistant is continued
+            item.messages = with_answer(item.messages, text)
+            text = str(item.messages[-1]["content"])
+        state.answers.append(len(item.messages) - 1)
         state.running_s += completion.running_s
         state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         if completion.stop_reason == "abort":
@@ -264,7 +270,7 @@ class ConversationGenerator:
     def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render every turn as a message of its own, with the chat template."""
         settings, item, ledger = self._settings, state.trajectory, state.ledger
-        kwargs, ids = settings.chat_template_kwargs, None
+        kwargs, ids = state.template_kwargs, None
         if not settings.retokenize:
             ids = render_continuation(
                 tokenizer,
@@ -278,7 +284,8 @@ class ConversationGenerator:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
         if ids is None:
-            return _RenderedTurn(render_prompt(tokenizer, item.messages, kwargs), replaces_context=True)
+            rewritten = render_prompt(tokenizer, item.messages, kwargs, continue_final_message=False)
+            return _RenderedTurn(rewritten, replaces_context=True)
         if ids and is_control(tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
             stays_open = state.by_stop_string and not settings.ends_stopped_turns
             ids = ids[1:] if stays_open or ledger.last_sampled == ids[0] else ids
@@ -332,6 +339,7 @@ class _EpisodeState:
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     last_rendered: LastRendered = field(default_factory=LastRendered)
     by_stop_string: bool = False
     """Whether a stop string ended the last turn."""

@@ -10,6 +10,7 @@ from typing import Any
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import decode_answer
+from skyrl_train.data.messages import with_answer
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
@@ -137,7 +138,7 @@ class GeneratorRollouts:
         items = trajectories_of(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
         for item in items:
             item.text = decode_answer(self._tokenizer, item.response_ids)
-            item.messages = [*item.prompt.messages, {"role": "assistant", "content": item.text}]
+            item.messages = with_answer(item.prompt.messages, item.text)
         if len(played) == len(items):
             for item, episode in zip(items, played, strict=True):
                 restore(item, episode)
