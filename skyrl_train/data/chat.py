@@ -20,10 +20,9 @@ from skyrl_train.data.content_check import ContentCheck, squash
 from skyrl_train.data.content_walk import END_OF_THOUGHT, REASONING_FIELDS
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
 from skyrl_train.data.message_form import MessageForm, message_form
-from skyrl_train.data.messages import continues_message, normal_message, text_content
+from skyrl_train.data.messages import continues_message, normal_message
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
-
 
 OPENED_THOUGHT = re.compile(r"(<(?:think|thinking|reasoning)>)(\s*)$")
 """The end of a header that begins the model's reasoning."""
@@ -72,15 +71,25 @@ def render_prompt(
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     if continue_final_message is None:
         continue_final_message = continues_message(messages)
-    if continue_final_message:
-        text = chat.text_to_continue()
-        chat.check("continue", text, spoken=[len(messages) - 1])
-        return chat.encode(text)
-    text = chat.text(len(messages), open_answer=True)
-    chat.check("open", text)
-    if last is not None:
+    text = chat.checked("continue" if continue_final_message else "open")
+    if last is not None and not continue_final_message:
         last.note(len(messages), text)
     return chat.encode(text)
+
+
+def render_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    way: str = "open",
+) -> str:
+    """Return `messages` as text: "open" for an answer, "continue" to go on with the last message, or "closed".
+
+    Raises DataError if the template rejects the messages, or does not write all that they say.
+    """
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    return chat.template.controls.unmarked(chat.checked(way))
 
 
 def render_continuation(
@@ -137,8 +146,11 @@ def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
 
 
 def plain_text(message: Message) -> str:
-    """Return the text of a message. Raises ValueError for parts that are not text."""
-    return text_content(message["content"])
+    """The text of a message, without its other content."""
+    content = message["content"]
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content or ""
 
 
 def is_control(tokenizer: Any, token: int) -> bool:
@@ -146,15 +158,15 @@ def is_control(tokenizer: Any, token: int) -> bool:
     return token in marking_template(tokenizer).controls.ids
 
 
-def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Ids of `messages` without an answer's header, for a model that reads but does not answer.
+def render_messages(
+    tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the ids of `messages` without an answer's header, for a model that reads but does not answer.
 
-    Raises DataError if the template rejects them.
+    Raises DataError if the template rejects the messages, or does not write all that they say.
     """
-    chat = _Chat.of(tokenizer, messages, None)
-    text = chat.text(len(messages))
-    chat.check("closed", text)
-    return chat.encode(text)
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    return chat.encode(chat.checked("closed"))
 
 
 def render_conversation(
@@ -179,7 +191,7 @@ def render_conversation(
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is None and messages[-1]["role"] != "assistant":
-        chat.check("closed", chat.text(len(messages)), [])
+        chat.checked("closed")
         raise DataError(
             "the chat template renders earlier messages differently once others follow; end the conversation with the "
             "answer to train on."
@@ -258,6 +270,12 @@ class _Chat:
 
     def _rendered(self, messages: list[Message], open_answer: bool) -> str:
         return self.template.render(self.tokenizer, self.form.applied(messages), open_answer, self.options)
+
+    def checked(self, way: str) -> str:
+        """Return `rendered(way)`. Raises DataError unless it holds all that the messages say."""
+        text = self.rendered(way)
+        self.check(way, text, [len(self.messages) - 1] if way == "continue" else ())
+        return text
 
     def check(self, way: str, text: str, spoken: Collection[int] = ()) -> None:
         """Raise DataError unless `text`, the messages rendered in a way of `rendered`, holds all that they say.

@@ -1,9 +1,9 @@
 """A check that rendered text holds everything that a conversation says: texts, reasoning, tool calls and tools.
 
 Chat templates drop what they do not know without an error. The check renders a conversation once more with a marker in
-place of each text. The markers must appear, those of a message after those of the message before it, and the text between
-them must be that of the real conversation. This is done once for every shape of conversation (its roles and fields); the
-rest of the conversations of that shape are compared with the result, which needs no rendering.
+place of each text. The markers must appear, those of a message after those of the message before it, and the text
+between them must be that of the real conversation. This is done once for every shape of conversation (its roles and
+fields). The rest of the conversations of that shape are compared with the result, which needs no rendering.
 
 Where a template treats some texts specially, this comparison fails. Then the conversation's own texts are marked and
 rendered. White space is ignored throughout, since templates trim and indent.
@@ -75,9 +75,7 @@ class ContentCheck:
             kept.clear()
         return kept
 
-    def _shape(
-        self, messages: Sequence[Message], options: Mapping[str, Any], spoken: Collection[int]
-    ) -> _Shape | None:
+    def _shape(self, messages: Sequence[Message], options: Mapping[str, Any], spoken: Collection[int]) -> _Shape | None:
         """Render markers; None if some are missing, out of order, or under no role of their own."""
         markers: list[str] = []
 
@@ -168,9 +166,7 @@ class ContentCheck:
             return False
         return leaf.kind == THOUGHT or marker in squash(self.closed(messages[: leaf.index + 1], options))
 
-    def _lost_role(
-        self, walk: Walk, messages: Sequence[Message], options: Mapping[str, Any], text: str
-    ) -> int | None:
+    def _lost_role(self, walk: Walk, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
         """Return the index of a message that is rendered no differently under a more common role of the conversation.
 
         A template that knows only the common roles writes the others like one of them.
@@ -256,6 +252,6 @@ def _describe(leaf: Leaf, messages: Sequence[Message]) -> str:
         )
     role = messages[leaf.index]["role"]
     return (
-        f"messages[{leaf.index}].{leaf.field}: the chat template does not write {leaf.text!r:.80} of this {role} message "
-        "in its place. Use a template that does (generator.chat_template), or put the text into the message's content."
+        f"messages[{leaf.index}].{leaf.field}: the chat template does not write {leaf.text!r:.80} of this {role} "
+        "message in its place. Use a template that does (generator.chat_template), or put the text into content."
     )

@@ -61,7 +61,9 @@ def message_form(tokenizer: Any, template: MarkingTemplate, messages: Sequence[M
     key = "calls" if any(message.get("tool_calls") for message in messages) else "text"
     form = template.findings.get(key)
     if form is None:
-        form = template.findings[key] = _call_form(tokenizer, template) if key == "calls" else _form(tokenizer, template)
+        form = template.findings[key] = (
+            _call_form(tokenizer, template) if key == "calls" else _form(tokenizer, template)
+        )
     return form  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """Chat messages and tool definitions of rows, in the one form that the rest of the package reads.
 
-Content is text: lists of text parts are joined, and other parts (images, audio) are refused. Arguments of tool calls are
-mappings. `data.message_form` converts messages for templates that expect another form.
+Content is text: lists of text parts are joined, and other parts (images, audio) are refused. Arguments of tool calls
+are mappings. `data.message_form` converts messages for templates that expect another form.
 """
 
 from __future__ import annotations
@@ -88,6 +88,14 @@ def text_content(content: Any) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def joined_text_parts(content: Any) -> Any:
+    """Return content as text if it is null or a list of text parts; other content is returned unchanged."""
+    try:
+        return text_content(content) if content is None or isinstance(content, list) else content
+    except ValueError:
+        return content
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from datasets import Dataset
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset, load_prompts
 from skyrl_train.data.json_values import MAX_DEPTH, jsonable
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.trajectory import Prompt
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -94,7 +94,9 @@ def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path:
     path = write(tmp_path / "data.jsonl", row("fine"), row("x " * (5 * 2**20)))
     tokenizer = byte_tokenizer()
     start = time.process_time()
-    dataset = load_prompts([path], lambda prompt: len(tokenizer(prompt.messages[0]["content"])["input_ids"]), 512, "gsm8k")
+    dataset = load_prompts(
+        [path], lambda prompt: len(tokenizer(prompt.messages[0]["content"])["input_ids"]), 512, "gsm8k"
+    )
     assert (len(dataset), dataset.too_long) == (1, 1)
     assert time.process_time() - start < 10.0
 
@@ -216,8 +218,10 @@ def test_a_dataset_that_fails_at_a_row_is_named_with_it(monkeypatch: pytest.Monk
 def test_half_a_surrogate_pair_in_a_row_is_named(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "a \\ud800"}]}\n')
     tokenizer = byte_tokenizer()
-    with pytest.raises(DataError, match=r"data\.jsonl, line 1: column 'prompt': half a surrogate pair at character \d+ of the messages"):
-        load_prompts([str(tmp_path / "data.jsonl")], lambda prompt: len(render_prompt(tokenizer, prompt.messages)), 512, "gsm8k")
+    with pytest.raises(DataError, match=r"line 1: column 'prompt': half a surrogate pair at character \d+ of the"):
+        load_prompts(
+            [str(tmp_path / "data.jsonl")], lambda prompt: len(render_prompt(tokenizer, prompt.messages)), 512, "gsm8k"
+        )
 
 
 @pytest.mark.fault("F07")

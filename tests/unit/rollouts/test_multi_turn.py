@@ -585,3 +585,28 @@ def test_episodes_begin_no_faster_than_the_rate():
         return clock() - start
 
     assert asyncio.run(run()) >= 0.099, "the sixth pair waits for five"
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued():
+    prompt = Prompt("7", [user("2 + 2?"), {"role": "assistant", "content": "The answer"}], "toy")
+    talks = Talks(until(2))
+    group, engine = play(says(" is 4"), talks, prompt=prompt)
+    (item,) = group.trajectories
+    first, second = (TOKENIZER.decode(context) for context in contexts(engine))
+    assert first == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
+    assert second.startswith(f"{first} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
+    assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
+    assert [message["content"] for message in item.messages[:3]] == ["2 + 2?", "The answer is 4", "more 1"]
+    assert TOKENIZER.decode(trained(item)) == " is 4<|im_end|> is 4<|im_end|>"
+
+
+def test_tools_of_a_row_reach_the_chat_template():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    _, engine = play(
+        says("ok"), Talks(until(2)), prompt=replace(PROMPT, env_extras={"tools": tools}), tokenizer=tokenizer
+    )
+    assert [TOKENIZER.decode(context).startswith("add<|im_start|>user\ngo") for context in contexts(engine)] == [
+        True
+    ] * 2
