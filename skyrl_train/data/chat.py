@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from numpy.typing import ArrayLike
@@ -288,12 +287,10 @@ class _Chat:
 
     def lost(self, way: str, text: str, spoken: Collection[int] = ()) -> str | None:
         """Describe what `text` lacks; None if it is complete."""
+        return ContentCheck(self.template, way, self._rendered_as).lost(self.messages, self.options, text, spoken)
 
-        def render(way: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-            return replace(self, messages=list(messages), options=dict(options)).rendered(way)
-
-        check = ContentCheck(self.template, way, partial(render, way), partial(render, "closed"))
-        return check.lost(self.messages, self.options, text, spoken)
+    def _rendered_as(self, way: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return replace(self, messages=list(messages), options=dict(options)).rendered(way)
 
     def rendered(self, way: str) -> str:
         """Return all messages as text: "closed", "open" for an answer, "continue" to go on with the last message, or
@@ -396,8 +393,12 @@ class _Chat:
                 f"messages[{place}].{field}: the chat template writes this reasoning differently from what the model "
                 "reads before its answer. Put it into content, as <think>...</think> before the answer."
             )
-        closed = self._rendered([*self.messages[:place], {**message, "content": ANSWER}], False)
-        _, found, end = closed.rpartition(ANSWER)
+        calls_only = not message["content"].strip()  # which some templates write only beside null content
+        marked = {key: value for key, value in message.items() if key != "tool_calls" or not calls_only}
+        marked["content"] = ANSWER
+        header, found, end = self._rendered([*self.messages[:place], marked], False).rpartition(ANSWER)
+        if calls_only:
+            found, end = found if after.startswith(header) else "", after[len(header) :]
         if not found:
             raise DataError(f"messages[{place}].content: the chat template does not write this answer.")
         return before, _after_header(before, message["content"]) + end

@@ -12,6 +12,7 @@ rendered. White space is ignored throughout, since templates trim and indent.
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import secrets
@@ -22,19 +23,19 @@ from typing import Any
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
 
-from skyrl_train.data.content_walk import DEFINITION, REASONING, THOUGHT, TOOLS, Leaf, Walk, role_group
+from skyrl_train.data.content_walk import DEFINITION, REASONING, TEXT, THOUGHT, TOOLS, Leaf, Walk, role_group
 from skyrl_train.data.control_tokens import MarkingTemplate
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
-Render = Callable[[Sequence[Message], Mapping[str, Any]], str]
-"""Renders messages with the template's variables."""
+Render = Callable[[str, Sequence[Message], Mapping[str, Any]], str]
+"""Renders messages in a way (see `chat.render_text`) with the template's variables."""
 MAX_SHAPES = 4096
 """Shapes and roles that are kept for one template."""
 _NONCE = secrets.randbelow(9 * 10**17) + 10**17
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ContentCheck:
     """The check of conversations that are rendered in one way with one template."""
 
@@ -42,8 +43,6 @@ class ContentCheck:
     way: str
     """Name of the way, which distinguishes shapes."""
     render: Render
-    closed: Render
-    """Renders finished conversations."""
 
     def lost(
         self, messages: Sequence[Message], options: Mapping[str, Any], text: str, spoken: Collection[int] = ()
@@ -67,7 +66,7 @@ class ContentCheck:
             shape = shapes[key] = self._shape(messages, options, spoken)
         if shape is not None and shape.explains(text, walk.leaves):
             return None
-        return self._lost_of_own_texts(messages, options, spoken)
+        return self._lost_of_own_texts(messages, options, squash(text), spoken)
 
     def _kept(self, name: str) -> dict[Any, Any]:
         kept: dict[Any, Any] = self.template.findings.setdefault(name, {})
@@ -86,19 +85,21 @@ class ContentCheck:
         walk = Walk(self.template.source or "", mark)
         marked, marked_options = walk.conversation(messages, options)
         try:
-            text = squash(self.render(marked, marked_options))
+            raw = self.render(self.way, marked, marked_options)
+            text = squash(raw)
             complete = self._missing(text, markers, walk.leaves, marked, marked_options, spoken) is None
             if not complete or self._lost_role(walk, marked, marked_options, text) is not None:
                 return None
         except DataError:
             return None  # this template does not take markers
         places = {marker: place for place, marker in enumerate(markers)}
-        pieces = re.split(f"({'|'.join(markers)})", text) if markers else [text]
+        pieces = re.split(f"({'|'.join(markers)})", raw) if markers else [raw]
         return _Shape(pieces[::2], [places[marker] for marker in pieces[1::2]])
 
     def _lost_of_own_texts(
-        self, messages: Sequence[Message], options: Mapping[str, Any], spoken: Collection[int]
+        self, messages: Sequence[Message], options: Mapping[str, Any], real: str, spoken: Collection[int]
     ) -> str | None:
+        """Render the conversation's own texts behind markers. `real` is its text without white space."""
         markers: list[str] = []
 
         def mark(leaf: Leaf) -> str:
@@ -110,7 +111,10 @@ class ContentCheck:
 
         walk = Walk(self.template.source or "", mark)
         marked, marked_options = walk.conversation(messages, options)
-        text = squash(self.render(marked, marked_options))
+        try:
+            text = squash(self.render(self.way, marked, marked_options))
+        except DataError:  # this template does not take markers
+            return self._lost_by_comparison(messages, options, real, walk.leaves, spoken)
         place = self._missing(text, markers, walk.leaves, marked, marked_options, spoken, own=True)
         if place is not None:
             return _describe(walk.leaves[place], messages)
@@ -121,6 +125,38 @@ class ContentCheck:
                 "one of another role, so that the model cannot tell them apart. Use a template that knows the role "
                 "(generator.chat_template), or another role."
             )
+        for leaf, marker in zip(walk.leaves, markers, strict=True):
+            text = text.replace(marker, leaf.text if leaf.number else "") if marker else text
+        return None if text == real else self._lost_by_comparison(messages, options, real, walk.leaves, spoken)
+
+    def _lost_by_comparison(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        real: str,
+        leaves: Sequence[Leaf],
+        spoken: Collection[int],
+    ) -> str | None:
+        """Replace one leaf after another by a text of the same length, whose rendering must hold the leaf less often.
+
+        This is for templates that decide by the length or the beginning of a text, which markers change.
+        """
+        other = next(char for char in map(chr, range(0x4E00, 0xA000)) if char not in real)
+        for place, leaf in enumerate(leaves):
+            needed = leaf.kind == TEXT or (leaf.index in spoken and leaf.kind != DEFINITION)
+            if leaf.number or not needed:
+                continue
+            number = itertools.count()
+            walk = Walk(
+                self.template.source or "",
+                lambda leaf, place=place, number=number: other * len(leaf.text) if next(number) == place else leaf.text,
+            )
+            try:
+                text = squash(self.render(self.way, *walk.conversation(messages, options)))
+            except DataError:
+                text = ""  # this template does not take other texts
+            if not any(real.count(one) > text.count(one) for one in spellings(leaf.text)):
+                return _describe(leaf, messages)
         return None
 
     def _missing(
@@ -145,10 +181,11 @@ class ContentCheck:
             if leaf.index != index:
                 index, start = leaf.index, end
             anywhere = index == TOOLS or role_group(messages[index]["role"]) == "system"  # some write it last
-            at = text.find(marker, 0 if anywhere else start)
-            after = at + len(marker)
-            if at >= 0 and (not own or leaf.number or any(text.startswith(one, after) for one in spellings(leaf.text))):
-                end = end if anywhere else max(end, after)
+            begin = 0 if anywhere else start
+            followed_by = spellings(leaf.text) if own and not leaf.number else ("",)
+            at = next((at for one in followed_by if (at := text.find(marker + one, begin)) >= 0), -1)
+            if at >= 0:
+                end = end if anywhere else max(end, at + len(marker))
             elif not self._droppable(leaf, marker, messages, options, spoken):
                 return place
         return None
@@ -164,14 +201,15 @@ class ContentCheck:
         """True for reasoning of an earlier turn, provided that the template writes it while the turn is the last."""
         if leaf.index in spoken or leaf.kind not in (THOUGHT, REASONING):
             return False
-        return leaf.kind == THOUGHT or marker in squash(self.closed(messages[: leaf.index + 1], options))
+        return leaf.kind == THOUGHT or marker in squash(self.render("closed", messages[: leaf.index + 1], options))
 
     def _lost_role(self, walk: Walk, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
-        """Return the index of a message that is rendered no differently under a more common role of the conversation.
+        """Return the index of a message that is rendered no differently as the user's, or under a more common role of
+        the conversation.
 
         A template that knows only the common roles writes the others like one of them.
         """
-        ranks = {message["role"]: _rank(message["role"]) for message in messages}
+        ranks = {"user": 0} | {message["role"]: _rank(message["role"]) for message in messages}
         with_text = {leaf.index for leaf in walk.leaves if leaf.kind != DEFINITION}
         kept = self._kept("roles")
         for index in sorted(with_text - {TOOLS}):
@@ -182,7 +220,7 @@ class ContentCheck:
                     continue
                 changed = [*messages[:index], {**message, "role": role}, *messages[index + 1 :]]
                 try:
-                    if squash(self.render(changed, options)) == text:
+                    if squash(self.render(self.way, changed, options)) == text:
                         return index
                 except DataError:
                     pass  # the template tells the roles apart
@@ -206,11 +244,16 @@ class _Shape:
 
     def explains(self, text: str, leaves: Sequence[Leaf]) -> bool:
         """True if `text` consists of the literals and the texts of these leaves, perhaps escaped."""
-        text = squash(text)
-        if not text.startswith(self.literals[0]):
-            return False
-        at = len(self.literals[0])
+        written = [self.literals[0]]
         for place, literal in zip(self.order, self.literals[1:], strict=True):
+            written += leaves[place].text, literal
+        if "".join(written) == text:
+            return True
+        text, literals = squash(text), [squash(literal) for literal in self.literals]
+        if not text.startswith(literals[0]):
+            return False
+        at = len(literals[0])
+        for place, literal in zip(self.order, literals[1:], strict=True):
             for spelling in spellings(leaves[place].text):
                 end = at + len(spelling)
                 if text.startswith(spelling, at) and text.startswith(literal, end):

@@ -148,7 +148,8 @@ class Walk:
             text = json.dumps(value)
             leaf = Leaf(self._index, field, text, number=True)
             self.leaves.append(leaf)
-            return value if self._put is None else int(self._put(leaf))
+            put = text if self._put is None else self._put(leaf)
+            return value if put == text else int(put)
         self.key.append(repr(value))
         return value
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from skyrl_train.data.chat import is_control, render_continuation, render_prompt
+from skyrl_train.data.chat import is_control, render_continuation, render_prompt, render_text
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.base import Transform
@@ -232,9 +232,7 @@ class TemplateTransform(Transform):
         if self.tokenizer is not None:
             options = {"chat_template": self.chat_template} if self.chat_template else {}
             messages = [{"role": self.role, "content": text}]
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-            )
+            return render_text(self.tokenizer, messages, options)
         start, end, stop = HEADER
         return f"{start}{self.role}{end}\n\n{text}{stop}{start}assistant{end}\n\n"
 

@@ -108,8 +108,9 @@ def test_roles_that_a_template_writes_alike_are_refused(name: str, role: str, re
     if not refused:
         assert f"{role}\n4" in rendered(TEMPLATES[name], messages)
         return
-    with pytest.raises(DataError, match=rf"messages\[2\]\.role: .* a message of role '{role}' like one of another"):
-        rendered(TEMPLATES[name], messages)
+    for index, said in ((2, messages), (0, messages[2:])):
+        with pytest.raises(DataError, match=rf"messages\[{index}\]\.role: .* role '{role}' like one of another"):
+            rendered(TEMPLATES[name], said)
 
 
 def test_a_dropped_system_message_is_refused_though_its_text_occurs_elsewhere():
@@ -163,6 +164,32 @@ def test_a_text_on_which_a_template_decides_is_checked_itself():
     assert "public" in rendered(template, turns(("user", "public")))
     with pytest.raises(DataError, match="does not write 'a secret'"):
         rendered(template, turns(("user", "a secret")))
+
+
+@pytest.mark.parametrize(
+    ("condition", "text"),
+    [
+        ("m.content.startswith('/')", "/a"),
+        ("m.content.endswith('!')", "a!"),
+        ("m.content == 'a'", "a"),
+        ("m.content | length < 3", "us"),
+        ("m.content | length > 20", "a" * 21),
+    ],
+)
+def test_texts_dropped_by_their_form_are_refused(condition: str, text: str):
+    template = writing(f"('' if {condition} else m.content)")
+    assert "b c d" in rendered(template, turns(("user", "b c d")))
+    with pytest.raises(DataError, match=rf"messages\[0\]\.content: the chat template does not write '{text}'"):
+        rendered(template, turns(("user", text)))
+    marks = writing(f"(('*' if {condition} else '') + m.content)")
+    assert f"*{text}" in rendered(marks, turns(("user", text), ("assistant", "a"), ("user", text)))
+
+
+def test_templates_that_refuse_long_texts_are_checked():
+    template = writing("(m.content if m.content | length < 9 else raise_exception('too long'))")
+    assert "a b" in rendered(template, turns(("user", "a b")))
+    with pytest.raises(DataError, match="does not write 'a b'"):
+        rendered(template.replace("m.content if", "'' if"), turns(("user", "a b")))
 
 
 @pytest.mark.parametrize("content", ["", None])

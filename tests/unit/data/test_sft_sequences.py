@@ -24,6 +24,10 @@ OPENS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 """Drops all reasoning and opens it in the header, like DeepSeek-R1's."""
+NULL_CALLS = OPENS.replace(
+    "m.content.split('</think>')[-1] }}", "(m.content.split('</think>')[-1] if m.content is not none else '') }}"
+).replace("m.tool_calls or []", "(m.tool_calls if m.content is none else [])")
+"""Writes calls only beside null content."""
 
 
 def with_template(template: str) -> PreTrainedTokenizerFast:
@@ -88,6 +92,13 @@ def test_calls_after_reasoning_are_trained_on():
     message = {"role": "assistant", "content": "<think>t</think>", "tool_calls": [call]}
     ((_, text),) = sequences(OPENS, [*turns(QUESTION), message])
     assert text == 't</think>{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+
+
+def test_calls_written_only_beside_null_content_are_trained_on():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    ((_, text),) = sequences(NULL_CALLS, [*turns(QUESTION), message])
+    assert text == '\n</think>\n\n{"name": "add", "arguments": {"a": 1}}<|im_end|>'
 
 
 def test_reasoning_in_a_field_that_is_not_written_is_refused():
