@@ -153,6 +153,19 @@ def test_calls_of_tools_go_round_as_they_were_written():
         History.from_chats([unargued]).apply_chat_template(tokenizer=TOKENIZER)
 
 
+def test_text_parts_are_text_and_the_last_message_can_be_continued():
+    chat = [{"role": "user", "content": [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 2?"}]}]
+    history = History.from_chats([*chat, {"role": "assistant", "content": "The answer"}])
+    assert history.content[0] == "2 + 2?"
+    text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
+    options = {"tokenizer": TOKENIZER, "continue_final_message": True, "add_generation_prompt": False}
+    assert history.apply_chat_template(**options) == text
+    ids = history.apply_chat_template(tokenize=True, return_dict=True, **options)["input_ids"]
+    assert TOKENIZER.decode(ids.flatten()) == text
+    with pytest.raises(ConfigError, match="continue_final_message=True"):
+        history.apply_chat_template(tokenize=True, return_assistant_tokens_mask=True, return_dict=True, **options)
+
+
 def test_containers_hold_their_fields():
     with pytest.warns(UserWarning, match="turns"):
         chat: Any = ChatHistory(prompt=History.from_chats(CHAT[:2]), batch_size=(2,))
