@@ -141,16 +141,12 @@ class ContentCheck:
 
         This is for templates that decide by the length or the beginning of a text, which markers change.
         """
-        other = next(char for char in map(chr, range(0x4E00, 0xA000)) if char not in real)
+        other = next(char for char in map(chr, range(0x4E00, 0xD800)) if char not in real)
         for place, leaf in enumerate(leaves):
             needed = leaf.kind == TEXT or (leaf.index in spoken and leaf.kind != DEFINITION)
             if leaf.number or not needed:
                 continue
-            number = itertools.count()
-            walk = Walk(
-                self.template.source or "",
-                lambda leaf, place=place, number=number: other * len(leaf.text) if next(number) == place else leaf.text,
-            )
+            walk = Walk(self.template.source or "", _replacing(place, other))
             try:
                 text = squash(self.render(self.way, *walk.conversation(messages, options)))
             except DataError:
@@ -285,6 +281,12 @@ def spellings(text: str) -> Iterator[str]:
 def _marker(place: int, size: int | None) -> str:
     """Return a number that no text contains; of `size` digits, where a template may count them."""
     return str(_NONCE + place) if size is None else f"{(_NONCE + place) % 10**size:0{size}}"
+
+
+def _replacing(place: int, char: str) -> Callable[[Leaf], str]:
+    """Return a `put` of `Walk` that replaces all characters of the leaf at `place`."""
+    places = itertools.count()
+    return lambda leaf: char * len(leaf.text) if next(places) == place else leaf.text
 
 
 def _describe(leaf: Leaf, messages: Sequence[Message]) -> str:

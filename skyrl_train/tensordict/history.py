@@ -152,7 +152,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if self.ndim > 2:
             raise ConfigError(f"apply_chat_template takes [turns] or [B, turns], got {tuple(self.batch_size)}.")
         if continue_final_message:
-            rows = [(render_prompt(tokenizer, chat, options, continue_final_message=True), []) for chat in chats]
+            chats = [rendered_form(chat) for chat in chats]
+            continued = (render_prompt(tokenizer, chat, options, continue_final_message=True) for chat in chats)
+            rows: list[tuple[list[int], list[bool]]] = [(ids, []) for ids in continued]
         else:
             rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
         found = _tensors(rows, tokenizer, padding, return_assistant_tokens_mask)

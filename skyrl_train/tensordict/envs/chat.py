@@ -100,7 +100,9 @@ class ChatEnv(TensorDictEnv):
 
     def opening(self, question: str | Sequence[Message]) -> list[Message]:
         """The messages with which a conversation begins."""
-        asked = [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
+        asked: list[Message] = (
+            [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
+        )
         if continues_message(asked, self.policy_role):
             asked[-1] = {**asked[-1], "is_complete": False}
         return asked if self.system_prompt is None else [self._system(), *asked]

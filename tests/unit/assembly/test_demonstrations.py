@@ -90,7 +90,7 @@ def test_calls_and_tools_of_a_row_are_trained_on(tmp_path: Path, suffix: str):
     tokenizer.chat_template = CALLING
     (found, _), _ = build_demonstrations(load([write_rows(tmp_path / f"rows{suffix}", rows)]), tokenizer)
     trained = [token for token, learns in zip(found.input_ids, found.loss_mask, strict=True) if learns]
-    text = tokenizer.decode(trained).replace(
+    text = str(tokenizer.decode(trained)).replace(
         '"arguments": {"a": 1}, "name": "add"', '"name": "add", "arguments": {"a": 1}'
     )
     assert text == '{"name": "add", "arguments": {"a": 1}}<|im_end|>two<|im_end|>'

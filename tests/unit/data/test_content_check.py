@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -254,7 +255,7 @@ def test_rewards_and_continuations_are_checked_too(name: str):
     template = TEMPLATES[name].replace("message['content']", "(message['content'] | replace('long', ''))")
     tokenizer = with_template(template)
     messages = turns(("user", "a"), ("assistant", "b"), ("user", "a long question"))
-    for render in (render_messages, render_conversation, lambda *chat: render_continuation(*chat, [1])):
+    for render in (render_messages, render_conversation, partial(render_continuation, answers=[1])):
         with pytest.raises(DataError, match=r"messages\[2\]\.content"):
             render(tokenizer, messages)
 
@@ -265,7 +266,7 @@ def test_a_last_message_of_the_assistant_is_continued(name: str):
     messages = turns(("user", "2 + 2?"), ("assistant", "The answer is "))
     expected = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     assert tokenizer.decode(render_prompt(tokenizer, messages)) == expected
-    assert expected.rstrip().endswith("The answer is")
+    assert str(expected).rstrip().endswith("The answer is")
     begun_anew = str(tokenizer.decode(render_prompt(tokenizer, messages, continue_final_message=False)))
     assert begun_anew == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 

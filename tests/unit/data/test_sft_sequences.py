@@ -122,7 +122,7 @@ def test_append_only_conversations_stay_one_sequence(name: str):
     messages = turns(("system", "s"), QUESTION, ANSWER, ("user", "r"), ("assistant", "b"), ("user", "end"))
     ((ids, mask),) = render_demonstrations(tokenizer, messages)
     assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
-    trained = tokenizer.decode([token for token, learns in zip(ids, mask, strict=True) if learns])
+    trained = str(tokenizer.decode([token for token, learns in zip(ids, mask, strict=True) if learns]))
     assert trained.replace(" ", "").startswith("<think>t</think>a<")
 
 

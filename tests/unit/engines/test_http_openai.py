@@ -61,7 +61,7 @@ def test_last_messages_are_continued_on_request(role: str, options: dict[str, An
 
     assert serve(test, engine) == status
     if status == 200:
-        text = TOKENIZER.decode(list(engine.batches[0][0].token_ids))
+        text = str(TOKENIZER.decode(list(engine.batches[0][0].token_ids)))
         closed = "<|im_start|>assistant\nThe answer"
         assert text.endswith(closed if options else f"{closed}<|im_end|>\n<|im_start|>assistant\n")
 

@@ -592,7 +592,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued():
     talks = Talks(until(2))
     group, engine = play(says(" is 4"), talks, prompt=prompt)
     (item,) = group.trajectories
-    first, second = (TOKENIZER.decode(context) for context in contexts(engine))
+    first, second = (str(TOKENIZER.decode(context)) for context in contexts(engine))
     assert first == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
     assert second.startswith(f"{first} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
     assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
@@ -607,6 +607,4 @@ def test_tools_of_a_row_reach_the_chat_template():
     _, engine = play(
         says("ok"), Talks(until(2)), prompt=replace(PROMPT, env_extras={"tools": tools}), tokenizer=tokenizer
     )
-    assert [TOKENIZER.decode(context).startswith("add<|im_start|>user\ngo") for context in contexts(engine)] == [
-        True
-    ] * 2
+    assert [str(TOKENIZER.decode(context))[:22] for context in contexts(engine)] == ["add<|im_start|>user\ngo"] * 2

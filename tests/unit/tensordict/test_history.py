@@ -158,7 +158,7 @@ def test_text_parts_are_text_and_the_last_message_can_be_continued():
     history = History.from_chats([*chat, {"role": "assistant", "content": "The answer"}])
     assert history.content[0] == "2 + 2?"
     text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
-    options = {"tokenizer": TOKENIZER, "continue_final_message": True, "add_generation_prompt": False}
+    options: dict[str, Any] = {"tokenizer": TOKENIZER, "continue_final_message": True, "add_generation_prompt": False}
     assert history.apply_chat_template(**options) == text
     ids = history.apply_chat_template(tokenize=True, return_dict=True, **options)["input_ids"]
     assert TOKENIZER.decode(ids.flatten()) == text
