@@ -587,24 +587,17 @@ def test_episodes_begin_no_faster_than_the_rate():
     assert asyncio.run(run()) >= 0.099, "the sixth pair waits for five"
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_continued():
-    prompt = Prompt("7", [user("2 + 2?"), {"role": "assistant", "content": "The answer"}], "toy")
-    talks = Talks(until(2))
-    group, engine = play(says(" is 4"), talks, prompt=prompt)
-    (item,) = group.trajectories
-    first, second = (str(TOKENIZER.decode(context)) for context in contexts(engine))
-    assert first == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
-    assert second.startswith(f"{first} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
-    assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
-    assert [message["content"] for message in item.messages[:3]] == ["2 + 2?", "The answer is 4", "more 1"]
-    assert TOKENIZER.decode(trained(item)) == " is 4<|im_end|> is 4<|im_end|>"
-
-
-def test_tools_of_a_row_reach_the_chat_template():
+def test_rows_with_tools_and_an_open_answer_are_continued():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
     tools = [{"type": "function", "function": {"name": "add"}}]
-    _, engine = play(
-        says("ok"), Talks(until(2)), prompt=replace(PROMPT, env_extras={"tools": tools}), tokenizer=tokenizer
-    )
-    assert [str(TOKENIZER.decode(context))[:22] for context in contexts(engine)] == ["add<|im_start|>user\ngo"] * 2
+    opening = [user("2 + 2?"), {"role": "assistant", "content": "The answer"}]
+    talks, prompt = Talks(until(2)), Prompt("7", opening, "toy", {"tools": tools})
+    group, engine = play(says(" is 4"), talks, prompt=prompt, tokenizer=tokenizer)
+    first, second = (str(TOKENIZER.decode(context)) for context in contexts(engine))
+    assert first == "add<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
+    assert second.startswith(f"{first} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
+    assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
+    said = [message["content"] for message in group.trajectories[0].messages]
+    assert said[:3] == ["2 + 2?", "The answer is 4", "more 1"]
+    assert TOKENIZER.decode(trained(group.trajectories[0])) == " is 4<|im_end|> is 4<|im_end|>"
