@@ -43,6 +43,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.data.messages import template_kwargs_of
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.engines.sampling import normalise
@@ -224,7 +225,9 @@ def build_trainer(
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
     probe_ids = [
-        render_prompt(tokenizer, prompt.messages, dict(cfg.generator.chat_template_kwargs))[:PROBE_TOKENS]
+        render_prompt(
+            tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, cfg.generator.chat_template_kwargs)
+        )[:PROBE_TOKENS]
         for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
     ]
     publisher = build_publisher(cfg, base.learner, running.client, probe_ids, one_node=base.layout.one_node)

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -277,6 +277,8 @@ class MarkingTemplate:
     "messages": those spelt in messages and options are broken, and all that are rendered count; for templates that make
     control tokens in other ways. These do not notice one that they join from several texts.
     """
+    findings: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Results of the modules that examine this template, kept for as long as it is."""
 
     def render(self, tokenizer: Any, messages: Sequence[Message], open_answer: bool, options: Mapping[str, Any]) -> str:
         """`messages` as text with marks. Raises DataError if the template does not take them."""

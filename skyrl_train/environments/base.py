@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
+from skyrl_train.data.messages import normal_message
 from skyrl_train.data.trajectory import Message, ToolCalled
 from skyrl_train.errors import DataError, EnvironmentFailure
 
@@ -175,14 +176,20 @@ def checked_step_output(output: Any) -> StepOutput:
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Check for a list of {"role": str, "content": ...}. Raises EnvironmentFailure("bad_step_output")."""
+    """Return messages with content as text, of a list of {"role": str, "content": text or text parts}.
+
+    Raises EnvironmentFailure("bad_step_output").
+    """
     if not isinstance(messages, list | tuple):
         raise EnvironmentFailure("bad_step_output", f"messages are {_shown(messages)}, not a list")
     for message in messages:
         named = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not named or not isinstance(message["content"], str | list | None):
             raise EnvironmentFailure("bad_step_output", f'{_shown(message)} is not {{"role": "...", "content": "..."}}')
-    return [dict(message) for message in messages]
+    try:
+        return [normal_message(dict(message), index) for index, message in enumerate(messages)]
+    except DataError as error:
+        raise EnvironmentFailure("bad_step_output", str(error)) from error
 
 
 def _readable_calls(calls: Any) -> list[ToolCalled]:

@@ -26,6 +26,7 @@ from skyrl_train.data.chat import (
     render_prompt,
 )
 from skyrl_train.data.dataset import max_turns_of
+from skyrl_train.data.messages import continues_message, template_kwargs_of, with_answer
 from skyrl_train.data.reasoning import open_marker
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
@@ -180,11 +181,13 @@ class ConversationGenerator:
         opening = state.session.messages
         state.trajectory.messages = list(opening)
         try:
+            state.template_kwargs = template_kwargs_of(prompt.env_extras, self._settings.chat_template_kwargs)
             same = next((one for one in rendered if one.messages == opening), None)
             if same is None:
-                kwargs, last = self._settings.chat_template_kwargs, LastRendered()
-                ids = render_prompt(self._tokenizer, opening, kwargs, last=last)
-                same = _Opening(opening, token_array(ids), last, opened_reasoning(self._tokenizer, ids))
+                last = LastRendered()
+                ids = render_prompt(self._tokenizer, opening, state.template_kwargs, last=last)
+                opened = "" if continues_message(opening) else opened_reasoning(self._tokenizer, ids)
+                same = _Opening(opening, token_array(ids), last, opened)
                 rendered.append(same)
             state.ledger.open(same.ids)
             state.last_rendered, state.opened = copy(same.last), same.opened
@@ -221,9 +224,13 @@ class ConversationGenerator:
         state.ledger.sample(completion)
         text = await self._tokenizing.run(len(completion.token_ids), decode_response, completion.token_ids)
         text = state.opened + text  # so that who reads the text alone knows that it begins within reasoning
-        state.answers.append(len(item.messages))
         state.openings.append(state.opened)
-        item.messages.append({"role": "assistant", "content": text})
+        if state.answers:
+            item.messages.append({"role": "assistant", "content": text})
+        else:  # an opening that ends with a message of the assistant is continued
+            item.messages = with_answer(item.messages, text)
+            text = str(item.messages[-1]["content"])
+        state.answers.append(len(item.messages) - 1)
         state.running_s += completion.running_s
         state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         if completion.stop_reason == "abort":
@@ -270,7 +277,7 @@ class ConversationGenerator:
     def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render every turn as a message of its own, with the chat template."""
         settings, item, ledger = self._settings, state.trajectory, state.ledger
-        kwargs, ids = settings.chat_template_kwargs, None
+        kwargs, ids = state.template_kwargs, None
         messages = _as_rendered(tokenizer, state) if settings.step_wise else item.messages
         if not settings.retokenize:
             ids = render_continuation(
@@ -285,7 +292,7 @@ class ConversationGenerator:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
         if ids is None:
-            ids = render_prompt(tokenizer, messages, kwargs)
+            ids = render_prompt(tokenizer, messages, kwargs, continue_final_message=False)
             return _RenderedTurn(ids, opened_reasoning(tokenizer, ids), replaces_context=True)
         if ids and is_control(tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
             stays_open = state.by_stop_string and not settings.ends_stopped_turns
@@ -356,6 +363,7 @@ class _EpisodeState:
     """The end of what the model reads next if it opens a block of reasoning, such as "<think>" and a line break."""
     openings: list[str] = field(default_factory=list)
     """For each of `answers`: `opened` before it, with which its text begins."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     last_rendered: LastRendered = field(default_factory=LastRendered)
     by_stop_string: bool = False
     """Whether a stop string ended the last turn."""

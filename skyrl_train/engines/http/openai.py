@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.chat import decode_answer, decode_response, opened_reasoning, render_prompt
+from skyrl_train.data.messages import continues_message
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
@@ -73,9 +74,18 @@ class Translator:
         if not body.messages:
             raise Malformed("messages", "must hold at least one message.")
         messages = [_message(message) for message in body.messages]
+        if body.continue_final_message and not continues_message(messages):
+            raise Malformed("continue_final_message", "needs a last message of the assistant.")
+        if body.add_generation_prompt is body.continue_final_message:
+            raise Malformed("add_generation_prompt", "must be the opposite of continue_final_message; leave it out.")
         characters = sum(len(text) for message in messages for text in message.values())
         self._check_size(body, 1, characters, "messages")
-        prompt = render_prompt(self._tokenizer, messages, self._chat_template_kwargs)
+        prompt = render_prompt(
+            self._tokenizer,
+            messages,
+            self._chat_template_kwargs,
+            continue_final_message=body.continue_final_message,
+        )
         lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(lengths) > 1:
             raise Malformed("max_completion_tokens", "and max_tokens differ; give one of them.")

@@ -10,19 +10,20 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from skyrl_train.data.chat import decode_response, is_control, render_continuation, render_prompt
+from skyrl_train.data.chat import decode_response, is_control, render_continuation, render_prompt, render_text
+from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.base import Transform
 from skyrl_train.tensordict.envs.conversation import (
     full_messages,
+    is_continued,
     messages_of,
     part,
-    rendered_form,
     set_texts,
     text_of,
     unpadded,
 )
-from skyrl_train.tensordict.history import template_options
+from skyrl_train.tensordict.history import rendered_form, template_options
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -173,8 +174,7 @@ class IncrementalTokenizer(Transform):
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
         rows = []
         for row in root.unbind(0):
-            messages = rendered_form(messages_of(part(row, "history", "prompt")))
-            rows.append(self._with(row, render_prompt(self.tokenizer, messages, self.template_kwargs)))
+            rows.append(self._with(row, self._rendered(messages_of(part(row, "history", "prompt")))))
         return lazy_stack(rows)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
@@ -182,7 +182,8 @@ class IncrementalTokenizer(Transform):
         return lazy_stack([self._with(after, self._ids(before, after)) for before, after in pairs])
 
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
-        messages = rendered_form(messages_of(part(after, "history", "prompt")))
+        written = messages_of(part(after, "history", "prompt"))
+        messages = rendered_form(written)
         role = getattr(self.environment, "policy_role", "assistant")
         full, answered = part(before, "tokens", "full"), rendered_form(full_messages(before, role) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
@@ -195,7 +196,12 @@ class IncrementalTokenizer(Transform):
                 if continuation and ids and is_control(self.tokenizer, continuation[0]) and ids[-1] == continuation[0]:
                     continuation = continuation[1:]  # the model already ended its turn
                 return ids + continuation
-        return render_prompt(self.tokenizer, messages, self.template_kwargs)
+        return self._rendered(written)
+
+    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+        goes_on = is_continued(messages, getattr(self.environment, "policy_role", "assistant"))
+        messages = rendered_form(messages)
+        return render_prompt(self.tokenizer, messages, self.template_kwargs, continue_final_message=goes_on)
 
     def _with(self, row: TensorDictBase, ids: list[int]) -> TensorDictBase:
         return row.set("tokens", Tokens(prompt=torch.tensor(ids), padded=False, batch_size=[]))
@@ -228,9 +234,7 @@ class TemplateTransform(Transform):
         if self.tokenizer is not None:
             options = {"chat_template": self.chat_template} if self.chat_template else {}
             messages = [{"role": self.role, "content": text}]
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-            )
+            return render_text(self.tokenizer, messages, options)
         start, end, stop = HEADER
         return f"{start}{self.role}{end}\n\n{text}{stop}{start}assistant{end}\n\n"
 

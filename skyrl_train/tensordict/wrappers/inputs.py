@@ -11,8 +11,9 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from skyrl_train.data.chat import is_control, render_conversation, render_prompt
+from skyrl_train.data.messages import continues_message
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.history import History, pad_id, template_options
+from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options
 
 MODES = ("history", "text", "tokens")
 
@@ -79,9 +80,11 @@ class Reader:
                     return EngineInput(self._real(tokens, row, name == "full"), history=history)
         messages = history.to_chats()
         options = template_options(self.tokenizer, self.template, self.template_name)
-        plain = [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+        plain = rendered_form(messages)
         if not self.whole:
-            return EngineInput(render_prompt(self.tokenizer, plain, options), history=history)
+            goes_on = continues_message(plain) and messages[-1].get("is_complete") is False
+            ids = render_prompt(self.tokenizer, plain, options, continue_final_message=goes_on)
+            return EngineInput(ids, history=history)
         ids, mask = render_conversation(self.tokenizer, plain, options)
         if messages and messages[-1].get("is_complete") is False and any(mask):
             last = max(place for place, one in enumerate(mask) if one)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nested import nested_tensor
 
 from skyrl_train.data.chat import decode_response
+from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.tensordict.history import History
@@ -175,9 +176,19 @@ def _histories(
         assert row.history is not None
         turn = _turn("assistant", said, answer.ended)
         before = row.history._tensordict.unbind(0)
-        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation([*before, turn])}
+        full = [*before, turn]
+        if before and (begun := _open_content(before[-1])) is not None:
+            full = [*before[:-1], _turn("assistant", begun + said, answer.ended)]
+        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation(full)}
         found.append(TensorDict(histories))
     return ChatHistory.from_tensordict(nested_stack(found, at.shape))
+
+
+def _open_content(turn: Any) -> str | None:
+    """Return the text of an answer that is not complete, which the model continues; None for another message."""
+    fields = (getattr(value := turn.get(name, None), "data", value) for name in ("role", "is_complete", "content"))
+    role, complete, content = fields
+    return text_content(content) if role == "assistant" and complete is not None and not complete else None
 
 
 def _turn(role: str, content: str, complete: bool) -> TensorDict:
