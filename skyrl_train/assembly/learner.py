@@ -42,11 +42,13 @@ def build_learner(
     wire_dtype: str,
     bucket_bytes: int,
     only_changed: bool,
+    chat_template: str | None = None,
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
     assert layout.policy is not None
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
+        chat_template=chat_template,
         strategy=STRATEGIES[trainer.strategy],
         device=device,
         dtype="bfloat16" if trainer.bf16 else "float32",
