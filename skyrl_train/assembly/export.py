@@ -181,8 +181,8 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
     trainer = config.trainer
     base = asked.base or trainer.policy.model.path
-    tokenizer = load_tokenizer(base, chat_template=configured_template(config.generator.chat_template))
     with open_policy(found.folder, trainer, asked.base) as policy:
+        tokenizer = load_tokenizer(base, chat_template=configured_template(config.generator.chat_template))
         if asked.adapter:
             assert policy.adapters is not None
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
