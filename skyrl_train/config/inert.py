@@ -46,6 +46,25 @@ def without_effect(config: Config, defaults: Config) -> Iterator[str]:
             yield f"{name}={show(value)} has no effect here. {advice}"
 
 
+def evaluation_warnings(config: Config) -> Iterator[str]:
+    """Yield a line for each setting with which an evaluation does not measure what it seems to measure."""
+    generator, sampling = config.generator, config.generator.eval_sampling_params
+    if not config.data.val_data:
+        return
+    samples = generator.eval_n_samples_per_prompt
+    if samples > 1 and sampling.temperature == 0:
+        yield (
+            f"generator.eval_n_samples_per_prompt={samples} with generator.eval_sampling_params.temperature=0.0: all "
+            "samples of a prompt are equal. Set it to 1, or the temperature above 0."
+        )
+    training, evaluation = generator.sampling_params.stop or [], sampling.stop or []
+    if missing := [text for text in training if text not in evaluation]:
+        yield (
+            f"generator.eval_sampling_params.stop={show(sampling.stop)} lacks {show(missing)} of "
+            "generator.sampling_params.stop: evaluation does not end turns where training does. Add them."
+        )
+
+
 def has_effect(config: Config, name: str) -> bool:
     """Whether anything reads the key in this configuration."""
     return _why_not_read(config, name) is None

@@ -114,7 +114,8 @@ def opening_of(trajectory: Trajectory) -> list[Message]:
 
 
 def _turn(kept: dict[str, Any]) -> Turn:
-    return Turn(**{**kept, "tool_calls": tuple(json.loads(kept["tool_calls"] or "[]"))})
+    calls, read = tuple(json.loads(kept["tool_calls"] or "[]")), kept["observation_tokens"] or 0
+    return Turn(**{**kept, "tool_calls": calls, "observation_tokens": read})
 
 
 def _trajectory(row: dict[str, Any], arrays: dict[str, Any], prompts: dict[int, Prompt]) -> Trajectory:
