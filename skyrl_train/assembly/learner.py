@@ -48,7 +48,6 @@ def build_learner(
     assert layout.policy is not None
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
-        chat_template=chat_template,
         strategy=STRATEGIES[trainer.strategy],
         device=device,
         dtype="bfloat16" if trainer.bf16 else "float32",
@@ -59,8 +58,8 @@ def build_learner(
         optimizer=trainer.policy.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
         objective=learning.objective,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        chat_template=chat_template,
+        **_execution(trainer),
         **_changes(trainer),
         **_limits(trainer),
         wire_dtype=wire_dtype,
@@ -69,7 +68,6 @@ def build_learner(
         lora=_lora(trainer.policy.model.lora),
         **_parallel_sizes(trainer.policy),
         **_of_routers(trainer),
-        compile_layers=trainer.policy.use_torch_compile,
         shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
         memory_folder=_memory_folder(trainer),
     )
@@ -93,6 +91,15 @@ def build_learner(
         routing_replay=trainer.moe_routing_replay,
         stacks_file=working_folder(trainer.ckpt_path) / "stacks.txt",
     )
+
+
+def _execution(trainer: TrainerConfig) -> dict[str, Any]:
+    """Return how layers are executed: compiled, and with which activations recomputed in the backward pass."""
+    return {
+        "compile_layers": trainer.policy.use_torch_compile,
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+        "gradient_checkpointing_use_reentrant": trainer.gradient_checkpointing_use_reentrant,
+    }
 
 
 def _changes(trainer: TrainerConfig) -> dict[str, Any]:

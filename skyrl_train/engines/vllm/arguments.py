@@ -148,7 +148,7 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sampling_params(request: SampleRequest, ends: Sequence[int]) -> SamplingParams:
+def sampling_params(request: SampleRequest, ends: Sequence[int] = ()) -> SamplingParams:
     """Return vLLM's parameters for one sample with its own seed and both log-probs of every token.
 
     `ends`: the tokens that end a response of this model.
