@@ -13,6 +13,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_demonstrations, render_prompt, rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.end_of_turn import end_of_turn_token
 from skyrl_train.data.messages import messages_of, template_kwargs_of, tools_of
 from skyrl_train.data.rows import DatasetRow, read_rows
 from skyrl_train.data.sft import Demonstration
@@ -28,16 +29,23 @@ def build_tokenizer(cfg: Config) -> Any:
 
     Raises ConfigError if conversations of several turns are configured and the template cannot render them.
     """
-    tokenizer = load_tokenizer(cfg.trainer.policy.model.path, use_fast=not cfg.trainer.disable_fast_tokenizer)
-    template = cfg.generator.chat_template
-    if template.name_or_path is not None:
-        tokenizer.chat_template = _chat_template(template)
+    tokenizer = load_tokenizer(
+        cfg.trainer.policy.model.path,
+        use_fast=not cfg.trainer.disable_fast_tokenizer,
+        chat_template=configured_template(cfg.generator.chat_template),
+    )
     _check_history(cfg, tokenizer)
+    end = end_of_turn_token(tokenizer, cfg.generator.chat_template_kwargs)
+    if end is not None and end != tokenizer.eos_token_id:
+        name = tokenizer.convert_ids_to_tokens(end)
+        log.info("Answers also end at %r (token %d), with which the chat template closes them.", name, end)
     return tokenizer
 
 
-def _chat_template(template: ChatTemplateConfig) -> str:
-    assert template.name_or_path is not None
+def configured_template(template: ChatTemplateConfig) -> str | None:
+    """Return the text of the configured chat template; None for the tokenizer's own. Raises ConfigError."""
+    if template.name_or_path is None:
+        return None
     if template.source == "name":
         return TEMPLATES[template.name_or_path]
     try:

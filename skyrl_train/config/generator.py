@@ -235,7 +235,7 @@ class GeneratorConfig(OpenSection):
     rate_limit: RateLimitConfig = key(factory=RateLimitConfig, needs=only_with("generator.rate_limit.enabled", True))
     eval_sampling_params: EvalSamplingConfig = key(factory=EvalSamplingConfig)
     eval_n_samples_per_prompt: int = key(1, range=AT_LEAST_ONE)
-    """Responses per prompt in evaluation."""
+    """Responses per prompt in evaluation. They are all equal at the default temperature of evaluation, 0."""
     zero_reward_on_non_stop: bool = False
     """In training, lower the reward of a response that did not end by itself to at most 0, and to at most the lowest
     reward of the responses in its group that did. No reward is ever raised."""

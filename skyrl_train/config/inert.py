@@ -48,6 +48,25 @@ def warnings(config: Config, defaults: Config) -> Iterator[str]:
             yield f"{name}={show(value)} is unusual. Most runs use {usual.low:g} to {usual.high:g}; check the number."
 
 
+def evaluation_warnings(config: Config) -> Iterator[str]:
+    """Yield a line for each setting with which an evaluation does not measure what it seems to measure."""
+    generator, sampling = config.generator, config.generator.eval_sampling_params
+    if not config.data.val_data:
+        return
+    samples = generator.eval_n_samples_per_prompt
+    if samples > 1 and sampling.temperature == 0:
+        yield (
+            f"generator.eval_n_samples_per_prompt={samples} with generator.eval_sampling_params.temperature=0.0: all "
+            "samples of a prompt are equal. Set it to 1, or the temperature above 0."
+        )
+    training, evaluation = generator.sampling_params.stop or [], sampling.stop or []
+    if missing := [text for text in training if text not in evaluation]:
+        yield (
+            f"generator.eval_sampling_params.stop={show(sampling.stop)} lacks {show(missing)} of "
+            "generator.sampling_params.stop: evaluation does not end turns where training does. Add them."
+        )
+
+
 def _why_not_read(config: Config, name: str) -> str | None:
     """The advice of the first reason for which a key has no effect; None if it has one.
 

@@ -23,7 +23,7 @@ from skyrl_train.config.hydra import (
     unresolved,
     written_keys,
 )
-from skyrl_train.config.inert import warnings
+from skyrl_train.config.inert import evaluation_warnings, warnings
 from skyrl_train.config.keys import misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
 from skyrl_train.config.presence import Uses, missing
@@ -46,7 +46,7 @@ class PreparedConfig:
     config: Config
     """Frozen; `device` is cpu or cuda."""
     warnings: list[str]
-    """Keys that were set and have no effect, and numbers outside their usual range, a line each."""
+    """Keys that were set and have no effect, and settings that are probably mistakes, a line each."""
     notes: list[str]
     """What was fitted to this machine or to this package, and keys of the user's own: a line each."""
 
@@ -117,7 +117,8 @@ def _check(
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
     frozen = freeze(with_own_folders(config, given))
-    return PreparedConfig(frozen, list(warnings(frozen, freeze(defaults))), notes)
+    found = [*warnings(frozen, freeze(defaults)), *evaluation_warnings(frozen)]
+    return PreparedConfig(frozen, found, notes)
 
 
 @functools.cache

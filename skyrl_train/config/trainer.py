@@ -298,7 +298,7 @@ class TrainerConfig(Section):
     dump_data_batch: bool = False
     """Write the batch of every step next to the exports; `skyrl_train.trainer.batch_dump.read_batch` reads it."""
     dump_eval_results: bool = True
-    """Write the rollouts of every evaluation next to the exports."""
+    """Write the rollouts of every evaluation next to the exports: a file for each data source."""
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary embeddings in trained models, as in the Hugging Face configuration."""
     rope_theta: float | None = key(None, range=POSITIVE)

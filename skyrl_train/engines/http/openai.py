@@ -12,13 +12,14 @@ from typing import Any
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.chat import decode_answer, decode_response, opened_reasoning, render_prompt
+from skyrl_train.data.end_of_turn import end_of_turn_token
 from skyrl_train.data.messages import continues_message
 from skyrl_train.data.trajectory import Message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
 from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.wire import Limits, check_ids, checked_sampling, within
-from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.sampling import request_seed, with_stop_token
 from skyrl_train.errors import EngineError
 
 SAMPLED = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
@@ -65,6 +66,7 @@ class Translator:
         self._default_max_tokens = default_max_tokens
         self._deadline_s = deadline_s
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._end_of_turn = end_of_turn_token(tokenizer, self._chat_template_kwargs)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -133,6 +135,8 @@ class Translator:
         given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLED}
         given["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
         sampling = checked_sampling(given, "", limits)
+        if kind == "chatcmpl":
+            sampling = with_stop_token(sampling, self._end_of_turn)
         id = f"{kind}-{uuid.uuid4().hex}"
         requests = [
             SampleRequest(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from skyrl_train.data.chat import is_control, render_conversation, render_prompt
+from skyrl_train.data.end_of_turn import end_of_turn_token
 from skyrl_train.data.messages import continues_message
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options
@@ -58,6 +61,15 @@ class Reader:
             if not row.ids:
                 raise ConfigError(f"row {place} at {self.key} has no token; give a prompt that is not empty.")
         return found
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token with which the template that renders histories closes an answer; None if it renders none."""
+        if self.mode == "history":
+            with suppress(ConfigError):  # rows that hold tokens need no template
+                options = template_options(self.tokenizer, self.template, self.template_name)
+                return end_of_turn_token(self.tokenizer, options)
+        return None
 
     def _value(self, row: TensorDictBase) -> Any:
         value = lookup(row, self.key)

@@ -34,6 +34,27 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
     assert warnings("generator.async_engine=true", "trainer.use_sample_packing=true", "trainer.bf16=true") == []
 
 
+SAMPLES = "generator.eval_n_samples_per_prompt=4"
+STOP, EVALUATION_STOP = "generator.sampling_params.stop=['</a>',b]", "generator.eval_sampling_params.stop"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ((SAMPLES,), ["eval_n_samples_per_prompt=4", "temperature=0.0: all samples of a prompt are equal"]),
+        ((SAMPLES, "generator.eval_sampling_params.temperature=0.6"), []),
+        ((SAMPLES, "data.val_data=[]"), []),
+        ((STOP,), ["stop=null lacks ['</a>', 'b'] of generator.sampling_params.stop"]),
+        ((STOP, f"{EVALUATION_STOP}=[b,c]"), ["stop=['b', 'c'] lacks ['</a>'] of"]),
+        ((STOP, f"{EVALUATION_STOP}=[c,b,'</a>']"), []),
+        ((STOP, "data.val_data=[]"), []),
+    ],
+)
+def test_evaluation_that_measures_something_else_is_named(overrides: tuple[str, ...], parts: list[str]):
+    lines = warnings(*overrides)
+    assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts)
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -220,3 +220,16 @@ def test_text_begins_with_the_reasoning_that_the_prompt_opened():
         assert group.trajectories[0].messages[-1]["content"] == f"<think>\n{TOKENIZER.decode([70, 71])}"
 
     asyncio.run(run())
+
+
+def test_completions_end_at_the_templates_end_of_turn():
+    engines = Engines()
+    client = InferenceEngineClient(engines, TOKENIZER, config(SYNCHRONOUS))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        await client.generate({"prompt_token_ids": [[9]]})
+        await client.generate({"prompt_token_ids": [[9]], "sampling_params": {"max_tokens": 4, "stop_token_ids": [9]}})
+
+    asyncio.run(run())
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    assert [request.sampling.stop_token_ids for request in engines.asked] == [(end,), (9, end)]
