@@ -62,7 +62,7 @@ class Arguments:
     def __init__(self, schema: Mapping[str, Any], *, closed: bool = True):
         try:
             text = json.dumps(schema)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise Unusable(f"it cannot be written as JSON: {error}") from error
         self._validator = _validator(text, closed)
 
@@ -111,29 +111,52 @@ def _check_parts(schema: dict[str, Any], dialect: str) -> None:
     """Raise Unusable for a reference that cannot be resolved and for an invalid regular expression."""
     import regex
     from referencing import Registry
-    from referencing.exceptions import Unresolvable
     from referencing.jsonschema import specification_with
 
     specification = specification_with(dialect)
+    _prepare(schema, specification)
     waiting: list[Any] = [(schema, Registry().resolver_with_root(specification.create_resource(schema)))]
     while waiting:
         node, resolver = waiting.pop()
         if isinstance(node, bool):
             continue
-        node.pop("$schema", None)  # the library would check such a part without our keywords
-        if "unevaluatedProperties" in node:  # it has no timeouts, so _pattern_properties must come first
-            node["unevaluatedProperties"] = node.pop("unevaluatedProperties")
         try:
             for pattern in [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]:
                 regex.compile(pattern)
-            for keyword in {"$ref", "$dynamicRef"} & node.keys():
-                resolver.lookup(node[keyword])
         except regex.error as error:
             raise Unusable(f"it has {error.pattern!r:.{LISTED}}, which is no regular expression: {error}") from error
-        except Unresolvable as error:
-            raise Unusable(f"it refers to {error.ref!r}, which is not in it, and nothing is fetched") from error
+        for keyword in {"$ref", "$dynamicRef"} & node.keys():
+            _check_reference(node[keyword], resolver)
         for inner in specification.create_resource(node).subresources():
             waiting.append((inner.contents, resolver.in_subresource(inner)))
+
+
+def _prepare(schema: dict[str, Any], specification: Any) -> None:
+    """Rewrite what the libraries treat differently from other schemas, in the whole schema and in place."""
+    parts: list[Any] = [schema]
+    for node in parts:  # which grows
+        if isinstance(node, bool):
+            continue
+        node.pop("$schema", None)  # the library would check such a part without our keywords
+        if "unevaluatedProperties" in node:  # it has no timeouts, so _pattern_properties must come first
+            node["unevaluatedProperties"] = node.pop("unevaluatedProperties")
+        for name, needed in node.get("dependencies", {}).items():
+            if isinstance(needed, list):  # `referencing` takes all of them for schemas if the first one is one
+                node["dependencies"][name] = {"required": needed}
+        parts.extend(specification.subresources_of(node))
+
+
+def _check_reference(reference: Any, resolver: Any) -> None:
+    from referencing.exceptions import Unresolvable
+
+    try:
+        found = resolver.lookup(reference).contents
+    except Unresolvable as error:
+        raise Unusable(f"it refers to {error.ref!r:.{LISTED}}, which is not in it, and nothing is fetched") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Unusable(f"it refers to {_shown(reference)}, which cannot be read: {error}") from error
+    if not isinstance(found, dict | bool):
+        raise Unusable(f"it refers to {_shown(reference)}, which is not a schema: {_shown(found)}")
 
 
 # -- bounded validation ----------------------------------------------------------------------------------------------
@@ -213,12 +236,26 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
 
 
 def _unique_items(validator: Any, unique: bool, instance: Any, schema: Any) -> Iterator[Any]:
-    """Compare items as JSON text, in linear time: the library compares objects pair by pair."""
+    """Compare items by hash: the library compares objects pair by pair, in quadratic time."""
     from jsonschema.exceptions import ValidationError
 
-    texts = [json.dumps(item, sort_keys=True) for item in instance] if unique and isinstance(instance, list) else []
-    if len(set(texts)) < len(texts):
-        yield ValidationError("has non-unique elements")
+    seen = set()
+    for item in instance if unique and isinstance(instance, list) else ():
+        _remaining_s()
+        key = _hashable(item)
+        if key in seen:
+            yield ValidationError("has non-unique elements")
+            return
+        seen.add(key)
+
+
+def _hashable(value: Any) -> Any:
+    """Return keys that are equal if the values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, list):
+        return "array", tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return "object", frozenset((name, _hashable(member)) for name, member in value.items())
+    return isinstance(value, bool), value
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

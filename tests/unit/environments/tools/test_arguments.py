@@ -217,6 +217,12 @@ def test_unusual_valid_schema_is_accepted(schema: Any):
     Arguments(schema)
 
 
+DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DEEP: Any = {}
+for _ in range(5000):
+    DEEP = {"not": DEEP}
+
+
 @pytest.mark.parametrize(
     ("schema", "told"),
     [
@@ -229,6 +235,10 @@ def test_unusual_valid_schema_is_accepted(schema: Any):
         ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is no regular expression"),
         ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is none of'),
         ({"properties": {"x": {"enum": [object()]}}}, "cannot be written as JSON"),
+        (DEEP, "cannot be written as JSON"),
+        ({"$schema": DRAFT_4, "properties": {"x": {"$ref": 5}}}, "it refers to 5, which cannot be read"),
+        ({"$ref": "#/allOf/x", "allOf": [{}]}, """it refers to "#/allOf/x", which cannot be read"""),
+        ({"$ref": "#/allOf", "allOf": [{}]}, """it refers to "#/allOf", which is not a schema: [{}]"""),
     ],
 )
 def test_invalid_schema_is_refused_with_place(schema: Any, told: str):
@@ -285,6 +295,31 @@ def test_unique_items_are_compared_in_linear_time(monkeypatch: pytest.MonkeyPatc
     schema = {"properties": {"x": {"uniqueItems": True}}}
     assert checked_in_time(schema, {"x": items}, monkeypatch) is None
     assert "twice" in str(checked_in_time(schema, {"x": [*items, items[0]]}, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("items", "unique"),
+    [
+        ([1, 1.0], False),
+        ([{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}], False),
+        ([None, None], False),
+        ([1, True, 0, False, "1", None, [1], [True], {}, [], ""], True),
+        ([{"a": 1}, {"a": "1"}, ["a", 1], {"a": None}], True),
+    ],
+)
+def test_unique_items_are_compared_as_json(items: list[Any], unique: bool):
+    assert (Arguments({"properties": {"x": {"uniqueItems": True}}}).wrong({"x": items}) is None) == unique
+    assert Arguments({"properties": {"x": {"uniqueItems": False}}}).wrong({"x": items}) is None
+
+
+@pytest.mark.parametrize("draft", ["04", "06", "07"])
+def test_dependencies_may_mix_schemas_and_names(draft: str):
+    dependencies = {"a": {"properties": {"b": {"type": "string"}}}, "b": ["c"], "d": {"required": ["e"]}}
+    part = {"dependencies": dependencies}
+    check = Arguments({"$schema": f"http://json-schema.org/draft-{draft}/schema#", "properties": {"x": part}})
+    assert check.wrong({"x": {"b": 1, "c": 2}}) is None
+    assert check.wrong({"x": {"b": 1}}) == "the argument 'x.c' is missing."
+    assert check.wrong({"x": {"d": 1}}) == "the argument 'x.e' is missing."
 
 
 def nested(levels: int) -> Any:
