@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.correction_step import OffPolicyCorrection
-from skyrl_train.algorithms.corrections import effective_sample_size, sequence_ratios
+from skyrl_train.algorithms.corrections import effective_sample_size, inside, sequence_ratios
 from skyrl_train.algorithms.losses import importance_sampling
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.ratios import importance_ratios
@@ -222,3 +222,8 @@ def test_a_masked_sequence_gives_the_update_of_a_batch_without_it():
     one = weigh(kept, partial(token_mean, max_seq_len=1)).select(rows)
     other = weigh(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
     torch.testing.assert_close(one.token_weights, other.token_weights, rtol=1e-15, atol=0)
+
+
+def test_bounds_of_a_correction_are_inclusive():
+    ratios = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
+    assert inside(ratios, 0.5, 2.0).tolist() == [False, True, True, True, False]

@@ -26,6 +26,7 @@ from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.report.memory import AllocationRecord
+from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
 from tests.support.machine import network_address
 from tests.support.padded_reference import assert_same_tensors, padded_scores
@@ -470,3 +471,23 @@ def test_ranks_that_have_other_calls_are_not_asked_whether_they_live():
         return [*found, await learner.answers(0.1)]
 
     assert asyncio.run(run()) == [True, True, False]
+
+
+def test_router_loss_counts_tokens_of_all_ranks(tmp_path: Path):
+    model, batch = save_tiny_model(tmp_path, "qwen3_moe"), policy_batch()
+    tokens = int(batch.loss_mask.sum())
+    spec = tiny_spec(model, strategy=RECORDING, router_aux_loss_coef=0.5)
+
+    worker = RecordingWorker(spec, 0, 1)
+    worker.setup(*worker.address())
+
+    def gradients_of(part: TrainBatch) -> dict[str, Tensor]:
+        worker.update(MiniBatch([part], 1, tokens))
+        return worker.gradients()
+
+    whole, first, second = map(gradients_of, (batch, batch.select([0, 1, 2]), batch.select(list(range(3, len(batch))))))
+    worker.close()
+    routers = [name for name in whole if ".gate." in name]
+    assert routers
+    for name in routers:
+        torch.testing.assert_close(first[name] + second[name], whole[name])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.models.ragged_attention import Segments, gathered, ragged_attention
 
@@ -130,3 +131,27 @@ def test_gradients_of_a_row_taken_often_are_the_same_bits_every_time():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+class AccumulatorDtypes(TorchDispatchMode):
+    """Records the dtype of every tensor into which an operator adds rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index_add_, torch.ops.aten.index_put_):
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gathered_gradient_is_summed_in_float32():
+    """PyTorch's CPU kernel widens by itself, the one for CUDA does not: there, bfloat16 stops counting at 256."""
+    rows = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    total = gathered(rows, torch.zeros(1024, dtype=torch.long)).sum()
+    with AccumulatorDtypes() as accumulators:
+        total.backward()
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[1024.0] * 4]
+    assert accumulators.seen == [torch.float32]

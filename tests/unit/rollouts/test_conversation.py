@@ -5,15 +5,17 @@ import gc
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt
-from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -52,6 +54,7 @@ class ToyEnvironments:
 
 
 def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int = 3, **options: Any):  # type: ignore[no-untyped-def]
+    position = options.pop("position", 11)
     settings = RolloutSettings(
         sampling=SamplingParams(max_tokens=5, temperature=options.pop("temperature", 0.7)),
         num_samples=samples,
@@ -61,7 +64,7 @@ def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int
     )
     client = EngineClient([engine], deadline_s=10.0)
     generator = ConversationGenerator(Lockstep(client), environments, TOKENIZER, settings)
-    return asyncio.run(generator.rollout(PROMPT, position=11))
+    return asyncio.run(generator.rollout(PROMPT, position=position))
 
 
 def answer(request: SampleRequest) -> list[int]:
@@ -211,3 +214,23 @@ def test_while_its_environment_works_a_conversation_keeps_no_completion_whose_to
     group = generate(ScriptedEngine(answer), Environments([]))
     assert [item.reward for item in group.trajectories] == [2.0] * 3
     assert kept == [before] * 3
+
+
+def test_turn_across_sync_reports_both_versions():
+    item = Trajectory.empty(PROMPT, 0, 1.0)
+    ledger = Ledger(item)
+    ledger.open([1, 2])
+    logprobs = np.zeros(5, dtype=np.float32)
+    spans = [VersionSpan(0, 2, 3), VersionSpan(2, 5, 4)]
+    ledger.sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
+    (turn,) = item.turns
+    assert (turn.min_version, turn.max_version, turn.mean_version) == (3, 4, (2 * 3 + 3 * 4) / 5)
+
+
+def test_seeds_differ_between_epochs():
+    seeds = []
+    for position in (11, 12):
+        engine = ScriptedEngine(answer)
+        generate(engine, ToyEnvironments([]), position=position)
+        seeds.append({request.seed for request in engine.batches[0]})
+    assert len(seeds[0] | seeds[1]) == 6

@@ -264,6 +264,15 @@ def test_a_conversation_that_is_too_long_ends_with_what_was_sampled(one_message:
     assert item.reward == sum(range(len(item.turns) + 1))
 
 
+@pytest.mark.parametrize("one_message", [True, False])
+def test_context_may_fill_the_prompt_limit(one_message: bool):
+    _, engine = play(says("ab"), Talks(until(2)), one_message=one_message)
+    longest = len(contexts(engine)[1])
+    for limit, turns in ((longest, 2), (longest - 1, 1)):
+        group, _ = play(says("ab"), Talks(until(2)), one_message=one_message, max_prompt_tokens=limit)
+        assert len(group.trajectories[0].turns) == turns
+
+
 @pytest.mark.parametrize(
     ("row", "expected"), [({}, 3), ({"max_turns": 2}, 2), ({"max_turns": 9}, 3), ({"max_turns": float("nan")}, 3)]
 )

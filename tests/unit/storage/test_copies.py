@@ -9,7 +9,7 @@ from skyrl_train.errors import StorageError
 from skyrl_train.models.loading import load_causal_lm, load_config
 from skyrl_train.storage.copies import local_copy
 from skyrl_train.storage.folder import StoredFolder
-from skyrl_train.storage.manifests import upload, write_manifest
+from skyrl_train.storage.manifests import fetch, upload, write_manifest
 from tests.support.s3_server import BUCKET, S3Server
 
 
@@ -92,3 +92,15 @@ def test_an_address_with_nothing_and_a_server_that_refuses_are_named(server: S3S
     server.refused = "."
     with pytest.raises(StorageError, match=r"s3://runs/x: cannot be looked at.*come from AWS_ACCESS_KEY_ID"):
         local_copy(f"s3://{BUCKET}/x")
+
+
+def test_changed_file_of_equal_size_is_fetched_again(server: S3Server, tmp_path: Path):
+    store, export, local = StoredFolder(f"s3://{BUCKET}/exports"), tmp_path / "export", tmp_path / "local"
+    export.mkdir()
+    (export / "config.json").write_text("first")
+    write_manifest(export)
+    assert upload(store, "policy", export)
+    local.mkdir()
+    (local / "config.json").write_text("wrong")
+    assert fetch(store, "policy", local) is None
+    assert (local / "config.json").read_text() == "first"

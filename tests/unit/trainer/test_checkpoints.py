@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -320,3 +321,36 @@ def test_kill_at_a_random_moment_of_a_save_loses_at_most_that_save(tmp_path: Pat
     assert found is None or found.state["step_again"] == step
     again = save(Checkpoints(tmp_path, keep=2), step + 1)
     assert verify(again) is None, "saving goes on over what the crash left"
+
+
+def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    events: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def record_rename(source: Any, target: Any) -> None:
+        events.append(("rename", Path(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_rename)
+    final = save(Checkpoints(tmp_path), 3)
+    files = [path.relative_to(final) for path in final.rglob("*")]
+    partial = next(
+        path for kind, path in events if kind == "rename" and path.parent == tmp_path and path.suffix != ".new"
+    )
+    visible = events.index(("rename", partial))
+    durable_before = {path for kind, path in events[:visible] if kind == "fsync"}
+    for name in files:
+        written = partial / name
+        assert written in durable_before or written.with_name(f".{name.name}.new") in durable_before, name
+    assert partial in durable_before
+    assert ("fsync", tmp_path) in events[visible:], "the folder's new name is durable too"
+    for position, (kind, path) in enumerate(events):
+        if kind == "rename" and path.suffix == ".new":
+            assert ("fsync", path) in events[:position]
+            assert ("fsync", path.parent) in events[position:]

@@ -13,7 +13,7 @@ import torch
 from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
 from skyrl_train.algorithms.advantages import gae, grpo, opo, reinforce_pp, rloo
 from skyrl_train.algorithms.correction_step import OffPolicyCorrection
-from skyrl_train.algorithms.kl import FixedKLController, k1
+from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1
 from skyrl_train.algorithms.reductions import (
     prompt_mean,
     seq_mean_token_sum_norm,
@@ -125,3 +125,12 @@ def test_picked_rows_keep_their_episodes():
     part = CUT.select([4, 1, 0, 2])
     assert part.episodes.count == 2
     assert part.episodes.of_sequence.tolist() == [1, 0, 0, 0]
+
+
+def test_adaptive_kl_counts_episodes():
+    coefficients = []
+    for one in (WHOLE, CUT):
+        controller = AdaptiveKLController(0.5, target=0.001, horizon=100)
+        AdvantageStep(rloo, kl=KLInReward(k1, controller))(one, Metrics())
+        coefficients.append(controller.coef)
+    assert coefficients[0] == coefficients[1] != 0.5
