@@ -55,8 +55,9 @@ class ReplayBuffer:
         """
         Args:
             max_size: How many rows are kept; or `storage` says it, as in TorchRL: also an empty one of torchrl's, or a
-                function that makes one. Rows are kept here whatever it is.
-            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces; also torchrl's own.
+                class or function that makes one. Rows are kept here whatever it is.
+            sampler: TorchRL's place for `shuffle` and `drop_last`, whose values it replaces; also torchrl's own, and
+                a class or function that makes one.
             batch_size: Rows per `sample()` and per batch of an iteration.
             transform: What rows go through when they are written and read; see `append_transform`.
             drop_last: Drop a smaller last batch.
@@ -66,6 +67,7 @@ class ReplayBuffer:
         if (max_size is None) == (storage is None):
             raise ValueError(f"max_size={max_size}, storage={storage}: give one of the two.")
         if sampler is not None:
+            sampler = sampler() if callable(sampler) else sampler
             if type(sampler).__name__ != SamplerWithoutReplacement.__name__:
                 raise ValueError(f"sampler={sampler!r:.80}: only SamplerWithoutReplacement; every row is sampled once.")
             shuffle, drop_last = sampler.shuffle, sampler.drop_last
@@ -216,8 +218,9 @@ def _unchanged(tensordict: TensorDictBase) -> TensorDictBase:
 
 
 def _size_of(storage: Any) -> int | None:
-    """The size that a storage, or a function that makes one, says."""
-    storage = storage if hasattr(storage, "max_size") or not callable(storage) else storage()
+    """The size that a storage, or a class or function that makes one, says."""
+    if isinstance(storage, type) or (callable(storage) and not hasattr(storage, "max_size")):
+        storage = storage()
     if not hasattr(storage, "max_size"):
         raise ValueError(f"storage={storage!r:.80} has no max_size: give LazyStackStorage(n).")
     if not isinstance(storage, LazyStackStorage) and len(storage):

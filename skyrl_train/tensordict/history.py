@@ -19,7 +19,8 @@ NO_MESSAGE = "<none>"
 Parser = Callable[[str], list[dict[str, Any]]]
 _OTHER_NAMES = {
     "chatml_format": TEMPLATES["chatml"],
-    "qwen": TEMPLATES["chatml"],
+    "qwen": "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}" + TEMPLATES["chatml"],
     "llama": TEMPLATES["llama3"],
     "llama4": TEMPLATES["llama3"]
     .replace("<|start_header_id|>", "<|header_start|>")

@@ -9,17 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
 from skyrl_train.tensordict.collectors.weight_updaters import WeightUpdaterBase
-from skyrl_train.tensordict.envs.base import Policy, TensorDictEnv, keys_of
+from skyrl_train.tensordict.envs.base import Policy, TensorDictEnv, Transform, keys_of
 from skyrl_train.tensordict.envs.versions import PolicyVersion, Version
 from skyrl_train.tensordict.ragged import flattened
 from skyrl_train.tensordict.wrappers.weight_sync import Source
 
 log = logging.getLogger(__name__)
+
+MAX_TOO_LONG = 100
+"""Number of times in a row that a first prompt beyond the model's context is replaced, before that is an error."""
 
 
 class LLMCollector(Delivery):
@@ -30,6 +34,9 @@ class LLMCollector(Delivery):
     - yield_completed_trajectories: [N], concatenated whole trajectories, as soon as they have `dialog_turns_per_batch`
       turns (None: as soon as there is one). Unfinished ones continue in the next batch.
     - yield_only_last_steps: [N], only the last turn of each trajectory; `dialog_turns_per_batch` counts those.
+
+    A conversation that leaves the model no room for another answer is truncated after its last turn, and a first prompt
+    that does is passed over with a warning; this needs a policy with `fits`, as wrappers have it.
 
     Nothing is sampled before the first batch is requested. Weights change only between two turns: every turn is sampled
     by a single version, which `track_policy_version` records.
@@ -100,6 +107,9 @@ class LLMCollector(Delivery):
         self._versions = self._version_transform(track_policy_version)
         self._owned = policy is None
         self.policy: Any = policy_factory() if policy_factory is not None else policy
+        self._fits: Callable[[TensorDictBase], list[bool]] | None = getattr(self.policy, "fits", None)
+        if self._fits is not None:
+            self.env.append_transform(_ContextLimit(self._fits))
         self.turns = 0
         """Number of turns that have run."""
         self.dropped_turns = 0
@@ -213,7 +223,7 @@ class LLMCollector(Delivery):
 
     def _turn(self) -> TensorDictBase:
         """Run one step of all rows; the result has "next"."""
-        root = self.env.reset() if self._root is None else self._root
+        root = self._room(self.env.reset()) if self._root is None else self._root
         try:
             with self.no_sampling():
                 self._versions.acting = self._versions.version
@@ -222,9 +232,25 @@ class LLMCollector(Delivery):
         finally:
             self._versions.acting = None
         self.turns += len(step)
+        following = self._room(following, step["next", "done"])
         # The next observation is in the record as "next": a policy that writes into its input must not change it.
         self._root = lazy_stack([row.copy() for row in following.unbind(0)])
         return step
+
+    def _room(self, root: TensorDictBase, new: torch.Tensor | None = None) -> TensorDictBase:
+        """Begin other episodes in the rows, of those that `new` [B, 1] marks, whose first prompt leaves no room."""
+        fresh = [True] * len(root) if new is None else new.reshape(len(root), -1).any(-1).tolist()
+        for _ in range(MAX_TOO_LONG):
+            places = [place for place, is_new in enumerate(fresh) if is_new]
+            rows = root.unbind(0)
+            fits = self._fits(lazy_stack([rows[place] for place in places])) if self._fits and places else []
+            beyond = {place for place, fit in zip(places, fits, strict=False) if not fit}
+            if not beyond:
+                return root
+            log.warning("passed over %d first prompts that are longer than the model's context", len(beyond))
+            fresh = [place in beyond for place in range(len(root))]
+            root = self.env.reset(root.set("_reset", torch.tensor(fresh)))
+        raise ConfigError(f"{MAX_TOO_LONG} prompts in a row are longer than the model's context (max_model_len).")
 
     def _forget(self) -> None:
         """Discard the current episodes: the next turn begins new ones."""
@@ -266,6 +292,24 @@ class LLMCollector(Delivery):
                 closing.callback(self.policy.close)
             if self.weight_updater is not None:
                 closing.callback(self.weight_updater.close)
+
+
+class _ContextLimit(Transform):
+    """Truncates an episode whose next prompt leaves the model no room for an answer."""
+
+    last = True  # other transforms may still append to the prompt
+
+    def __init__(self, fits: Callable[[TensorDictBase], list[bool]]):
+        self.fits = fits
+
+    def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        full = torch.zeros(len(following), 1, dtype=torch.bool)
+        going = [place for place, row in enumerate(following.unbind(0)) if not row["done"].any()]
+        if going:
+            rows = following.unbind(0)
+            full[going, 0] = torch.tensor([not fits for fits in self.fits(lazy_stack([rows[i] for i in going]))])
+        following.set("truncated", following["truncated"] | full)
+        return following.set("done", following["done"] | full)
 
 
 def check_yields(

@@ -26,7 +26,7 @@ from skyrl_train.tensordict.wrappers.distributions import LLMMaskedCategorical
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.inputs import MODES, EngineInput, Reader
 from skyrl_train.tensordict.wrappers.outputs import Answer, Layout, generated, scored
-from skyrl_train.tensordict.wrappers.parameters import Generation, overridden, read_generate_kwargs
+from skyrl_train.tensordict.wrappers.parameters import Generation, common_names, overridden, read_generate_kwargs
 from skyrl_train.tensordict.wrappers.requests import numbered, sample_requests
 
 
@@ -115,7 +115,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "model")}
         super().__init__()
-        given |= {"generate_kwargs": dict(generate_kwargs or {}), "tokenizer_kwargs": dict(tokenizer_kwargs or {})}
+        given |= {"generate_kwargs": common_names(generate_kwargs), "tokenizer_kwargs": dict(tokenizer_kwargs or {})}
         self._given = given
         self._engine = self.model = model
         self.history_key, self.text_key, self.tokens_key = history_key, text_key, tokens_key
@@ -166,6 +166,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         containers = self._containers(rows, answers, generation, tuple(tensordict.batch_size))
         samples = () if generation.num_samples is None or not self.generate else (generation.num_samples,)
         return self._place(tensordict, tensordict_out, containers, samples)
+
+    def fits(self, tensordict: TensorDictBase) -> list[bool]:
+        """Whether the prompt of each row leaves the model room for a token. True where the engine states no limit."""
+        rows, limit = rows_of(tensordict), self.engine.capabilities.max_model_len
+        return [not limit or len(row.ids) < limit for row in self._reader.read(rows)]
 
     def _generation(self, given: Mapping[str, Any]) -> Generation:
         if not given:
@@ -316,7 +321,10 @@ class LLMWrapperBase(TensorDictModuleBase):
             self._dispatcher.cleanup(flush)
 
     def get_batching_state(self) -> dict[str, Any]:
-        return {"batching": self.batching, **(self._dispatcher.state() if self._dispatcher is not None else {})}
+        """What waits and runs, by TorchRL's names; only `batching_enabled` without batching. See Dispatcher.state."""
+        if self._dispatcher is None:
+            return {"batching_enabled": False}
+        return {"batching_enabled": True, **self._dispatcher.state()}
 
     def register_collector(self, collector: Any) -> None:
         """Set `self.collector`, held only weakly; `collector` may itself be a weakref.ref."""

@@ -60,6 +60,8 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._groups: dict[Hashable, deque[Item]] = {}
         self._running = 0
+        self._callers = 0
+        """Number of threads in `submit`."""
 
     def submit(self, items: Sequence[Any], parameters: Hashable, deadline_s: float) -> list[Any]:
         """Answers to `items`, in order.
@@ -69,10 +71,12 @@ class Dispatcher:
         end = time.monotonic() + deadline_s
         submission = _Submission(items, time.monotonic() + self.wait_s, self._lock)
         with self._lock:
+            self._callers += 1
             self._groups.setdefault(parameters, deque()).extend((submission, place) for place in range(len(items)))
             try:
                 self._await(submission, parameters, end, deadline_s)
             finally:
+                self._callers -= 1
                 if submission.missing:  # late, failed in an earlier batch, or interrupted: drop the rest
                     self._withdraw(submission, parameters)
         if submission.error is not None:
@@ -102,14 +106,17 @@ class Dispatcher:
             time.sleep(0.001)
 
     def state(self) -> dict[str, Any]:
+        """The settings, the number of items that wait (`queue_size`) and of calls without an answer
+        (`pending_futures`), and whether a batch is running (`processing`, `lock_state`)."""
         with self._lock:
             return {
                 "min_batch_size": self.min_size,
                 "max_batch_size": self.max_size,
-                "batching_timeout": self.wait_s,
-                "pending_items": sum(map(len, self._groups.values())),
-                "pending_groups": len(self._groups),
-                "running_batches": self._running,
+                "queue_size": sum(map(len, self._groups.values())),
+                "processing": self._running > 0,
+                "lock_state": "locked" if self._running else "unlocked",
+                "pending_futures": self._callers,
+                "timeout": self.wait_s,
             }
 
     def _await(self, submission: _Submission, parameters: Hashable, end: float, deadline_s: float) -> None:

@@ -40,15 +40,7 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
 
     Raises ConfigError, a ValueError, that lists every unknown name, wrong value and contradiction.
     """
-    key = "generate_kwargs"
-    values: dict[str, Any] = {}
-    for name, value in (given or {}).items():
-        if value is None:
-            continue
-        same = _SAME.get(name, name)
-        if same in values and values[same] != value:
-            raise ConfigError(f"{key}.{name}={value!r} contradicts {same}={values[same]!r}; give one of them.")
-        values[same] = value
+    key, values = "generate_kwargs", common_names(given)
     for name, off in _ONLY_OFF.items():
         if (value := values.pop(name, None)) not in off:
             raise ConfigError(f"{key}.{name}={value!r} is beam search, which no engine does; leave it out.")
@@ -63,14 +55,32 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
     return Generation(normalise(values, key), samples, seed, skip)
 
 
+def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`given` under TorchRL's common names (`max_new_tokens` for `max_tokens`), without values that are None.
+
+    Raises ConfigError if two names of a parameter have different values.
+    """
+    values: dict[str, Any] = {}
+    for name, value in (given or {}).items():
+        if value is None:
+            continue
+        common = _SAME.get(name, name)
+        if common in values and values[common] != value:
+            raise ConfigError(
+                f"generate_kwargs.{name}={value!r} contradicts {common}={values[common]!r}; give one of them."
+            )
+        values[common] = value
+    return values
+
+
 def overridden(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A wrapper's generate_kwargs, overridden by those of a call, even if they use different aliases."""
+    """A wrapper's generate_kwargs, which have common names, overridden by those of a call."""
     gone = {_SAME.get(name, name) for name in given}
     if "temperature" in given:
         gone.add("do_sample")
     if given.get("do_sample") is False or (given.get("do_sample") and own.get("temperature") == 0):
         gone.add("temperature")
-    return {**{name: value for name, value in own.items() if _SAME.get(name, name) not in gone}, **given}
+    return {**{name: value for name, value in own.items() if name not in gone}, **given}
 
 
 def _samples(key: str, asked: int | None, num_samples: int | None) -> int | None:

@@ -154,9 +154,9 @@ def test_a_storage_says_how_many_rows_are_kept():
         buffer = ReplayBuffer(storage=storage)
         buffer.extend(rows(1, 2, 3))
         assert len(buffer) == 2
-    endless = ReplayBuffer(storage=LazyStackStorage())
-    endless.extend(rows(*range(1, 20)))
-    assert len(endless) == 19
+    for endless in (ReplayBuffer(storage=LazyStackStorage()), ReplayBuffer(storage=LazyStackStorage)):
+        endless.extend(rows(*range(1, 20)))
+        assert len(endless) == 19
     for wrong in ({"storage": ListStorage(2, held=1)}, {"storage": 3}, {"max_size": 2, "sampler": object()}):
         with pytest.raises(ValueError, match=r"storage|sampler"):
             ReplayBuffer(**wrong)
@@ -196,3 +196,7 @@ def test_torchrls_storage_and_sampler_say_the_same():
     for size, storage in ((None, None), (3, LazyStackStorage(3))):
         with pytest.raises(ValueError, match="give one of the two"):
             ReplayBuffer(size, storage=storage)
+    for sampler in (SamplerWithoutReplacement, lambda: SamplerWithoutReplacement(shuffle=True)):
+        assert len(ReplayBuffer(3, sampler=sampler)) == 0
+    with pytest.raises(ValueError, match="only SamplerWithoutReplacement"):
+        ReplayBuffer(3, sampler=dict)

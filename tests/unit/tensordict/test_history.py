@@ -113,13 +113,22 @@ def test_a_rendered_text_is_read_with_its_blanks_and_its_open_turn():
 @pytest.mark.defect("unread-templates")
 @pytest.mark.parametrize("name", ["chatml_format", "qwen", "llama", "llama3", "llama4"])
 def test_what_a_named_template_renders_is_read_again(name: str):
-    plain = [*CHAT[:1], {"role": "assistant", "content": "yes"}]
+    plain = [{"role": "system", "content": "Be brief."}, *CHAT[:1], {"role": "assistant", "content": "yes"}]
     history = History.from_chats(plain)
     text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name=name, add_generation_prompt=False)
     for given in (name, None):
         assert History.from_text(text, chat_template_name=given).to_chats() == plain
     with pytest.raises(ConfigError, match="another template"):
         add_chat_template(name, "{{ messages }}")
+
+
+def test_qwen_writes_its_own_system_message_where_there_is_none():
+    opening = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    rendered = {"tokenizer": TOKENIZER, "chat_template_name": "qwen", "add_generation_prompt": True}
+    assert History.from_chats([{"role": "user", "content": "hi"}]).apply_chat_template(**rendered) == opening + asked
+    own = History.from_chats([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}])
+    assert own.apply_chat_template(**rendered) == opening.replace("You are a helpful assistant.", "Be brief.") + asked
 
 
 @pytest.mark.defect("unread-templates")
@@ -145,7 +154,8 @@ def test_a_conversation_that_begins_with_the_assistant_has_its_mask():
 @pytest.mark.defect("D16")
 def test_calls_of_tools_go_round_as_they_were_written():
     called = '<tool_call>\n{"name": "now"}\n</tool_call>'
-    history = History.from_chats([{"role": "assistant", "content": called}])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": called}]
+    history = History.from_chats(chat)
     text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name="qwen", add_generation_prompt=False)
     assert History.from_text(text, chat_template_name="qwen").to_chats() == history.to_chats()
     unargued = {"role": "assistant", "content": "", "tool_calls": [{"name": "now"}]}

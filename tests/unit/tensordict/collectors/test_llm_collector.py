@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import queue as queues
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDictBase
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
+from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from skyrl_train.testing.tiny_models import byte_tokenizer
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 
 
 class EndsByQuestion(Transform):
@@ -182,6 +186,43 @@ def test_a_wrapper_may_write_where_it_likes(inplace: Any):
     assert len(batch[1]["history"].full.to_chats()) == 3
     assert batch[1]["tokens"].response.tolist() == [*tokenizer("yes")["input_ids"], tokenizer.eos_token_id]
     assert wrapper.collector is collects
+
+
+@pytest.fixture(scope="module")
+def short_model() -> Iterator[TransformersWrapper]:
+    """A model with a context of 64 tokens, which answers with 10."""
+    model, tokenizer = tiny_model(), byte_tokenizer()
+    model.config.max_position_embeddings = 64
+    settings: dict[str, Any] = {"generate_kwargs": {"max_tokens": 10, "ignore_eos": True}}
+    with closing(TransformersWrapper(model, tokenizer=tokenizer, **settings)) as wrapper:
+        yield wrapper
+
+
+def test_a_conversation_ends_where_the_models_context_does(short_model: TransformersWrapper):
+    env = conversations(1, 9, 1, 1, 1, 1, 1, 1, 1, 1)
+    collects = collector(env, 10, policy=short_model, yield_completed_trajectories=True)
+    batch = next(iter(collects))
+    assert batch is not None
+    turns: dict[str, list[TensorDictBase]] = {}
+    for row in batch.unbind(0):
+        turns.setdefault(row["query"][:2], []).append(row)
+    assert {"q0", "q1", "q2"} <= turns.keys()
+    assert 1 < len(turns["q1"]) < 9
+    last = turns["q1"][-1]["next"]
+    assert (last["truncated"].item(), last["terminated"].item(), last["done"].item()) == (True, False, True)
+    assert all(not row["next", "truncated"].item() for row in batch.unbind(0) if row["query"][:2] != "q1")
+
+
+def test_first_prompts_beyond_the_context_are_passed_over(short_model: TransformersWrapper, caplog: Any):
+    dataset = [{"query": f"q{place}/1" + " and so on" * 20 * (place in (0, 3))} for place in range(6)]
+    env = DatasetChatEnv(dataset=dataset, shuffle=False, num_envs=2)
+    env.append_transform(StepCounter()).append_transform(EndsByQuestion())
+    batch = next(iter(collector(env, 4, policy=short_model, yield_completed_trajectories=True)))
+    assert questions(batch) == ["q2", "q1", "q5", "q4"]
+    assert "longer than the model's context" in caplog.text
+    too_long = DatasetChatEnv(dataset=[{"query": "q0/1" * 100}], num_envs=2).append_transform(StepCounter())
+    with pytest.raises(ConfigError, match="max_model_len"):
+        next(iter(collector(too_long, 2, policy=short_model)))
 
 
 def test_samples_of_a_prompt_are_rows():

@@ -260,6 +260,7 @@ def test_a_new_version_loses_nothing(wrap: Any):
     )
     new = old.get_new_version(pad_output=True)
     assert new.generation == old.generation
+    assert old.generate_kwargs == {"stop": ["x"], "max_new_tokens": 7, "top_k": -1}
     assert new.get_new_version().generation.sampling.stop == ("x",)
     assert {**old._given, "pad_output": True} == new._given
     assert new.get_batching_state() == old.get_batching_state()

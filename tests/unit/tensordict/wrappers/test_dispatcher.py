@@ -84,10 +84,33 @@ def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers(w
     assert sum(seen["good"] for seen in results) > 64 * 200 * 0.6
     assert all(sum(seen[kind] for seen in results) > 0 for kind in ("bad", "late"))
     state = wrapper.get_batching_state()
-    assert state["pending_items"] == state["running_batches"] == 0
+    assert state["queue_size"] == state["pending_futures"] == 0
+    assert not state["processing"]
     batches = wrapper.engine.batches
     assert 4 < max(map(len, batches)) <= 32  # calls do share batches
     assert all(len({request.sampling for request in batch}) == 1 for batch in batches)
+
+
+def test_the_batching_state_has_torchrls_keys():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def run(items: list[int], _: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(30)
+        return items
+
+    dispatcher = Dispatcher(run, min_size=1, max_size=2, wait_s=0.5)
+    idle = {"min_batch_size": 1, "max_batch_size": 2, "timeout": 0.5, "queue_size": 0, "pending_futures": 0}
+    idle |= {"processing": False, "lock_state": "unlocked"}
+    assert dispatcher.state() == idle
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(dispatcher.submit, [1, 2, 3], (), 30.0)
+        assert begun.wait(30)
+        busy = {"queue_size": 1, "pending_futures": 1, "processing": True, "lock_state": "locked"}
+        assert dispatcher.state() == {**idle, **busy}
+        go_on.set()
+        assert call.result() == [1, 2, 3]
+    assert dispatcher.state() == idle
 
 
 class Leisurely(list):
@@ -147,7 +170,8 @@ def test_items_of_a_call_that_failed_leave_the_queue(error: type[BaseException])
     dispatcher = Dispatcher(run, max_size=1)
     with pytest.raises(error):
         dispatcher.submit(["bad", "x"], 0, 60.0)
-    assert dispatcher.state()["pending_items"] == dispatcher.state()["pending_groups"] == 0
+    assert dispatcher.state()["queue_size"] == 0
+    assert not dispatcher._groups
 
 
 @pytest.mark.defect("D12")
@@ -167,7 +191,7 @@ def test_after_a_timeout_no_callers_items_are_tried_again():
 
 def pending(dispatcher: Dispatcher, pool: ThreadPoolExecutor) -> list[Future[list[Any]]]:
     futures = [pool.submit(dispatcher.submit, [name], 0, 120.0) for name in ("a", "b")]
-    until(lambda: dispatcher.state()["pending_items"] == 2)
+    until(lambda: dispatcher.state()["queue_size"] == 2)
     return futures
 
 
@@ -183,7 +207,7 @@ def test_cleanup_answers_or_cancels_whoever_waits_and_never_deadlocks():
         wait(cancelled, 60)
         errors = [future.exception(0) for future in cancelled]
         assert all(isinstance(error, CancelledError) for error in errors)
-    assert dispatcher.state()["pending_items"] == 0
+    assert dispatcher.state()["queue_size"] == 0
 
 
 def test_cleanup_from_inside_a_batch_returns():
@@ -226,7 +250,7 @@ def test_a_caller_that_waits_too_long_leaves_the_queue():
     dispatcher = Dispatcher(double, min_size=4, wait_s=100.0)
     with pytest.raises(DeadlineExceeded):
         dispatcher.submit(["x"], 0, 0.01)
-    assert dispatcher.state()["pending_items"] == 0
+    assert dispatcher.state()["queue_size"] == 0
 
 
 def test_an_interrupt_of_the_leader_reaches_those_who_wait_for_it():

@@ -165,7 +165,7 @@ def test_properties_of_a_remote_wrapper_are_values(monkeypatch: pytest.MonkeyPat
     assert wrapper.out_keys == ["text", "masks", "tokens", "log_probs"]
     assert wrapper.log_prob_keys[0] == ("log_probs", "response")
     assert (wrapper.generate, wrapper.pad_output, wrapper.collector) == (True, False, None)
-    assert wrapper.get_batching_state() == {"batching": False}
+    assert wrapper.get_batching_state() == {"batching_enabled": False}
     assert scorer.engine is wrapper.engine
     wrapper.close()
     scorer.close()
