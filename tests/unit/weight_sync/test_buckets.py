@@ -5,6 +5,7 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
+    AlternatingBuffers,
     buckets,
     buffer_bytes,
     clear_gaps,
@@ -32,6 +33,23 @@ def test_buckets_hold_every_tensor_once_in_order_within_their_bound(tensors, buc
     for bucket in cut:
         size = buffer_bytes([by_name[name] for name in bucket.names])
         assert size <= bucket_bytes or len([n for n in bucket.names if num_bytes(by_name[n])]) == 1
+
+
+def test_a_bucket_may_be_exactly_full():
+    tensors = tuple(TensorSpec(name, (4, 4), "float32") for name in "abcd")
+    cut = buckets(Manifest(1, tensors, bucket_bytes=128))
+    assert [bucket.names for bucket in cut] == [("a", "b"), ("c", "d")]
+
+
+def test_a_bucket_stays_in_its_buffer_while_the_next_one_is_packed():
+    alternating = AlternatingBuffers()
+    first = alternating.take(0, 32, "cpu").fill_(7)
+    second = alternating.take(1, 16, "cpu").fill_(9)
+    assert first.tolist() == [7] * 32
+    third = alternating.take(2, 16, "cpu")
+    assert (third.data_ptr(), third.tolist()) == (first.data_ptr(), [7] * 16)
+    assert alternating.take(3, 64, "cpu").numel() == 64
+    assert second.tolist() == [9] * 16
 
 
 @given(specs)
