@@ -111,6 +111,15 @@ def test_an_engine_that_only_says_yes_does_not_pass():
         asyncio.run(publisher.publish(1))
 
 
+def test_a_torn_engine_does_not_pass_whatever_version_it_names():
+    engine = engine_named("left")
+    _, publisher = in_process(engine)
+    asyncio.run(publisher.publish(1))
+    engine.receiver.torn = True  # a later transfer of the same weights that failed halfway
+    with pytest.raises(WeightSyncError, match="engine left is torn"):
+        asyncio.run(publisher.check(1))
+
+
 def test_one_nan_among_the_probes_answers_does_not_pass():
     class Broken(ModelTarget):
         async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.files import BucketFolder
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import REHEARSAL, WeightSender
 from skyrl_train.weight_sync.store import InPlace
@@ -199,6 +200,14 @@ def test_a_file_that_is_torn_altered_or_gone_is_caught_by_the_tensors_name(
             pair.receiver.commit(1)
     assert not pair.receiver.torn
     assert pair.receiver.version == 0
+
+
+def test_files_that_a_killed_run_left_of_the_same_version_are_deleted(tmp_path: Path):
+    left = tmp_path / "version_1" / "bucket_00007.safetensors"
+    left.parent.mkdir()
+    left.write_text("of a run that was killed")
+    BucketFolder(str(tmp_path)).write(1, 0, [("a", torch.zeros(1))])
+    assert [path.name for path in left.parent.iterdir()] == ["bucket_00000.safetensors"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
