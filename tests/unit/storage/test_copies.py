@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,56 @@ def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(serve
     local_copy.cache_clear()
     with pytest.raises(StorageError, match="its upload is not finished"):
         local_copy(address)
+
+
+def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
+    store = StoredFolder(f"s3://{BUCKET}/model")
+    store.write("a.json", b"old")
+    store.write("b.json", b"old")
+    server.held = "GET .*/b.json"
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(local_copy, store.address)
+        assert server.holding.wait(20)
+        store.write("a.json", b"new")
+        server.let_go()
+        with pytest.raises(StorageError, match="was changed while it was fetched"):
+            copying.result(20)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_a_transfer_that_is_cut_off_leaves_nothing_and_is_an_error(
+    scheme: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = StoredFolder(f"s3://{BUCKET}/cut" if scheme == "s3" else f"file://{tmp_path}/there")
+    store.write("file", b"whole")
+    get_file = store._files.get_file
+
+    def cut_off(source: str, target: str) -> None:
+        get_file(source, target)
+        Path(target).write_bytes(b"who")
+        raise ConnectionResetError("connection reset by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "get_file", cut_off)
+        with pytest.raises(StorageError, match="cannot be read"):
+            store.get("file", tmp_path / "here" / "file")
+    assert not list((tmp_path / "here").iterdir())
+
+    def cut_short(source: str, target: str) -> None:
+        store._files.pipe_file(target, Path(source).read_bytes()[:-1])
+
+    (tmp_path / "sent").write_bytes(b"whole")
+    monkeypatch.setattr(store._files, "put_file", cut_short)
+    with pytest.raises(StorageError, match="4 bytes of 5 arrived"):
+        store.put("file", tmp_path / "sent")
+
+
+@pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed"])
+def test_one_of_two_writers_is_told_that_it_has_not_written(server: S3Server, status: str):
+    store = StoredFolder(f"s3://{BUCKET}/claim")
+    server.refused_as, server.refused_if = status, "HTTP_IF_"
+    assert not store.write_if("claim", b"mine", None)
+    assert store.read("claim") is None
 
 
 def test_an_address_with_nothing_and_a_server_that_refuses_are_named(server: S3Server):

@@ -158,6 +158,46 @@ def test_what_has_arrived_is_not_sent_again_when_a_checkpoint_is_tried_again(
     assert Machine(tmp_path / "b").loaded() == (10, "other of step 10")
 
 
+def test_an_upload_that_failed_is_repeated_before_later_ones(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mirrors, "LONGEST_PAUSE_S", 0.05)
+    with Machine(tmp_path / "a") as here:
+        server.refused = "PUT .*/global_step_10/"
+        here.save(10)
+        until(lambda: puts(server, "global_step_10/"))
+        here.save(20)
+        server.refused = ""
+        here.mirror.finish(20)
+    manifests = puts(server, r"global_step_\d+/manifest.json")
+    assert manifests == ["global_step_10/manifest.json", "global_step_20/manifest.json"]
+
+
+def test_what_was_killed_before_its_upload_is_uploaded_with_as_many_before_it_as_are_kept(tmp_path: Path):
+    address = f"file://{tmp_path}/elsewhere/run"
+    with Machine(tmp_path / "a", address, keep=2) as here:
+        here.save(10)
+        here.save(20)
+        here.mirror.finish(20)
+    with Machine(tmp_path / "a", address, keep=2) as here:
+        here.mirror.stop()
+        here.save(30)
+        here.save(40)
+    with Machine(tmp_path / "a", address, keep=2) as again:
+        again.mirror.finish(20)
+        assert again.mirror.steps() == [30, 40]
+
+
+def test_its_own_upload_is_no_other_machines(address: str, tmp_path: Path):
+    with Machine(tmp_path / "a", address) as here:
+        here.save(10)
+        until(lambda: here.mirror.steps() == [10])
+        here.mirror.stop()
+        here.save(20)  # which is never uploaded
+    with Machine(tmp_path / "a", address) as again:
+        assert again.loaded() == (20, "weights of step 20")
+
+
 @pytest.mark.defect("gone-back-and-killed")
 @pytest.mark.parametrize(("address", "machine"), [("file", "a"), ("s3", "b")], indirect=["address"])
 def test_a_run_that_went_back_and_was_killed_before_its_upload_goes_on_from_there(
@@ -216,7 +256,12 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(serve
         back.mirror.finish(20)
         assert back.mirror.steps() == [10, 15]
     assert "team/run/global_step_20/manifest.set_aside.json" in server.objects()
-    assert Machine(tmp_path / "c").loaded() == (15, "weights of step 15")
+    with Machine(tmp_path / "c") as later:
+        assert later.loaded() == (15, "weights of step 15")
+        later.mirror.finish(20)
+    names = [name for name in server.objects() if name.startswith("team/run/global_step_20/")]
+    assert "team/run/global_step_20/manifest.set_aside.json" in names
+    assert len(names) > 1, "a later start deletes nothing of what was set aside"
 
 
 @pytest.mark.defect("back-on-the-first-machine")
@@ -359,6 +404,15 @@ def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written
         until(lambda: len(one.mirror.store.find("rollouts")) == 2)
         one.mirror.finish(20.0)
     assert sorted(one.mirror.store.find("rollouts")) == [f"rollouts/step_0000000{n}.parquet" for n in (2, 3)]
+
+
+def test_a_record_that_is_written_again_before_it_was_deleted_there_stays(address: str, tmp_path: Path):
+    with Machine(tmp_path / "one", address) as one:
+        file = one.folder / "rollouts.parquet"
+        one.mirror.drop(file)
+        file.write_text("others")
+        one.mirror.finish(20.0)
+        assert one.mirror.store.read("rollouts.parquet") == b"others"
 
 
 def test_a_checkpoint_that_is_damaged_here_is_repaired_and_one_that_is_damaged_there_is_passed_over(
