@@ -165,8 +165,8 @@ def test_an_upload_that_failed_is_repeated_before_later_ones(
     with Machine(tmp_path / "a") as here:
         server.refused = "PUT .*/global_step_10/"
         here.save(10)
-        until(lambda: puts(server, "global_step_10/"))
         here.save(20)
+        until(lambda: len(puts(server, "global_step_10/")) > 1)
         server.refused = ""
         here.mirror.finish(20)
     manifests = puts(server, r"global_step_\d+/manifest.json")
