@@ -12,7 +12,7 @@ COMMANDS = (
     "sqrt sqrt[3] infty le le ge ge ne approx equiv pm mp times times div cdot cdot cdot cdot cup cap in "
     "lor emptyset mathbb{R} angle to Rightarrow setminus langle rangle lfloor rfloor lceil rceil"
 )
-SIGNS = {
+SIGNS: dict[str, str | int | None] = {
     sign: f"\\{command} " for sign, command in zip("√∛∞≤⩽≥⩾≠≈≡±∓×✕÷⋅·∙•∪∩∈∨∅ℝ∠→⇒∖⟨⟩⌊⌋⌈⌉", COMMANDS.split(), strict=True)
 }
 """Characters and the LaTeX for them. Greek letters have their names in unicodedata."""
