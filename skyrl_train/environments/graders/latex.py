@@ -22,7 +22,6 @@ import subprocess
 import sys
 from typing import Any
 
-from skyrl_train.environments.graders.math_forms import words_of
 from skyrl_train.environments.graders.math_text import normalise
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
@@ -35,24 +34,22 @@ MAX_CHARACTERS = 1000
 MEMORY_BYTES = 2 * 2**30
 HEDGES = (
     r"\b(?:either|maybe|perhaps|possibly|probably|about|approx|approximately|roughly|or so|if|not|wrong|incorrect)\b",
+    r"\b(?:dozen|hundred|squared|cubed|and counting)\b",
     r"\\(?:approx|equiv|sim|simeq|cong|to|implies|iff)(?![A-Za-z])|\\[Rr]ightarrow",
     r"[0-9]\s+[0-9]+(?![0-9]|\s*/)",
     r"\\[lcdv]?dots[bcimo]?(?![A-Za-z])|\.\.\.",
     r"[0-9}]\s*(?:'|\^?\s*\{?\s*\\prime(?![A-Za-z]))",
 )
-NUMBER_IN_TEXT = re.compile(r"\\text\{[^{}]*[0-9][^{}]*\}")
 HEDGE = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGES]
 
 
 def is_one_answer(answer: str, truth: str) -> bool:
     r"""True unless `answer`, which is normalised, is empty or hedges where the normalised `truth` does not.
 
-    A hedge is a word such as "maybe", a sign such as \approx, dots, a prime after a number, adjacent numbers ("4 2"),
-    or a number in \text{...}: whoever reads "42 \text{ (or 41)}" does not know which value is meant.
+    A hedge is a word such as "maybe" or "dozen", a sign such as \approx, dots, a prime after a number,
+    or numbers side by side.
     """
-    if not answer or (NUMBER_IN_TEXT.search(answer) and not NUMBER_IN_TEXT.search(truth) and not words_of(truth)):
-        return False
-    return not any(hedge.search(answer) and not hedge.search(truth) for hedge in HEDGE)
+    return bool(answer) and not any(hedge.search(answer) and not hedge.search(truth) for hedge in HEDGE)
 
 
 def check_installed() -> None:

@@ -1,18 +1,18 @@
-r"""Decides whether two mathematical answers are equal, with math-verify's parser and comparison for expressions.
+r"""Decides whether two mathematical answers are equal, with math-verify's parser for the expressions in them.
 
-math-verify alone ignores number bases, takes sets for tuples, takes all numbers below 1e-6 for 0, and does not read
-unicode, percent signs or Markdown. So `math_text` and `math_forms` read the structure first, expressions are compared
-by their values at random points, and math-verify's `verify` decides where that is impossible.
+math-verify alone ignores number bases, takes sets for tuples and all numbers below 1e-6 for 0, and reads no units. So
+`read` takes an answer apart into a `Form`; only the expressions in it go through the parser, and their values at random
+points are compared. math-verify's `verify` decides where there are no values.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import re
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import sympy
@@ -21,435 +21,540 @@ from math_verify import verify
 from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
-from skyrl_train.environments.graders.math_forms import (
-    THOUSANDS,
-    TRIGONOMETRIC,
-    Based,
-    Chain,
-    Form,
-    Group,
-    Unreadable,
-    Value,
-    Words,
-    key,
-    read,
-    readable,
-)
 from skyrl_train.environments.graders.math_text import normalise
 
 DIGITS = 30
-"""Decimal digits of the arithmetic that compares values."""
 MAX_DIGITS = 500
-"""Digits after which two values that agree count as equal."""
-EXACT = sympy.Float("1e-18")
-APPROXIMATE = sympy.Float("1.0001e-6")
-"""Largest relative differences of two equal values, and of two of which one has decimals in an expression."""
+"""Digits after which two constants that agree count as equal."""
 SIGNIFICANT = 6
-"""Least number of decimal places, or of significant digits, of a decimal that stands for a value it only rounds."""
+"""Minimum number of places or significant digits of a decimal that stands for a value it only rounds."""
+
+TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[A-Za-z]+|.", re.DOTALL)
+OPENING = {"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil", r"\begin"}
+CLOSING = {")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil", r"\end"}
+SEPARATORS = dict.fromkeys((",", ";", "or", "and", r"\lor", r"\land", r"\cup"), ",")
+RELATIONS = {"=": "=", "<": "<", ">": ">", r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\in": "in"}
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+INFINITY = r"\infty"
+
+NAME = re.compile(
+    r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\}|\|[A-Z]{2}\|)(?:\s*\\?[A-Za-z]+\s*)?(?:_(?:\w|\{[^{}]*\}))?'*"
+    r"(?:\((?:[^()=]|\([^()]*\))*\))?|\\(?:overline|vec|overrightarrow|hat)\s*\{[A-Za-z]+\}"
+)
+"""The left side of "x = 5", "f(x) = 5", "a_{10} = 5", "\\angle ABC = 5" or "\\text{Area} = 5"."""
+SUM = re.compile(r"[A-Za-z](?:\([^()]*\))?(?:\s*[-+]\s*[A-Za-z](?:\([^()]*\))?)+")
+"""The left side of "m + n = 116" or "f(1) + f(2) = 5"."""
+VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?")
+BASED = re.compile(r"(-?)0*([0-9A-F]+(?:\.[0-9A-F]+)?)(?:_|_?BASE)([0-9]+|[A-Z]{3,5})")
+"""A number and its base, without braces and spaces, in capitals."""
+NUMERALS = ("TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE", "TEN")
 DECIMAL = re.compile(r"([-+]*)\s*([0-9]+\.?[0-9]*|\.[0-9]+)")
-FRACTION = re.compile(r"([-+]?)\s*\\frac\{([-+]?[0-9]+)\}\{([0-9]+)\}|([-+]?)([0-9]+)\s*/\s*([0-9]+)")
+PLAIN_NUMBER = re.compile(r"-?(?:[0-9.]+|\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+\s*/\s*[0-9]+)")
+THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\overline\s*\{?([0-9]+)\}?|\(([0-9]+)\))")
+SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9_])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]+)(?![0-9A-Za-z])")
+POWER = re.compile(r"(?<=[0-9])\s*(?:\\text\{\s*)?(thousand|million|billion|trillion)(?![A-Za-z])\s*\}?")
+POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+MIXED = re.compile(r"(-?)\s*([0-9]+)\s*(\\frac\{[0-9]+\}\{[0-9]+\}|\s[0-9]+\s*/\s*[0-9]+)")
+BUILDER = re.compile(r"\s*\\?[A-Za-z]+(?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\||:|\\mid)\s*(.+)")
+REALS = re.compile(r"\\mathbb\{R\}|(?:\\text\{)?\s*all real(?:s| numbers)\s*\}?")
+RATIO = re.compile(r"([0-9]+)\s*:\s*([0-9]+)(?:\s*:\s*([0-9]+))?")
+TIME = re.compile(r"[0-9]{1,2}:[0-5][0-9](?::[0-5][0-9])?")
+WORDS = re.compile(r"[A-Za-z][A-Za-z0-9 ,.:'/()!?&-]*|[0-9]{1,2}:[0-9]{2}(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)
+PLAIN_WORDS = re.compile(r"(?:[A-Za-z]{4,}|yes|odd|not?)(?![A-Za-z])[A-Za-z ,.'-]*(?: [0-9]+.*)?", re.IGNORECASE)
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+CURRENCIES = {r"\$": "dollar", "$": "dollar", "€": "euro", "£": "pound"}
+CURRENCY = re.compile(r"(-?)\s*(\\\$|\$|€|£)\s*(-?.+)|(.+?)\s*(\\\$|\$|€|£)")
+DEGREES = re.compile(r"(.+?)\s*\^\{\\circ\}\s*[CF]?")
+PERCENT = re.compile(r"(.+?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|percentage|per cent|pct)\s*\}?)", re.IGNORECASE)
+UNIT = re.compile(
+    r"(?P<value>.*?[0-9)}! ])\s*(?:\\text\{(?P<text>[^{}0-9]*(?:\^?[23])?)\}|(?<=\s)(?P<word>[A-Za-z][A-Za-z. /]*)|"
+    r"(?P<short>[A-Za-z]{2,}(?:/[a-z]+)?))\s*(?:\^\s*\{?(?P<power>[23])\}?)?"
+)
+UNITS = (
+    "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,in inch inche,ft foot feet,"
+    "yd yard,mi mile,mg milligram,g gram,kg kilogram,lb pound,oz ounce,s sec second,min minute,h hr hour,day,week,"
+    "month,year yr,ml mL milliliter millilitre,l L liter litre,deg degree,rad radian,dollar,euro,cent,mph,"
+    "km/h kmh kph,m/s"
+)
+"""Units and their spellings. Values in different ones of them are unequal; any other word after a value is ignored."""
+SPELLINGS = {spelling: group.split()[0] for group in UNITS.split(",") for spelling in group.split()}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer is made of."""
+
+    kind: str
+    """"value", "words", "based" (a number and its base), "relation", "list", "set" or "tuple" (also an interval)."""
+    text: str = ""
+    """The LaTeX of a value, the comparison key of words, the digits in a base."""
+    mark: str = ""
+    """The unit of a value, the base of digits, the sign of a relation, the brackets of a tuple."""
+    items: tuple[Form, ...] = ()
+    """Of a list, set or tuple; the sides of a relation, the value last if there is a name."""
+    name: str = ""
+    """The x of x = 5, and of an interval that was written as an inequality."""
+
+
+class Unreadable(ValueError):
+    """An answer that cannot be read: unbalanced brackets, or nothing at all."""
 
 
 def equal(truth: str, answer: str) -> bool:
     """True if `answer` is as good as `truth`. False too if one of them cannot be read."""
     truth, answer = normalise(truth), normalise(answer)
-    if _equal_read(truth, answer, True):
-        return True
     ambiguous = THOUSANDS.fullmatch(truth) or THOUSANDS.fullmatch(answer)  # 100,200 is a number or a list
-    return bool(ambiguous) and not answer.startswith("(") and _equal_read(truth, answer, False)
+    try:
+        return same(read(truth), read(answer)) or (
+            bool(ambiguous) and not answer.startswith("(") and same(read(truth, False), read(answer, False))
+        )
+    except Unreadable:
+        return False
 
 
 def check(truth: str) -> str | None:
     """Return why a ground truth cannot be read, or None if it can be."""
     try:
-        form = read(normalise(truth))
+        latex = list(_expressions(read(normalise(truth))))
     except Unreadable as error:
         return str(error)
-    for latex in readable(form):
-        if parsed(latex) is None:
-            return f"{latex!r} is not an expression that math-verify can parse"
-    return None
+    unread = [text for text in latex if parsed(text) is None]
+    return f"{unread[0]!r} is not an expression that math-verify can parse" if unread else None
 
 
-def _equal_read(truth: str, answer: str, thousands: bool) -> bool:
-    try:
-        return same(read(truth, thousands), read(answer, thousands))
-    except Unreadable:
-        return False
+def _expressions(form: Form) -> Iterator[str]:
+    """The LaTeX that must be mathematics."""
+    if form.kind == "value":
+        yield form.text
+    for item in form.items[1:] if form.kind == "relation" and form.name else form.items:
+        yield from _expressions(item)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def read(text: str, thousands: bool = True) -> Form:
+    """Return the form of a normalised text (see `math_text.normalise`). Raises Unreadable.
+
+    Args:
+        thousands: Whether 1,234 is one number; otherwise it is a list of two.
+    """
+    if thousands and not text.startswith(("(", "[", r"\{")):
+        text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    text = POWER.sub(lambda match: rf"\\times 10^{{{POWERS[match[1]]}}}".replace("\\\\", "\\"), text)
+    text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", REPEATING.sub(_repeating, text))
+    forms: list[Form] = []
+    for piece, _ in _split(text.removeprefix("= "), SEPARATORS):
+        for variant in _signs(piece) if piece else []:
+            form = _element(variant)
+            forms += form.items if form.kind == "list" else [form]
+    if not forms:
+        raise Unreadable("there is nothing to read")
+    return forms[0] if len(forms) == 1 else Form("list", items=tuple(forms))
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, start, period = match[1] or "0", match[2], match[3] or match[4]
+    above = int(whole + start + period) - int(whole + start)
+    return rf"\frac{{{above}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"
+
+
+def _split(text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
+    """Split at those of `marks` that are in no brackets, into pieces and the mark before each ("" at first)."""
+    depth, start, before = 0, 0, ""
+    pieces = []
+    for token in TOKEN.finditer(text):
+        depth += (token[0] in OPENING) - (token[0] in CLOSING)
+        if depth < 0:
+            raise Unreadable(f"{token[0]!r} closes nothing")
+        if depth == 0 and token[0] in marks:
+            pieces.append((text[start : token.start()].strip(), before))
+            before, start = marks[token[0]], token.end()
+    if depth:
+        raise Unreadable("a bracket is not closed")
+    return [*pieces, (text[start:].strip(), before)]
+
+
+def _signs(piece: str) -> list[str]:
+    r"""The values of \pm and \mp: signs are chosen separately, or together if there is a \mp."""
+    first, *rest = re.split(r"\\([pm][pm])(?![A-Za-z])", piece)
+    marks, parts = rest[::2], rest[1::2]
+    if not marks or len(marks) > 4:
+        return [piece]
+    choices = product((1, -1), repeat=len(marks)) if "mp" not in marks else [(1,) * len(marks), (-1,) * len(marks)]
+    return [
+        first
+        + "".join(
+            ("-+"[(sign > 0) == (mark == "pm")]) + part for sign, mark, part in zip(choice, marks, parts, strict=True)
+        )
+        for choice in choices
+    ]
+
+
+def _element(text: str) -> Form:
+    """Read one value, group or relation."""
+    text = text.strip()
+    if not text:
+        raise Unreadable("there is nothing to read")
+    if based := _based(text):
+        return based
+    if REALS.fullmatch(text):
+        return Form("tuple", mark="()", items=(Form("value", f"-{INFINITY}"), Form("value", INFINITY)))
+    if (ratio := RATIO.fullmatch(text)) and not TIME.fullmatch(text) and int(ratio[1]):
+        parts = [Form("value", rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number]
+        two = Form("value", rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
+        return Form("tuple", mark=":", items=tuple(parts)) if ratio[3] else two
+    sides = _split(text, RELATIONS)
+    if len(sides) > 1:
+        return _relation([side for side, _ in sides], [mark for _, mark in sides[1:]])
+    return _group(text) or _words(text) or _value(text)
+
+
+def _group(text: str) -> Form | None:
+    """Read a set, tuple or interval, or what is in brackets around the whole text; None if there are none."""
+    tokens = [token[0] for token in TOKEN.finditer(text)]
+    first, last = tokens[0], tokens[-1]
+    if first not in (r"\{", "(", "[", "{", r"\langle") or last not in (r"\}", ")", "]", "}", r"\rangle"):
+        return None
+    depth = 0
+    for token in tokens[:-1]:
+        depth += (token in OPENING) - (token in CLOSING)
+        if depth == 0:
+            return None
+    inner = text[len(first) : -len(last)].strip()
+    if first in (r"\{", "{"):
+        if not inner:
+            return Form("value", r"\emptyset")
+        if (builder := BUILDER.fullmatch(inner)) or first == "{":
+            return read(builder[1] if builder else inner)
+    items = tuple(_element(piece) for piece, _ in _split(inner, SEPARATORS if first == r"\{" else {",": ",", ";": ","}))
+    if first == r"\{":
+        return Form("set", items=items) if len(items) > 1 else items[0]
+    if len(items) == 1:
+        return items[0] if first == "(" and last == ")" else None
+    return Form("tuple", mark=("[" if first == "[" else "(") + ("]" if last == "]" else ")"), items=items)
+
+
+def _relation(sides: list[str], marks: list[str]) -> Form:
+    names = [_name(side) for side in sides]
+    if marks == ["in"] and names[0]:
+        return _element(sides[1])
+    if marks == ["!="] and any(names):
+        end = _element(sides[1] if names[0] else sides[0])
+        ends = (Form("value", f"-{INFINITY}"), end), (end, Form("value", INFINITY))
+        return Form("list", items=tuple(Form("tuple", "", "()", items, names[0] or names[1]) for items in ends))
+    if set(marks) == {"="} and not names[0] and names[-1]:
+        sides, names = sides[::-1], names[::-1]
+    if set(marks) == {"="}:
+        return Form("relation", mark="=", items=tuple(map(_element, sides)), name=names[0])
+    if marks[0] in (">", ">="):
+        sides, marks = sides[::-1], [FLIPPED.get(mark, mark) for mark in marks[::-1]]
+    return _interval(sides, marks) or Form("relation", mark=" ".join(marks), items=tuple(map(_element, sides)))
+
+
+def _name(side: str) -> str:
+    """The side without spaces and braces if it is a name, such as x, f(x), a_{10} or (x,y); otherwise nothing."""
+    if side.startswith("(") and side.endswith(")") and "," in side:
+        parts = [part.strip() for part in side[1:-1].split(",")]
+        return ",".join(parts) if all(VARIABLE.fullmatch(part) for part in parts) else ""
+    if not (NAME.fullmatch(side) or SUM.fullmatch(side)) or side in (r"\pi", "e", r"\emptyset", INFINITY):
+        return ""
+    return re.sub(r"\\text|[\s{}]", "", side)
+
+
+def _interval(sides: list[str], marks: list[str]) -> Form | None:
+    """Read a < or <= for one variable as an interval: 5 < x as (5, \\infty)."""
+    at = [at for at, side in enumerate(sides) if VARIABLE.fullmatch(side) and side not in (r"\pi", "e", INFINITY)]
+    if not set(marks) <= {"<", "<="} or len(sides) > 3 or len(at) != 1 or (len(sides) == 3 and at != [1]):
+        return None
+    if len(sides) == 2 and re.search(r"(?<![\\A-Za-z])[a-df-z](?![A-Za-z])", sides[1 - at[0]]):
+        return None  # y < 3 - 2x is a half-plane
+    low = _element(sides[0]) if at[0] > 0 else Form("value", f"-{INFINITY}")
+    high = _element(sides[-1]) if at[0] < len(sides) - 1 else Form("value", INFINITY)
+    opening = "[" if at[0] > 0 and marks[0] == "<=" else "("
+    closing = "]" if at[0] < len(sides) - 1 and marks[-1] == "<=" else ")"
+    return Form("tuple", mark=opening + closing, items=(low, high), name=sides[at[0]])
+
+
+def _based(text: str) -> Form | None:
+    r"""Read a number with its base: 101_2, 101_{\text{two}}, 101 (base 2), FF_{16}."""
+    match = BASED.fullmatch(re.sub(r"\\text|[{}() ]", "", text).upper())
+    if match is None or not (match[3].isdigit() or match[3] in NUMERALS):
+        return None
+    digits, base = match[2], int(match[3]) if match[3].isdigit() else NUMERALS.index(match[3]) + 2
+    if base < 2 or (base <= 10 and re.search("[A-F]", digits)):
+        return None
+    if digits.isalpha() and (len(digits) == 1 or base != 16):  # a_{12} is a member of a sequence
+        return None
+    return Form("based", match[1] + digits, str(base))
+
+
+def _words(text: str) -> Form | None:
+    r"""Read words, such as "ellipse" or "June 20", letters in \text{...}, or a time."""
+    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()
+    wrapped = re.fullmatch(r"(?:\s*\\text\{[^{}]*\}\s*)+", text) or TIME.match(plain)
+    if (choice := re.fullmatch(r"\(?([A-Z])\)?", plain)) and r"\text" in text:
+        return Form("words", choice[1].lower())
+    return Form("words", _key(plain)) if (WORDS if wrapped else PLAIN_WORDS).fullmatch(plain) else None
+
+
+def _key(text: str) -> str:
+    """Return `text` for a comparison of words: no case, spaces, order of a list, and punctuation other than ":"."""
+    parts = re.split(r"[,;&]|\band\b", text.casefold())
+    return "".join(sorted(re.sub(r"[^a-z0-9:]", "", part) for part in parts))
+
+
+def _value(text: str) -> Form:
+    """Read a value with its unit, percent sign or currency."""
+    unit = ""
+    if match := CURRENCY.fullmatch(text):
+        text, unit = (match[4], CURRENCIES[match[5]]) if match[5] else (match[1] + match[3], CURRENCIES[match[2]])
+    if (match := DEGREES.fullmatch(text)) and not TRIGONOMETRIC.search(text):
+        text, unit = match[1], "deg"
+    elif match := PERCENT.fullmatch(text):
+        text, unit = match[1].strip(), "percent"
+    elif match := UNIT.fullmatch(text):
+        spelling = (match["text"] or match["word"] or match["short"] or "").strip().rstrip(".")
+        known = _unit(spelling, match["power"] or "")
+        written = match["text"] is not None or len(match["word"] or "") >= 4
+        if (known and (len(spelling) > 1 or match["text"])) or (written and re.search("[0-9]", match["value"])):
+            text, unit = match["value"].strip(), known or unit
+    if match := MIXED.fullmatch(text):
+        text = rf"{match[1]}({match[2]}+{match[3]})"
+    return Form("value", text, unit)
+
+
+def _unit(spelling: str, power: str) -> str:
+    """The unit and its power, such as "cm^2"; nothing if it is none of UNITS."""
+    if match := re.fullmatch(r"(sq|cu)[a-z]*\.? +(.+)|(.+?)\^?([23])", spelling):
+        power = match[4] or {"sq": "2", "cu": "3"}[match[1]]
+        spelling = match[2] or match[3]
+    found = [SPELLINGS.get(text) for text in (spelling, spelling.lower(), spelling.lower().removesuffix("s"))]
+    unit = next(filter(None, found), None)
+    return f"{unit}^{power}" if unit and power else unit or ""
+
+
+# ---------------------------------------------------------------------------------------------------------- comparing
 
 
 def same(truth: Form, answer: Form) -> bool:
     """True if the answer equals the truth."""
-    if isinstance(truth, Chain) or isinstance(answer, Chain):
-        return _same_chain(truth, answer)
-    if isinstance(truth, Words) or isinstance(answer, Words):
+    kinds = {truth.kind, answer.kind}
+    if "relation" in kinds:
+        return _same_relation(truth, answer)
+    if "words" in kinds:
         return _word(truth) == _word(answer) != ""
-    if isinstance(truth, Group) or isinstance(answer, Group):
+    if truth.items or answer.items:
         return _same_group(truth, answer)
-    if isinstance(truth, Based) or isinstance(answer, Based):
-        return _same_base(truth, answer)
-    assert isinstance(truth, Value) and isinstance(answer, Value)
-    return _same_value(truth, answer)
+    if "based" not in kinds:
+        return _same_value(truth, answer)
+    if truth.kind == "based":  # a number without a base has the truth's
+        digits = answer.text.replace(" ", "").lstrip("0") or "0"
+        return truth == answer or (answer.kind == "value" and digits == truth.text)
+    return answer.mark == "10" and _same_value(truth, Form("value", answer.text))
 
 
 def _word(form: Form) -> str:
-    if isinstance(form, Words):
-        return form.key
-    if isinstance(form, Group) and form.kind in ("list", "set"):
+    if form.kind in ("list", "set"):
         return "".join(sorted(map(_word, form.items)))
-    return key(form.latex) if isinstance(form, Value) and form.latex.isalpha() else ""
-
-
-def _same_base(truth: Form, answer: Form) -> bool:
-    """Compare digits. A number without a base has the other's base in the answer, and base ten in the truth."""
-    if isinstance(truth, Based) and isinstance(answer, Based):
-        return truth == answer
-    if isinstance(truth, Based):
-        assert isinstance(answer, Value)
-        return (answer.latex.replace(" ", "").lstrip("0") or "0") == truth.digits
-    assert isinstance(truth, Value) and isinstance(answer, Based)
-    return answer.base == 10 and _same_value(truth, Value(answer.digits))
-
-
-# ----------------------------------------------------------------------------------------------- lists, sets, tuples
+    return form.text if form.kind == "words" else _key(form.text) if form.text.isalpha() else ""
 
 
 def _same_group(truth: Form, answer: Form) -> bool:
-    if isinstance(truth, Group) and isinstance(answer, Group):
-        return _same_groups(truth, answer)
-    group, other = (truth, answer) if isinstance(truth, Group) else (answer, truth)
-    assert isinstance(group, Group)
-    if group.kind == "matrix" and isinstance(other, Value):
-        left, right = (_latex(truth), _latex(answer))
-        return left is not None and right is not None and _same_latex(left, right)
-    return group.kind == "set" and len(group.items) == 1 and same(*_in_order(truth, group.items[0], other, answer))
-
-
-def _in_order(truth: Form, item: Form, other: Form, answer: Form) -> tuple[Form, Form]:
-    return (item, other) if isinstance(truth, Group) else (other, item)
-
-
-def _same_groups(truth: Group, answer: Group) -> bool:
-    if names := _distinct_names(truth.items):
-        given = _distinct_names(answer.items)
-        if given:
-            values = dict(zip(given, answer.items, strict=True))
-            return set(names) == set(given) and all(
-                same(item, values[name]) for name, item in zip(names, truth.items, strict=True)
-            )
-        return answer.kind != "set" and _same_items(truth.items, answer.items)
+    names = [sorted(names) if (names := _distinct_names(form)) else [] for form in (truth, answer)]
+    if all(names) and names[0] != names[1]:
+        return False
+    truth, answer = map(_point, (truth, answer))
+    if not (truth.items and answer.items):
+        group, value = (truth, answer) if truth.items else (answer, truth)
+        matrix = parsed(value.text) if value.kind == "value" and group.mark == "()" else None
+        if not isinstance(matrix, sympy.MatrixBase) or 1 not in matrix.shape or len(matrix) != len(group.items):
+            return False
+        entries = [parsed(item.text) if item.kind == "value" else None for item in group.items]
+        return None not in entries and all(map(_equal, entries, matrix))
     kinds = {truth.kind, answer.kind}
-    if "tuple" in kinds and (names := _distinct_names(answer.items)):  # x = 2, y = 3 as the point (2, 3)
-        ordered = [item for _, item in sorted(zip(names, answer.items, strict=True), key=lambda pair: pair[0])]
-        return truth.brackets == "()" and _same_items(truth.items, ordered)
+    if "tuple" not in kinds:  # {1, 1, 2} is {1, 2}, but the lists differ
+        inside = all(any(same(item, other) for other in answer.items) for item in truth.items)
+        outside = all(any(same(other, item) for other in truth.items) for item in answer.items)
+        return inside and outside and ("set" in kinds or len(truth.items) == len(answer.items))
     if kinds == {"tuple"}:
-        named = truth.name and answer.name and truth.name != answer.name
-        return not named and truth.brackets == answer.brackets and _same_items(truth.items, answer.items)
-    if kinds == {"tuple", "list"}:
-        brackets = truth.brackets or answer.brackets
-        return brackets == "()" and not (truth.name or answer.name) and _same_items(truth.items, answer.items)
-    if kinds == {"tuple", "matrix"}:
-        if _vector(truth) and _vector(answer) and "()" in (truth.brackets, answer.brackets):
-            return _same_items(_vector(truth), _vector(answer))
-        return all(map(_cells, (truth, answer))) and _same_items(_cells(truth), _cells(answer))
-    if kinds <= {"list", "set"}:
-        return _same_unordered(truth, answer)
-    return kinds in ({"matrix"}, {"row"}) and _same_items(truth.items, answer.items)
+        agree = truth.mark == answer.mark and (not truth.name or not answer.name or truth.name == answer.name)
+    else:
+        agree = "list" in kinds and (truth.mark or answer.mark) == "()" and not (truth.name or answer.name)
+    return agree and len(truth.items) == len(answer.items) and all(map(same, truth.items, answer.items))
 
 
-def _vector(group: Group) -> Sequence[Form]:
-    """The entries of a tuple, or of a matrix of one row or one column; none of any other."""
-    if group.kind == "tuple":
-        return group.items
-    rows = [row.items for row in group.items if isinstance(row, Group)]
-    if len(rows) == 1:
-        return rows[0]
-    return [row[0] for row in rows] if all(len(row) == 1 for row in rows) else []
+def _distinct_names(form: Form) -> list[str]:
+    names = [item.name if item.kind == "relation" else "" for item in form.items]
+    return names if form.kind == "list" and all(names) and len(set(names)) == len(names) else []
 
 
-def _cells(group: Group) -> list[Form]:
-    """The entries of a matrix, also as [[1, 2], [3, 4]], row by row, each with its row's length; none of a vector."""
-    rows = [row.items for row in group.items if isinstance(row, Group) and (row.kind == "row" or row.brackets == "[]")]
-    whole = len(rows) == len(group.items) and group.brackets in ("", "[]")
-    return [cell for row in rows for cell in (Value(str(len(row))), *row)] if whole else []
+def _point(form: Form) -> Form:
+    """Return x = 2, y = 3 as the point (2, 3), and any other form as it is."""
+    if not _distinct_names(form):
+        return form
+    return Form("tuple", mark="()", items=tuple(sorted(form.items, key=lambda item: item.name)))
 
 
-def _same_items(truth: Sequence[Form], answer: Sequence[Form]) -> bool:
-    return len(truth) == len(answer) > 0 and all(same(*pair) for pair in zip(truth, answer, strict=True))
-
-
-def _same_unordered(truth: Group, answer: Group) -> bool:
-    left, right = (
-        [*group.items] if group.kind == "list" else _without_repeats(group.items) for group in (truth, answer)
-    )
-    if len(left) != len(right):
-        return False
-    for item in left:
-        index = next((at for at, other in enumerate(right) if same(item, other)), None)
-        if index is None:
-            return False
-        right.pop(index)
-    return True
-
-
-def _without_repeats(items: Iterable[Form]) -> list[Form]:
-    kept: list[Form] = []
-    for item in items:
-        if not any(same(item, other) for other in kept):
-            kept.append(item)
-    return kept
-
-
-def _distinct_names(items: Sequence[Form]) -> list[str] | None:
-    names = [item.name if isinstance(item, Chain) else None for item in items]
-    return [str(name) for name in names] if None not in names and len(set(names)) == len(names) > 1 else None
-
-
-# --------------------------------------------------------------------------------------------- equations, inequalities
-
-
-def _same_chain(truth: Form, answer: Form) -> bool:
-    if not isinstance(truth, Chain):
-        assert isinstance(answer, Chain)
-        return _value_of_chain(truth, answer)
-    if not isinstance(answer, Chain):
-        return truth.relations == ("=",) and truth.value is not None and same(truth.value, answer)
-    if truth.name and truth.name == answer.name and truth.relations[0] == answer.relations[0]:
-        assert truth.value is not None and answer.value is not None
-        if _sides_agree(answer) and same(truth.value, answer.value):
-            return True
-    if truth.relations[0] != answer.relations[0] and truth.relations[0] not in "<=>=":
-        return False
-    product = re.fullmatch("[a-z]{2,}", truth.name or "")  # x y = 1
-    solved = truth.value is not None and not product and not _has_variables(truth.value)
-    if solved and ("0" not in answer.sides or not _has_variables(read(answer.sides[0] or answer.sides[-1]))):
+def _same_relation(truth: Form, answer: Form) -> bool:
+    if truth.kind != "relation":
+        return _agrees(answer) and same(truth, answer.items[-1])
+    if answer.kind != "relation":
+        return bool(truth.name) and same(truth.items[-1], answer)
+    if truth.name and truth.name == answer.name and _agrees(answer) and same(truth.items[-1], answer.items[-1]):
+        return True
+    solved = truth.name and not re.fullmatch("[a-z]{2,}", truth.name) and _constant(truth.items[-1])  # not xy = 1
+    if solved and "0" not in [item.text for item in answer.items]:
         return False  # x - 5 = 0 is x = 5; an equation that is still to solve is no answer
-    return len(truth.relations) == len(answer.relations) == 1 and _proportional(truth, answer)
+    return len(truth.items) == len(answer.items) == 2 and _proportional(truth, answer)
 
 
-def _value_of_chain(truth: Form, answer: Chain) -> bool:
-    """Compare a truth without a relation with an answer of the form name = value, or of several equal sides."""
-    if set(answer.relations) != {"="} or not _sides_agree(answer):
+def _agrees(chain: Form) -> bool:
+    """True if the last side of equations is a value that no other side contradicts, unlike x = 41 = 42."""
+    *others, last = chain.items
+    if chain.mark != "=":
         return False
-    constant = not any(map(_has_variables, map(read, answer.sides)))
-    if constant and not answer.name and None in map(_number, answer.sides):
-        return False  # 1/2 = 0.5 is one value, 1 + 41 = 42 leaves open which side is the answer
-    try:
-        last = answer.value if answer.value is not None else read(answer.sides[-1])
-    except Unreadable:
-        return False
-    return same(truth, last)
+    if chain.name:
+        return all(same(last, other) for other in others[1:] if _constant(other))
+    sides = [item.text for item in chain.items]  # 1 + 41 = 42 leaves open which side is the answer
+    return all(same(last, other) for other in others) and (
+        not _constant(last) or all(map(PLAIN_NUMBER.fullmatch, sides))
+    )
 
 
-def _sides_agree(chain: Chain) -> bool:
-    """True unless a side is a constant other than the last one, as in x = 41 = 42."""
-    values = [read(side) for side in chain.sides if side]
-    last = chain.value if chain.value is not None else values[-1]
-    constants = [value for value in values if not _has_variables(value)]
-    return len(values) == len(chain.sides) and all(value == last or same(value, last) for value in constants)
+def _constant(form: Form) -> bool:
+    if form.kind == "value":
+        expression = parsed(form.text)
+        return expression is not None and not (expression.free_symbols or expression.atoms(AppliedUndef))
+    return form.kind == "based" or (bool(form.items) and all(map(_constant, form.items)))
 
 
-def _has_variables(form: Form) -> bool:
-    if isinstance(form, Value):
-        expression = parsed(form.latex)
-        return expression is None or bool(expression.free_symbols or expression.atoms(AppliedUndef))
-    return not isinstance(form, Based) and not (isinstance(form, Group) and not any(map(_has_variables, form.items)))
-
-
-def _proportional(truth: Chain, answer: Chain) -> bool:
+def _proportional(truth: Form, answer: Form) -> bool:
     """True if both relations, with everything on the left side, differ by a factor other than 0 (positive, for <)."""
-    differences = []
-    for chain in (truth, answer):
-        left, right = (parsed(side) for side in chain.sides)
-        if left is None or right is None:
-            return False
-        flipped = chain.relations[0].startswith(">")
-        difference = right - left if flipped else left - right
-        if chain.relations == ("=",):  # y = 1/x is xy = 1
-            difference = sympy.fraction(sympy.together(difference))[0]
-        differences.append(difference)
-    kinds = [chain.relations[0].replace(">", "<") for chain in (truth, answer)]
-    if kinds[0] != kinds[1]:
+    sides = [[parsed(item.text) for item in form.items] for form in (truth, answer)]
+    if truth.mark != answer.mark or not all(isinstance(side, sympy.Expr) for pair in sides for side in pair):
         return False
-    ratios = []
-    for _, (first, second) in _at_points(*differences):
-        if first is None or second is None or abs(second) < EXACT:
-            continue
-        ratios.append(first / second)
-    if len(ratios) < 3 or abs(ratios[0]) < EXACT or (kinds[0] != "=" and sympy.re(ratios[0]) < 0):
+    differences = [left - right for left, right in sides]
+    if truth.mark == "=":  # y = 1/x is xy = 1
+        differences = [sympy.fraction(sympy.together(difference))[0] for difference in differences]
+    point = next(_points(differences))
+    values = [difference.subs(point) for difference in differences]
+    if not all(value.is_number and value.is_finite and value != 0 for value in values):
         return False
-    return all(abs(ratio - ratios[0]) <= EXACT * abs(ratios[0]) for ratio in ratios)
+    factor = values[0] / values[1]
+    return (truth.mark == "=" or bool(factor > 0)) and _equal(differences[0], factor * differences[1])
 
 
-# ---------------------------------------------------------------------------------------------- numbers, expressions
-
-
-def _same_value(truth: Value, answer: Value) -> bool:
-    if "percent" in (truth.unit, answer.unit) and truth.unit != answer.unit:
-        plain, percent = (answer, truth) if truth.unit == "percent" else (truth, answer)
-        left_out = truth.unit == "percent" and _same_latex(percent.latex, plain.latex)  # 25 for 25%, not the reverse
-        return plain.unit is None and (left_out or _same_latex(rf"\frac{{{percent.latex}}}{{100}}", plain.latex))
-    if truth.unit and answer.unit and truth.unit != answer.unit:
-        return False
-    return _same_latex(truth.latex, answer.latex)
+def _same_value(truth: Form, answer: Form) -> bool:
+    if truth.mark != answer.mark and "percent" in (truth.mark, answer.mark):
+        hundredth = [
+            replace(form, text=rf"\frac{{{form.text}}}{{100}}") if form.mark == "percent" else form
+            for form in (truth, answer)
+        ]
+        left_out = truth.mark == "percent" and _same_latex(truth.text, answer.text)  # 25 for 25%, not the reverse
+        return "" in (truth.mark, answer.mark) and (left_out or _same_latex(*(form.text for form in hundredth)))
+    return (not truth.mark or not answer.mark or truth.mark == answer.mark) and _same_latex(truth.text, answer.text)
 
 
 def _same_latex(truth: str, answer: str) -> bool:
     if truth == answer:
         return bool(truth)
-    numbers = _number(truth), _number(answer)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0] == numbers[1] or _rounded(truth, answer, *numbers)
-    expressions = parsed(truth), parsed(answer)
-    if expressions[0] is None or expressions[1] is None:
+    values = parsed(truth), parsed(answer)
+    if None in values:
         return False
-    return _same_expression(*expressions, approximate="." in truth or "." in answer, texts=(truth, answer))
+    return _equal(*values) or _rounded([truth, answer], values)
 
 
-def _number(latex: str) -> Fraction | None:
-    """The exact value of a decimal or a fraction of whole numbers; None for anything else."""
-    if match := DECIMAL.fullmatch(latex):
-        return Fraction(match[2]) * (-1) ** match[1].count("-")
-    if match := FRACTION.fullmatch(latex):
-        sign, above, below = (match[1], match[2], match[3]) if match[2] else (match[4], match[5], match[6])
-        return None if int(below) == 0 else Fraction(int(above), int(below)) * (-1 if sign == "-" else 1)
-    return None
-
-
-def _rounded(truth: str, answer: str, left: Any, right: Any) -> bool:
+def _rounded(texts: list[str], values: Any) -> bool:
     """True if the shorter decimal of the two is the other number rounded or cut, and has enough digits for that."""
-    decimals = [
-        (len(match[2].partition(".")[2]), text, value)
-        for text, value in ((truth, left), (answer, right))
-        if (match := DECIMAL.fullmatch(text)) and "." in match[2]
-    ]
-    if not decimals:
+    decimals = [at for at in (0, 1) if DECIMAL.fullmatch(texts[at]) and "." in texts[at]]
+    if not decimals or not all(value.is_number and value.is_real for value in values):
         return False
-    places, text, value = min(decimals, key=lambda decimal: decimal[0])
-    significant = len(re.sub(r"[^0-9]", "", text).lstrip("0"))
-    if significant < 4 or (places < SIGNIFICANT and significant < SIGNIFICANT):
+    at = min(decimals, key=lambda at: len(texts[at].partition(".")[2]))
+    places = len(texts[at].partition(".")[2])
+    significant = len(re.sub(r"[^0-9]", "", texts[at]).lstrip("0"))
+    if significant < SIGNIFICANT - 2 or max(places, significant) < SIGNIFICANT:
         return False
-    other = right if value is left else left
-    unit = Fraction(1, 10**places) if isinstance(other, Fraction) else sympy.Rational(1, 10**places)
-    difference = abs(other) - abs(value)
-    return (other > 0) == (value > 0) and bool(-unit / 2 <= difference < unit)
+    unit, excess = sympy.Rational(1, 10**places), abs(values[1 - at]) - abs(values[at])
+    return (values[0] > 0) == (values[1] > 0) and bool(-unit / 2 <= excess) and bool(excess < unit)
 
 
 @lru_cache(maxsize=4096)
 def parsed(latex: str) -> Any:
     """The sympy expression that `latex` is, with exact decimals and i as the imaginary unit; None if it is none."""
+    if match := DECIMAL.fullmatch(latex):
+        return sympy.Rational(match[2]) * (-1) ** match[1].count("-")
     if re.search(r"[0-9]\s+[0-9]|[0-9]\.[0-9]*\.|\.\.|[0-9]\s*_", latex):
         return None
     text = re.sub(r"(?<![0-9.])\.(?=[0-9])", "0.", latex).replace(r"\%", r"/100")
+    text = re.sub(r"([A-Za-z])'", r"\1_{p}", text)
     if TRIGONOMETRIC.search(text):
         text = re.sub(r"([0-9.]+|\([^()]*\))\s*\^\{\\circ\}", r"(\1\\pi/180)", text)
     text = re.sub(r"\{\}\^|\^\{\\circ\}", "", text)
+    config = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
     try:
-        expression = latex2sympy(
-            text,
-            is_real=True,
-            convert_degrees=False,
-            conversion_config=ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False),
-            normalization_config=None,
+        return _exact(
+            latex2sympy(text, is_real=True, convert_degrees=False, conversion_config=config, normalization_config=None)
         )
-        return _plain(expression)
     except Exception:  # the grammar and sympy raise errors of many kinds for what a model writes
         return None
 
 
-def _plain(expression: Any) -> Any:
+def _exact(expression: Any) -> Any:
     if isinstance(expression, sympy.MatrixExpr):
         expression = expression.doit()
     if isinstance(expression, sympy.MatrixBase):
-        return sympy.ImmutableMatrix(*expression.shape, [_plain(entry) for entry in expression])
+        return sympy.ImmutableMatrix(*expression.shape, [_exact(entry) for entry in expression])
     symbols = expression.free_symbols
-    names = {str(symbol) for symbol in symbols}
     changes = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
-    if not names & {"j", "k"}:
+    if not {str(symbol) for symbol in symbols} & {"j", "k"}:
         changes |= {symbol: sympy.I for symbol in symbols if str(symbol) in ("i", "\\imath")}
     return expression.xreplace(changes).doit() if changes else expression
 
 
-def _same_expression(truth: Any, answer: Any, approximate: bool, texts: tuple[str, str]) -> bool:
-    if isinstance(truth, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
-        return truth.shape == answer.shape and all(
-            _same_expression(*pair, approximate=approximate, texts=texts) for pair in zip(truth, answer, strict=True)
-        )
+def _equal(truth: Any, answer: Any) -> bool:
+    """Compare values at random points: the real ones, or the complex ones if there are no others."""
     if isinstance(truth, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
-        return False
+        return type(truth) is type(answer) and truth.shape == answer.shape and all(map(_equal, truth, answer))
     if not isinstance(truth, sympy.Expr) or not isinstance(answer, sympy.Expr):
-        return _verified(truth, answer)
+        return bool(verify(truth, answer, timeout_seconds=None))
     if truth == answer:
         return truth is not sympy.nan and truth is not sympy.zoo
-    if any(map(DECIMAL.fullmatch, texts)) and not (truth.free_symbols or answer.free_symbols):
-        return bool(_compared(truth, answer, EXACT)) or _rounded(*texts, truth, answer)
-    verdict = _compared(truth, answer, APPROXIMATE if approximate else EXACT)
-    return _verified(truth, answer) if verdict is None else verdict
+    verdicts: dict[bool, list[bool]] = {True: [], False: []}
+    for point in _points([truth, answer]):
+        values = [_evaluated(expression, point) for expression in (truth, answer)]
+        if None not in values:
+            close = abs(values[0] - values[1]) <= sympy.Float("1e-18") * max(map(abs, values))
+            real = bool(values[0].is_real and values[1].is_real)
+            verdicts[real].append(bool(close) and _is_zero((truth - answer).subs(point)))
+    decided = verdicts[True] or verdicts[False]
+    if not decided and truth.free_symbols | answer.free_symbols:
+        return bool(verify(truth, answer, timeout_seconds=None))
+    return bool(decided) and all(decided)
 
 
-def _compared(truth: Any, answer: Any, tolerance: Any) -> bool | None:
-    """Compare values at random points; None if there are no values, or only complex ones that differ."""
-    real = complex_ = found = 0
-    for values, (first, second) in _at_points(truth, answer):
-        if first is None or second is None:
-            continue
-        found += 1
-        close = abs(first - second) <= tolerance * max(abs(first), abs(second))
-        if close and tolerance == EXACT:
-            close = _is_zero((truth - answer).subs(values), 2 * DIGITS if values else MAX_DIGITS)
-        if first.is_real and second.is_real:
-            real += 1
-            if not close:
-                return False
-        else:
-            complex_ += not close
-    if real or not complex_:
-        return bool(found)
-    return None if truth.free_symbols or answer.free_symbols else False
-
-
-def _is_zero(constant: Any, max_digits: int) -> bool:
-    """True if the constant has no digit other than 0 among the first `max_digits`: 2^{100} + 1 is not 2^{100}."""
-    if constant.is_Rational:
-        return bool(constant == 0)
-    try:
-        return bool(sympy.N(constant, 5, maxn=max_digits, strict=True) == 0)
-    except PrecisionExhausted:
-        return True
-
-
-def _at_points(*expressions: Any) -> list[tuple[dict[Any, Any], list[Any]]]:
-    """Some points and the values of the expressions there; None for one without a value."""
+def _points(expressions: list[Any]) -> Iterator[dict[Any, Any]]:
+    """Values for the symbols, two of six negative; no values once if there are no symbols."""
     symbols = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     chosen = random.Random(0)
-    found = []
-    for point in range(6 if symbols else 1):
-        sign = -1 if point >= 4 else 1
-        values = {symbol: sign * sympy.Rational(chosen.randint(101, 397), 97) for symbol in symbols}
-        found.append((values, [_evaluated(expression, values) for expression in expressions]))
-    return found
+    for sign in (1, 1, 1, 1, -1, -1) if symbols else (1,):
+        yield {symbol: sign * sympy.Rational(chosen.randint(101, 397), 97) for symbol in symbols}
 
 
-def _evaluated(expression: Any, values: dict[Any, Any]) -> Any:
+def _evaluated(expression: Any, point: dict[Any, Any]) -> Any:
     try:
-        value = sympy.N(expression.subs(values), DIGITS)
+        value = sympy.N(expression.subs(point), DIGITS)
     except (ArithmeticError, TypeError, ValueError, AttributeError):
         return None
     return value if value.is_number and value.is_finite and not value.has(AppliedUndef) else None
 
 
-def _verified(truth: Any, answer: Any) -> bool:
-    logging.disable(logging.CRITICAL)
-    return bool(verify(truth, answer, timeout_seconds=None))
-
-
-def _latex(form: Form) -> str | None:
-    """The LaTeX of a matrix or a value."""
-    if isinstance(form, Value):
-        return form.latex
-    if not isinstance(form, Group) or form.kind != "matrix":
-        return None
-    rows = [[_latex(cell) for cell in row.items] for row in form.items if isinstance(row, Group)]
-    if any(cell is None for row in rows for cell in row):
-        return None
-    return r"\begin{pmatrix}" + r"\\".join("&".join(map(str, row)) for row in rows) + r"\end{pmatrix}"
+def _is_zero(constant: Any) -> bool:
+    """True if no digit other than 0 is found among the first MAX_DIGITS: 2^{100} + 1 is not 2^{100}."""
+    if constant.is_Rational:
+        return bool(constant == 0)
+    try:
+        return bool(sympy.N(constant, 5, maxn=MAX_DIGITS, strict=True) == 0)
+    except PrecisionExhausted:
+        return True

@@ -5,148 +5,81 @@ It loads no other library, so that every process can use it.
 
 from __future__ import annotations
 
-import itertools
 import re
 import unicodedata
 
-GREEK = [
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "epsilon",
-    "zeta",
-    "eta",
-    "theta",
-    "iota",
-    "kappa",
-    "lambda",
-    "mu",
-    "nu",
-    "xi",
-    "omicron",
-    "pi",
-    "rho",
-    "varsigma",
-    "sigma",
-    "tau",
-    "upsilon",
-    "phi",
-    "chi",
-    "psi",
-    "omega",
-]
-SIGNS = {
-    **{chr(0x3B1 + index): rf"\{name} " for index, name in enumerate(GREEK)},
-    **dict.fromkeys("−–—‐‑", "-"),
-    **dict.fromkeys("⋅·∙•", r"\cdot "),
-    **dict.fromkeys("×✕", r"\times "),
-    "√": r"\sqrt ",
-    **dict.fromkeys("′’", "'"),
-    "ϕ": r"\phi ",
-    "Γ": r"\Gamma ",
-    "Δ": r"\Delta ",
-    "Θ": r"\Theta ",
-    "Π": r"\Pi ",
-    "Σ": r"\Sigma ",
-    "Φ": r"\Phi ",
-    "Ω": r"\Omega ",
-    "÷": r"\div ",
-    "∛": r"\sqrt[3] ",
-    "∞": r"\infty ",
-    "≤": r"\le ",
-    "⩽": r"\le ",
-    "≥": r"\ge ",
-    "⩾": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "≡": r"\equiv ",
-    "±": r"\pm ",
-    "∓": r"\mp ",
-    **dict.fromkeys("°º˚", r"^{\circ}"),
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∨": r"\lor ",
-    "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}",
-    "∠": r"\angle ",
-    "→": r"\to ",
-    "⇒": r"\Rightarrow ",
-    "∖": r"\setminus ",
-    "⁄": "/",
-    "…": r"\ldots ",
-    "⟨": r"\langle ",
-    "⟩": r"\rangle ",
-    "⌊": r"\lfloor ",
-    "⌋": r"\rfloor ",
-    "⌈": r"\lceil ",
-    "⌉": r"\rceil ",
-}
-"""Characters and the LaTeX for them."""
-VULGAR = re.compile(r"[¼-¾⅐-⅞]")
-
-EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|__?)(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
-SPACED = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\}|\{,\\!\}|,\\!)(?=[0-9]{3}(?![0-9]))")
-QUANTITY = re.compile(r"\s*-?[0-9][0-9.,]*\s*[A-Za-z ./]*")
-CHOICES = re.compile(r"\s*(?:\(?[A-Z]\)?\s*(?:,|and|, and)\s*)+\(?[A-Z]\)?\s*")
-PREFIX = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?\s*(?=\S)", re.IGNORECASE)
-RECURRING = re.compile(r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2{2,}(?:\.\.\.|\\[lc]?dots)(?![0-9A-Za-z.])")
-DOTTED = re.compile(r"\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
-"""The periods of repeating decimals: 0.333..., and 0.1\\dot{6} or 0.\\dot{1}4285\\dot{7}."""
-SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\s")
-SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|limits|nolimits|displaystyle|textstyle|qquad|quad)(?![A-Za-z])\.?")
-COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
-TEXT = re.compile(
-    r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|boldsymbol|bm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+COMMANDS = (
+    "sqrt sqrt[3] infty le le ge ge ne approx equiv pm mp times times div cdot cdot cdot cdot cup cap in "
+    "lor emptyset mathbb{R} angle to Rightarrow setminus langle rangle lfloor rfloor lceil rceil"
 )
-OLD_TEXT = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}")
-SYNONYMS = {
-    r"\\[dtc]frac": r"\\frac",
-    r"\\(?:varnothing|O)": r"\\emptyset",
-    r"\\(?:leq|leqslant|leqq)": r"\\le",
-    r"\\(?:geq|geqslant|geqq)": r"\\ge",
-    r"\\lt": "<",
-    r"\\gt": ">",
-    r"\\neq": r"\\ne",
-    r"\\(?:lvert|rvert|vert)": "|",
-    r"\\(?:lbrace)": r"\\{",
-    r"\\(?:rbrace)": r"\\}",
-    r"\\(?:lbrack)": "[",
-    r"\\(?:rbrack)": "]",
-    r"\\(?:lparen)": "(",
-    r"\\(?:rparen)": ")",
-    r"\\(?:vee|lor|or)": r"\\lor",
-    r"\\ast": "*",
-    r"\\(?:colon)": ":",
-    r"\\(?:R|Reals|reals)": r"\\mathbb{R}",
-    r"\\degree": r"^{\\circ}",
-    r"\\(?:bar)": r"\\overline",
-    r"\\(?:infin)": r"\\infty",
-    r"\\varphi": r"\\phi",
-    r"\\underline": "",
-    r"\\lg": r"\\log",
+SIGNS: dict[str, str | int | None] = {
+    sign: f"\\{command} " for sign, command in zip("√∛∞≤⩽≥⩾≠≈≡±∓×✕÷⋅·∙•∪∩∈∨∅ℝ∠→⇒∖⟨⟩⌊⌋⌈⌉", COMMANDS.split(), strict=True)
 }
-WORDS = re.compile("|".join(f"(?P<s{index}>{name})(?![A-Za-z])" for index, name in enumerate(SYNONYMS)))
-REPLACEMENTS = [value.replace("\\\\", "\\") for value in SYNONYMS.values()]
-FUNCTIONS = r"arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|(?:max|min)(?=\s*[({\\])"
-PLAIN = [
-    (re.compile(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])"), r"\\\1 "),
-    (re.compile(r"(?<![\\A-Za-z])(?:pi)(?![A-Za-z])"), r"\\pi "),
-    (re.compile(r"(?<![\\A-Za-z])(theta|alpha|beta|gamma|lambda|omega|phi)(?![A-Za-z])"), r"\\\1 "),
-    (re.compile(r"(?<![\\A-Za-z])(?:infinity|infty|inf|oo)(?![A-Za-z])", re.IGNORECASE), r"\\infty "),
-    (re.compile(r"<=|=<"), r"\\le "),
-    (re.compile(r">=|=>"), r"\\ge "),
-    (re.compile(r"!="), r"\\ne "),
-    (re.compile(r"\+/-|\+-"), r"\\pm "),
-    (re.compile(r"(?<=[0-9A-Za-z)}])\*\*(?=[0-9A-Za-z({-])"), "^"),
-    (re.compile(r"\^\s*(-?[0-9]+|-[A-Za-z])"), r"^{\1}"),
-    (re.compile(r"\\log\s*_\s*([0-9A-Za-z])"), r"\\log_{\1}"),
-    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), r"^{\\circ}"),
-]
-ROOT = re.compile(r"(?<![\\A-Za-z])sqrt(?=\s*[({])|\\sqrt")
+"""Characters and the LaTeX for them. Greek letters have their names in unicodedata."""
+SIGNS |= dict.fromkeys("−–—‐‑", "-") | dict.fromkeys("′’", "'") | dict.fromkeys("°º˚", r"^{\circ}")
+SPELLINGS = {
+    spelling: replacement
+    for replacement, spellings in {
+        r"\frac": "dfrac tfrac cfrac",
+        r"\emptyset": "varnothing O",
+        r"\le": "leq leqslant leqq",
+        r"\ge": "geq geqslant geqq",
+        r"\ne": "neq",
+        r"\lor": "vee or",
+        r"\log": "lg",
+        r"\phi": "varphi",
+        r"\infty": "infin",
+        r"\overline": "bar",
+        r"\mathbb{R}": "R Reals reals",
+        r"^{\circ}": "degree",
+        r"\{": "lbrace",
+        r"\}": "rbrace",
+        "<": "lt",
+        ">": "gt",
+        "|": "lvert rvert vert",
+        "": "underline",
+        " ": "left right big bigl bigr Big Bigl Bigr bigg biggl biggr limits nolimits displaystyle textstyle quad "
+        "qquad",
+    }.items()
+    for spelling in spellings.split()
+}
+"""Commands without their backslash, and what replaces them."""
+EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|__?)(?=\S)([^*_]+|[^*]+?)(?<=\S)\1(?![\w({\[*])")
 ENCLOSURES = ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"))
 BOX = re.compile(r"\\{1,2}(?:boxed|fbox)\s*\{")
+TEXT = re.compile(
+    r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|math(?:rm|bf|it|sf)|[mh]box|operatorname\*?|boldsymbol|bm)\s*"
+    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+QUANTITY = re.compile(r"\s*(?:-?[0-9][0-9.,]*\s*[A-Za-z ./]*|or|and|[^A-Za-z]*)\s*")
+"""What means the same in \\text{...} and outside."""
+FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|pi|theta|alpha|beta|lambda"
+PLAIN = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<=[0-9])(?:\\[,;:! ]|~|\{,\}|\{,\\!\}|,\\!)(?=[0-9]{3}(?![0-9]))", ""),  # 10\,000
+        (r"(?<!\\)\\[,;:!> ]|~|\s", " "),
+        (r"\\(?:left|right)\s*\.", " "),
+        (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+        (r"(?<![0-9])([0-9]*\.[0-9]*?)([0-9]{1,6}?)\2{2,}(?:\.\.\.|\\[lc]?dots)(?![0-9A-Za-z.])", r"\1\\overline{\2}"),
+        (r"\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?", r"\\overline{\1\2\3}"),
+        (rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
+        (r"(?<![\\A-Za-z])(?:[Ii]nfinity|infty|inf|oo)(?![A-Za-z])", r"\\infty "),
+        (r"<=|=<", r"\\le "),
+        (r">=|=>", r"\\ge "),
+        (r"!=", r"\\ne "),
+        (r"\+/?-", r"\\pm "),
+        (r"(?<=[0-9A-Za-z)}])\*\*(?=[0-9A-Za-z({-])", "^"),
+        (r"\^\s*(-?[0-9]+|-[A-Za-z])", r"^{\1}"),
+        (r"\\log\s*_\s*([0-9A-Za-z])", r"\\log_{\1}"),
+        (r"\^\s*\{?\s*\\circ\s*\}?", r"^{\\circ}"),
+        (r"\\(frac|binom)\s*([0-9]|(?<=\s)[A-Za-z]|\\pi(?![A-Za-z]))\s*(?=[0-9A-Za-z{\\])", r"\\\1{\2}"),
+        (r"\\(frac|binom)\s*(\{[^{}]*\})\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\\\1\2{\3}"),
+        (r"(?<![\\A-Za-z])sqrt(?=\s*[({])", r"\\sqrt"),
+        (r"\\sqrt\s*(\[[^][]*\])?\s*(\d|[A-Za-z]|\\[A-Za-z]+)", r"\\sqrt\1{\2}"),
+    )
+]
+ROOT = re.compile(r"\\sqrt(?:\[[^][]*\])?\s*(?=\()")
 
 
 def normalise(text: str) -> str:
@@ -158,20 +91,23 @@ def normalise(text: str) -> str:
     for _ in range(2):
         text = EMPHASIS.sub(r"\2", text)
     text = _outside(text)
-    text = _characters(text)
+    if not text.isascii():
+        text = _characters(text)
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z]{2})", r"\\", text)  # \\frac, from models trained on JSON
     text = re.sub(r"^~\s*(?=[0-9])", r"\\approx ", text)
-    text = PREFIX.sub("", RECURRING.sub(r"\1\\overline{\2}", text), count=1)
-    text = DOTTED.sub(r"\\overline{\1\2\3}", text)
-    text = SPACED.sub("", text)
-    text = SPACES.sub(" ", SIZES.sub(" ", COLOR.sub("", text)))
-    text = WORDS.sub(lambda match: REPLACEMENTS[int((match.lastgroup or "s0")[1:])], text)
-    text = OLD_TEXT.sub(r"\\text{\1}", text)
-    text = TEXT.sub(_text, text)
-    for pattern, replacement in PLAIN:
+    text = re.sub(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*:)\s*:?\s*(?=\S)", "", text, flags=re.IGNORECASE)
+    for pattern, replacement in PLAIN[:3]:
         text = pattern.sub(replacement, text)
-    text = _arguments(text)
+    text = re.sub(r"\\([A-Za-z]+)", lambda match: SPELLINGS.get(match[1], match[0]), text)
+    text = TEXT.sub(_text, text)
+    for pattern, replacement in PLAIN[3:]:
+        text = pattern.sub(replacement, text)
+    at = 0
+    while match := ROOT.search(text, at):  # sqrt(2)
+        at, end = match.end(), closing_at(text, match.end())
+        if end > 0:
+            text = f"{text[:at]}{{{text[at + 1 : end]}}}{text[end + 1 :]}"
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -196,60 +132,27 @@ def _outside(text: str) -> str:
     return text.strip()
 
 
-def _raised(character: str) -> str:
-    """Return ^ for a superscript such as ², _ for a subscript, and nothing for other characters."""
-    decomposed = "" if character in SIGNS else unicodedata.decomposition(character)
-    return "^" if decomposed.startswith("<super>") else "_" if decomposed.startswith("<sub>") else ""
-
-
 def _characters(text: str) -> str:
     """Replace characters beyond ASCII by LaTeX, where there is one."""
-    if text.isascii():
-        return text
+    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"[¼-¾⅐-⅞]", r" \g<0>", text)  # 3½ is 3 1/2
+    text = re.sub(r"[⁰¹²³⁴-⁾ⁿⁱ]+", lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = re.sub(r"[₀-₎ₐ-ₜ]+", lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = unicodedata.normalize("NFKC", text.translate(str.maketrans(SIGNS)))
+    text = text.replace("\u2212", "-").replace("\u2044", "/")
+    return re.sub("[Α-Ωα-ω]", _greek, text)
 
-    def vulgar(match: re.Match[str]) -> str:
-        above, _, below = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
-        return rf"\frac{{{above}}}{{{below}}}"
 
-    pieces = []
-    for kind, characters in itertools.groupby(VULGAR.sub(vulgar, text), _raised):
-        piece = "".join(characters)
-        pieces.append(f"{kind}{{{unicodedata.normalize('NFKC', piece)}}}" if kind else piece)
-    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", "".join(pieces))
-    return unicodedata.normalize("NFKC", "".join(SIGNS.get(character, character) for character in text))
+def _greek(match: re.Match[str]) -> str:
+    *_, size, _, name = unicodedata.name(match[0]).replace("LAMDA", "LAMBDA").replace("FINAL ", "VAR").split()
+    return f"\\{name.lower() if size == 'SMALL' else name.capitalize()} "
 
 
 def _text(match: re.Match[str]) -> str:
     inner = match[1]
     if len(inner.strip()) == 1 and inner.strip().isalpha():
         return inner.strip()
-    if inner.strip() in ("or", "and"):
-        return f" {inner.strip()} "
-    if power := re.fullmatch(r"(.*[A-Za-z])\s*\^\s*\{?(-?[0-9])\}?", inner):
-        return rf"\text{{{power[1]}}}^{{{power[2]}}}"
-    if CHOICES.fullmatch(inner) or QUANTITY.fullmatch(inner) or not re.search("[A-Za-z]", inner):
-        return f" {inner} "
-    return rf"\text{{{inner}}}"
-
-
-def _arguments(text: str) -> str:
-    r"""Write the arguments of \frac, \binom and \sqrt in braces: \frac12, \sqrt2, sqrt(2), √(2)."""
-    text = re.sub(r"\\(frac|binom)\s*([0-9]|(?<=\s)[A-Za-z]|\\pi(?![A-Za-z]))\s*(?=[0-9A-Za-z{\\])", r"\\\1{\2}", text)
-    text = re.sub(r"\\(frac|binom)\s*(\{[^{}]*\})\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\\\1\2{\3}", text)
-    at = 0
-    while match := ROOT.search(text, at):
-        rest = text[match.end() :].lstrip()
-        at = match.start() + len("\\sqrt")
-        index = ""
-        if rest.startswith("[") and "]" in rest:
-            index, rest = rest[: rest.index("]") + 1], rest[rest.index("]") + 1 :].lstrip()
-        end = closing_at(rest, 0) if rest.startswith(("(", "{")) else -1
-        if end > 0:
-            rest = f"{{{rest[1:end]}}}{rest[end + 1 :]}"
-        elif argument := re.match(r"\d|[A-Za-z]|\\[A-Za-z]+", rest):
-            rest = f"{{{argument[0]}}}{rest[argument.end() :]}"
-        text = f"{text[: match.start()]}\\sqrt{index}{rest}"
-    return text
+    return f" {inner} " if QUANTITY.fullmatch(inner) else rf"\text{{{inner}}}"
 
 
 def closing_at(text: str, start: int) -> int:
