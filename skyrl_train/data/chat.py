@@ -7,7 +7,6 @@ only from the template; if a message spells one, it is encoded as plain characte
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +16,14 @@ from numpy.typing import ArrayLike
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.content_check import ContentCheck, squash
-from skyrl_train.data.content_walk import END_OF_THOUGHT, REASONING_FIELDS
+from skyrl_train.data.content_walk import REASONING_FIELDS
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
 from skyrl_train.data.message_form import MessageForm, message_form
 from skyrl_train.data.messages import continues_message, normal_message
-from skyrl_train.data.reasoning import final_answer, opening_at_end
+from skyrl_train.data.reasoning import CLOSES, CLOSING, final_answer, opening_at_end
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
-OPENED_THOUGHT = re.compile(r"(<(?:think|thinking|reasoning)>)(\s*)$")
-"""The end of a header that begins the model's reasoning."""
 _OPENING_TOKENS = 64
 """Tokens at the end of a prompt that are searched for the opening of a block of reasoning; more than it ever has."""
 
@@ -421,7 +418,7 @@ class _Chat:
         if message["role"] != "assistant":
             raise DataError(f"messages[{place}] is a message of role {message['role']!r}, not an answer.")
         before, after = self.before_answer(place), self.text(place + 1)
-        thought = END_OF_THOUGHT.search(message["content"])
+        thought = CLOSING.search(message["content"])
         if after.startswith(before) and (not thought or squash(message["content"]) in squash(after[len(before) :])):
             return before, after[len(before) :]
         if field := next((name for name in REASONING_FIELDS if message.get(name)), None):
@@ -437,20 +434,19 @@ class _Chat:
             found, end = found if after.startswith(header) else "", after[len(header) :]
         if not found:
             raise DataError(f"messages[{place}].content: the chat template does not write this answer.")
-        return before, _after_header(before, message["content"]) + end
+        return before, self._after_header(before, message["content"]) + end
 
+    def _after_header(self, header: str, content: str) -> str:
+        """Return the part of an answer that follows a header: some headers open the reasoning, as `<think>`.
 
-def _after_header(header: str, content: str) -> str:
-    """Return the part of an answer that follows a header: some headers open the reasoning, as `<think>`.
-
-    An answer without reasoning closes it at once: a model that does not learn this would answer inside its reasoning.
-    """
-    opened = OPENED_THOUGHT.search(header)
-    if not opened:
-        return content
-    if content.lstrip().startswith(opened[1]):
-        rest = content.lstrip()[len(opened[1]) :]
-        return rest.removeprefix(opened[2])
-    if END_OF_THOUGHT.search(content):
-        return content
-    return f"\n{opened[1].replace('<', '</')}\n\n{content}"
+        An answer without reasoning closes it at once: a model that does not learn this would answer inside its
+        reasoning.
+        """
+        controls = self.template.controls
+        opening = opening_at_end(controls.unmarked(header))
+        marker = opening.rstrip()
+        if marker not in CLOSES:
+            return content
+        if content.lstrip().startswith(marker):
+            return content.lstrip()[len(marker) :].removeprefix(opening[len(marker) :])
+        return content if CLOSING.search(content) else f"\n{controls.marked(CLOSES[marker])}\n\n{content}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.data.control_tokens import ANSWER_TAG
+from skyrl_train.data.reasoning import CLOSING, FORMATS
 from skyrl_train.data.trajectory import Message
 
 TOOLS = -1
@@ -19,7 +19,8 @@ templates need not write (ids, names of messages)."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _FIELDS = ("content", *REASONING_FIELDS, "tool_calls")
 _IDS = ("id", "tool_call_id")
-END_OF_THOUGHT = re.compile(r"</(?:think|thinking|reasoning)>")
+_TAGS_BEGIN = {"<", *(marker[0] for entry in FORMATS for marker in (entry.opens, entry.closes))}
+"""Characters with which tags begin; texts without any are not searched."""
 _GROUPS = {
     "developer": "system",
     "function": "tool",
@@ -158,9 +159,9 @@ class Walk:
 
         In what the assistant says, everything before the end of a thought belongs to it.
         """
-        if "<" not in value or not (tags := list(ANSWER_TAG.finditer(value))):
+        if not any(char in value for char in _TAGS_BEGIN) or not (tags := list(ANSWER_TAG.finditer(value))):
             return self._piece(value, field, kind)
-        thought = max((tag.end() for tag in tags if thinks and END_OF_THOUGHT.fullmatch(tag[0])), default=0)
+        thought = max((tag.end() for tag in tags if thinks and CLOSING.fullmatch(tag[0])), default=0)
         pieces, at = [], 0
         for tag in tags:
             inside = THOUGHT if kind == TEXT and tag.end() <= thought else kind

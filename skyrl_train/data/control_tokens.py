@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from skyrl_train.data.arrays import Tokens
-from skyrl_train.data.reasoning import reasoning_tokens
+from skyrl_train.data.reasoning import MARKER, reasoning_tokens
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
@@ -40,7 +40,7 @@ TEMPLATE_ERRORS = (
 """What a template or `apply_chat_template` raises if it does not take messages or options."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
 """Roles of which a template may make control tokens, as in `'<|' + message['role'] + '|>'`."""
-ANSWER_TAG = re.compile(r"</?(think|thinking|reasoning|answer|tool\w*|function\w*|parameter\w*)>")
+ANSWER_TAG = re.compile(MARKER.pattern + r"|</?(?:answer|tool\w*|function\w*|parameter\w*)>")
 """What answers contain and histories repeat: not control tokens unless the tokenizer says that they are special."""
 BRACKETED = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 """The shape of a marker; other added tokens are words or white space."""

@@ -62,10 +62,14 @@ def normal_message(message: Message, index: int) -> Message:
 
 def _normal(message: Message) -> Message:
     content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, str) and not calls:
+    if isinstance(content, str) and "tool_calls" not in message:
         return message
     normal = {**message, "content": text_content(content)}
-    return {**normal, "tool_calls": _tool_calls(calls)} if calls else normal
+    if calls:
+        normal["tool_calls"] = _tool_calls(calls)
+    else:  # templates take an empty list for calls
+        normal.pop("tool_calls", None)
+    return normal
 
 
 def text_content(content: Any) -> str:

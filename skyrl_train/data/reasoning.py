@@ -50,9 +50,12 @@ CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end
 <|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`, all of them special tokens."""
 FINAL_CHANNEL = "final"
 
-_CLOSES = {entry.opens: entry.closes for entry in FORMATS}
+CLOSES = {entry.opens: entry.closes for entry in FORMATS}
+"""Opening marker -> closing marker."""
+CLOSING = re.compile("|".join(re.escape(entry.closes) for entry in FORMATS))
+"""Finds the end of a block of reasoning."""
 _OPENING = "|".join(re.escape(entry.opens) for entry in FORMATS)
-_MARKER = re.compile("|".join(re.escape(marker) for entry in FORMATS for marker in (entry.opens, entry.closes)))
+MARKER = re.compile("|".join(re.escape(marker) for entry in FORMATS for marker in (entry.opens, entry.closes)))
 _HARMONY = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
 """The beginning of an answer of gpt-oss; "<|channel|>" in the middle of another model's answer means nothing."""
 _CHANNEL_NAME = re.compile(r"\s*\w+")
@@ -129,12 +132,12 @@ def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
     marks is part of the answer: "`<think>` opens reasoning".
     """
     opened: str | None = None
-    for found in _MARKER.finditer(text):
+    for found in MARKER.finditer(text):
         if opened is None and _is_quoted(text, *found.span()):
             continue
         if opened is None:
-            opened = found[0] if found[0] in _CLOSES else None
-        elif found[0] == _CLOSES[opened]:
+            opened = found[0] if found[0] in CLOSES else None
+        elif found[0] == CLOSES[opened]:
             opened = None
         else:
             continue

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.chat import render_continuation, render_conversation, render_messages, render_prompt
 from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.data.reasoning import FORMATS, ReasoningFormat
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -205,6 +206,13 @@ def test_calls_and_tools_are_written(content: str | None):
     assert '"parameters"' in text
 
 
+@pytest.mark.parametrize("calls", [[], None])
+def test_messages_without_calls_have_no_such_key(calls: list[Any] | None):
+    template = writing("('calls' if 'tool_calls' in m else m.content)")
+    message = {"role": "assistant", "content": "2", "tool_calls": calls}
+    assert "assistant\n2<|im_end|>" in rendered(template, [*turns(("user", "?")), message, *turns(("user", "!"))])
+
+
 def test_arguments_that_a_template_drops_are_refused():
     template = CALLING.replace("c.function | tojson", "c.function.name")
     with pytest.raises(DataError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: .* write 'a'"):
@@ -243,6 +251,13 @@ def test_earlier_reasoning_may_be_dropped_if_the_template_knows_it():
     inside = turns(("user", "a"), ("assistant", "<think>because</think>b"), ("user", "c"))
     assert "because" not in rendered(THINKING, inside)
     assert "because" in rendered(TEMPLATES["chatml"], inside)
+
+
+@pytest.mark.parametrize("entry", FORMATS, ids=lambda entry: entry.opens)
+def test_reasoning_between_any_markers_may_be_dropped(entry: ReasoningFormat):
+    template = THINKING.replace("</think>", entry.closes).replace("<think>", entry.opens)
+    answer = f"{entry.opens}because{entry.closes}b"
+    assert "because" not in rendered(template, turns(("user", "a"), ("assistant", answer), ("user", "c")))
 
 
 def test_a_user_may_write_about_tags():

@@ -87,6 +87,24 @@ def test_an_answer_follows_reasoning_that_its_header_opens(content: str, trained
     assert text == trained
 
 
+@pytest.mark.parametrize(
+    ("content", "trained"),
+    [("a", "\n</seed:think>\n\na<|im_end|>"), ("<seed:think>\nt</seed:think>a", "t</seed:think>a<|im_end|>")],
+)
+def test_headers_may_open_reasoning_with_any_marker(content: str, trained: str):
+    template = OPENS.replace("think>", "seed:think>")
+    ((context, text),) = sequences(template, turns(QUESTION, ("assistant", content)))
+    assert context.endswith("assistant\n<seed:think>\n") and text == trained
+
+
+def test_reasoning_that_a_control_token_opens_is_closed_by_one():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    tokenizer.chat_template = OPENS.replace("</think>", "[/THINK]").replace("<think>", "[THINK]")
+    ((ids, mask),) = render_demonstrations(tokenizer, turns(QUESTION, ("assistant", "a")))
+    assert ids[mask.index(True) + 1] == tokenizer.convert_tokens_to_ids("[/THINK]")
+
+
 def test_calls_after_reasoning_are_trained_on():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": "<think>t</think>", "tool_calls": [call]}
