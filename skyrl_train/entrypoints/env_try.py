@@ -25,7 +25,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.data.messages import template_kwargs_of
+from skyrl_train.data.messages import template_kwargs_of, with_answer
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
@@ -170,6 +170,8 @@ async def _play(
             _show_rendered(tokenizer, episode.messages, template_kwargs_of(row.env_extras, options))
         total, done, played = 0.0, False, 0
         for turn, text in enumerate(texts[:turns], 1):
+            if turn == 1:  # an opening that ends with a message of the assistant is continued, as in training
+                text = str(with_answer(episode.messages, text)[-1]["content"])
             _show_messages([{"role": "assistant", "content": text}])
             output = await episode.step(text)
             total, done, played = total + output.reward, output.done, turn

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 from numpy.typing import ArrayLike
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.chat import decode_response, opened_reasoning, render_prompt
 from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.messages import continues_message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, request_ids
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.codec import Malformed
@@ -49,7 +50,14 @@ class InferenceEngineClient:
         return self._client.engines
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """One completion of each prompt. Raises ValueError unless there are prompts or token ids, and not both."""
+        """Return one completion of each prompt.
+
+        `responses` are what environments grade: they keep the markers of reasoning that are special tokens, and begin
+        with the marker of reasoning that the prompt opened. `response_ids` are only what was sampled.
+
+        Raises:
+            ValueError: There are neither prompts nor token ids, or both.
+        """
         prompts, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
         if (prompts is None) == (token_ids is None):
             raise ValueError("Give either `prompts` or `prompt_token_ids`, but not both.")
@@ -60,8 +68,14 @@ class InferenceEngineClient:
         sessions = input_batch.get("session_ids") or [None] * len(token_ids)
         requests = [self._request(ids, sampling, session) for ids, session in zip(token_ids, sessions, strict=True)]
         completions = await self._client.generate(requests)
+        continued = [continues_message(messages) for messages in prompts] if prompts else [False] * len(token_ids)
+        openings = [
+            "" if goes_on else opened_reasoning(self.tokenizer, list(ids))
+            for goes_on, ids in zip(continued, token_ids, strict=True)
+        ]
+        answered = list(zip(openings, completions, strict=True))
         return InferenceEngineOutput(
-            responses=[self.tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) for one in completions],
+            responses=[start + decode_response(self.tokenizer, one.token_ids) for start, one in answered],
             response_ids=[one.token_ids.tolist() for one in completions],
             stop_reasons=[one.stop_reason for one in completions],
             response_logprobs=[one.full_logprobs.tolist() for one in completions],

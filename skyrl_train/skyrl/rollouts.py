@@ -139,8 +139,9 @@ class GeneratorRollouts:
         for item in items:
             continued = continues_message(item.prompt.messages)
             opened = "" if continued else opened_reasoning(self._tokenizer, item.prompt_ids.tolist())
-            item.text = opened + decode_response(self._tokenizer, item.response_ids)
-            item.messages = with_answer(item.prompt.messages, item.text)
+            text = opened + decode_response(self._tokenizer, item.response_ids)
+            item.messages = with_answer(item.prompt.messages, text)
+            item.text = str(item.messages[-1]["content"])
         if len(played) == len(items):
             for item, episode in zip(items, played, strict=True):
                 restore(item, episode)

@@ -187,10 +187,10 @@ class Translator:
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
                 f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
-        if call.chat:
+        if isinstance(call.body, ChatBody) and not call.body.continue_final_message:
             opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
             text = decode_answer(self._tokenizer, completion.token_ids, opened)
-        else:
+        else:  # the rest of a message, whose beginning may have opened reasoning, is not a message itself
             text = decode_response(self._tokenizer, completion.token_ids)
         if completion.stop_text in request.sampling.stop:
             at = text.rfind(completion.stop_text)

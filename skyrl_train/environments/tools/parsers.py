@@ -32,7 +32,8 @@ STYLES = ("xml", "json", "native")
 DIALECTS = ("hermes", "llama", "mistral")
 CALL_FENCES = ("", "json", "tool_call", "tool_code")
 """Languages of a fence that may contain calls; what others contain is code."""
-OBJECT_LINE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
+OBJECT_LINE = re.compile(r"^[ \t]*(?=\{\s*[\"']|\[\s*\{)", re.MULTILINE)
+"""A line that begins with an object or a list of objects; "[1]" and "{x}" are prose."""
 NOT_BETWEEN_CALLS = re.compile(r"[^\s;,]")
 
 

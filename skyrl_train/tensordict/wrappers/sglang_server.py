@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.choices import ENGINES
+from skyrl_train.data.chat import decode_response
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
@@ -167,7 +168,7 @@ class AsyncSGLang(EngineView):
             pairs = zip(done.full_logprobs.tolist(), done.token_ids.tolist(), strict=True)
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
         ids = done.token_ids.tolist()
-        text = self.tokenizer.decode(ids, skip_special_tokens=generation.skip_special_tokens)
+        text = decode_response(self.tokenizer, ids) if generation.skip_special_tokens else self.tokenizer.decode(ids)
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
 

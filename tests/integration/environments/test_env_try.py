@@ -55,6 +55,19 @@ def test_a_completion_is_scored(data: Path, capsys: pytest.CaptureFixture[str], 
     assert (code, "turn 1: reward 0, done" in out) == (0, True)
 
 
+def test_completion_continues_the_prompts_last_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW | {"prompt": [*ROW["prompt"], {"role": "assistant", "content": "<think>"}]}))  # type: ignore[misc]
+    rewards = []
+    for text in ("#### 18", "17?</think>#### 18"):
+        code, out, _ = run(capsys, monkeypatch, "gsm8k", "--data", path, "--completion", text)
+        assert code == 0 and f"assistant | <think>{text}\n" in out
+        rewards.append("turn 1: reward 1, done" in out)
+    assert rewards == [False, True]
+
+
 def test_without_completions_the_prompt_is_shown(
     data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

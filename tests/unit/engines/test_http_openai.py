@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import aiohttp
 import pytest
 
+from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.engines.http.wire import Limits
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.testing.tiny_models import byte_tokenizer
 from tests.support.http_calls import CHAT, TOKENIZER, ask, ids_of, says, serve
 
 
@@ -64,6 +68,21 @@ def test_last_messages_are_continued_on_request(role: str, options: dict[str, An
         text = str(TOKENIZER.decode(list(engine.batches[0][0].token_ids)))
         closed = "<|im_start|>assistant\nThe answer"
         assert text.endswith(closed if options else f"{closed}<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_reasoning_between_special_tokens_is_left_out_of_messages(continues: bool):
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    said = "41?</think>42" if continues else "<think>41?</think>42"
+    engine = ScriptedEngine(lambda request: tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False))
+    translator = Translator(tokenizer, limits=Limits(), default_max_tokens=99, deadline_s=9.0)
+    messages = [{"role": "user", "content": "6 * 7?"}]
+    if continues:  # with the client's beginning of the message, its answer must be the complete message
+        messages.append({"role": "assistant", "content": "<think>\n"})
+    call = translator.chat({"model": "m", "messages": messages, "continue_final_message": continues}, None)
+    answer = translator.answer(call, asyncio.run(engine.generate(call.requests)))
+    assert answer["choices"][0]["message"]["content"] == (said if continues else "42")
 
 
 def test_chats_end_at_the_templates_end_of_turn():

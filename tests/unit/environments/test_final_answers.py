@@ -163,6 +163,7 @@ def test_calls_in_reasoning_are_not_run(wrap: Callable[[str], str]):
         f"```python\nx = 1\n```\n```json\n{CALL}",
         f"```python\nx = 1\n```\n{CALL}\n```text\ny\n```",
         f'```python\n{{"name": "x"}}\n```\n{CALL}',
+        f"[Step 1] Multiply.\n{{x}} is 6.\n[1] is the source.\n{CALL}",
     ],
 )
 def test_json_calls_are_found_among_other_fences(text: str):

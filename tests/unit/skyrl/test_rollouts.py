@@ -18,7 +18,8 @@ from skyrl_train.skyrl.client import InferenceEngineClient
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
-from skyrl_train.testing.tiny_models import byte_tokenizer
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
 from tests.support.trajectories import completion_from
 
 TOKENIZER = byte_tokenizer()
@@ -233,3 +234,29 @@ def test_completions_end_at_the_templates_end_of_turn():
     asyncio.run(run())
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     assert [request.sampling.stop_token_ids for request in engines.asked] == [(end,), (9, end)]
+
+
+def test_responses_keep_the_markers_of_reasoning():
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.chat_template = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    texts = ["#### 42<|im_end|>", "41?</think>#### 42<|im_end|>"]
+    engines = ScriptedEngine(lambda request: tokenizer.encode(texts.pop(0), add_special_tokens=False))
+    client = InferenceEngineClient(engines, tokenizer, config(SYNCHRONOUS))  # type: ignore[arg-type]
+
+    async def run() -> list[str]:
+        question = [{"role": "user", "content": "6 * 7?"}]
+        given: Any = {"prompts": [question, question], "sampling_params": {"max_tokens": 99}}
+        return (await client.generate(given))["responses"]
+
+    assert asyncio.run(run()) == ["<think>\n#### 42", "<think>\n41?</think>#### 42"]
+
+
+def test_text_is_the_whole_continued_message():
+    async def run() -> None:
+        begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>\nSo"}]
+        group = await rollouts(Plain(), SYNCHRONOUS).rollout(Prompt("0", begun, "mine"), 0)
+        item = group.trajectories[0]
+        assert item.text == item.messages[-1]["content"] == f"<think>\nSo{TOKENIZER.decode([70, 71])}"
+
+    asyncio.run(run())

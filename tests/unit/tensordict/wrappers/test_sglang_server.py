@@ -101,6 +101,12 @@ def test_prompts_or_ids_in_a_list_or_alone(sglang: AsyncSGLang):
 
 
 @pytest.mark.defect("D09")
+def test_text_keeps_the_markers_of_reasoning(sglang: AsyncSGLang):
+    sglang.tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    one: Any = sglang.generate("[THINK]41[/THINK]42<|im_end|>")
+    assert one["text"] == "[THINK]41[/THINK]42"
+
+
 def test_weights_of_a_group_come_as_lists_and_are_proven(monkeypatch: pytest.MonkeyPatch, tiny_model_path: str):
     from skyrl_train.engines.transformers.engine import TransformersEngine
 
