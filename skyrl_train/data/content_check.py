@@ -197,7 +197,12 @@ class ContentCheck:
         """True for reasoning of an earlier turn, provided that the template writes it while the turn is the last."""
         if leaf.index in spoken or leaf.kind not in (THOUGHT, REASONING):
             return False
-        return leaf.kind == THOUGHT or marker in squash(self.render("closed", messages[: leaf.index + 1], options))
+        if leaf.kind == THOUGHT:
+            return True
+        try:
+            return marker in squash(self.render("closed", messages[: leaf.index + 1], options))
+        except DataError:  # the template does not take a conversation that ends with this turn
+            return True
 
     def _lost_role(self, walk: Walk, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
         """Return the index of a message that is rendered no differently as the user's, or under a more common role of
@@ -207,8 +212,9 @@ class ContentCheck:
         """
         ranks = {"user": 0} | {message["role"]: _rank(message["role"]) for message in messages}
         with_text = {leaf.index for leaf in walk.leaves if leaf.kind != DEFINITION}
+        calls = {index for index, message in enumerate(messages) if message.get("tool_calls")}  # only an assistant's
         kept = self._kept("roles")
-        for index in sorted(with_text - {TOOLS}):
+        for index in sorted(with_text - {TOOLS} - calls):
             message = messages[index]
             for role, rank in ranks.items():
                 key = self.way, walk.message_keys[index], index == 0, role

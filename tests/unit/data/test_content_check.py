@@ -206,6 +206,27 @@ def test_calls_and_tools_are_written(content: str | None):
     assert '"parameters"' in text
 
 
+@pytest.mark.parametrize("text", ["1", "", "  "])
+def test_a_template_may_name_the_role_of_calls_itself(text: str):
+    tokenizer = with_template(
+        "{% for m in messages %}{% if m.tool_calls %}{{ '<|im_start|>assistant\n' + m.tool_calls[0].function | tojson }}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
+    )
+    call = {"function": {"name": "add", "arguments": {"a": text}}}
+    chat = [*turns(("user", "add")), {"role": "assistant", "content": "", "tool_calls": [call]}, *turns(("tool", text))]
+    assert '"name": "add"' in str(tokenizer.decode(render_prompt(tokenizer, chat)))
+
+
+def test_earlier_reasoning_is_not_needed_from_a_template_that_refuses_its_turn_as_the_last():
+    tokenizer = with_template(
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('ends with an answer') }}{% endif %}"
+        + writing("m.content")
+    )
+    chat = turns(("user", "one"), ("assistant", "first"), ("user", "two"))
+    chat[1]["reasoning_content"] = "because"
+    assert "first" in str(tokenizer.decode(render_prompt(tokenizer, chat)))
+
+
 @pytest.mark.parametrize("calls", [[], None])
 def test_messages_without_calls_have_no_such_key(calls: list[Any] | None):
     template = writing("('calls' if 'tool_calls' in m else m.content)")
