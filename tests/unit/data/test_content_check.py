@@ -209,7 +209,8 @@ def test_calls_and_tools_are_written(content: str | None):
 @pytest.mark.parametrize("text", ["1", "", "  "])
 def test_a_template_may_name_the_role_of_calls_itself(text: str):
     tokenizer = with_template(
-        "{% for m in messages %}{% if m.tool_calls %}{{ '<|im_start|>assistant\n' + m.tool_calls[0].function | tojson }}"
+        "{% for m in messages %}{% if m.tool_calls %}"
+        "{{ '<|im_start|>assistant\n' + m.tool_calls[0].function | tojson }}"
         "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
     )
     call = {"function": {"name": "add", "arguments": {"a": text}}}

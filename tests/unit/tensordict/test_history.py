@@ -125,7 +125,7 @@ def test_what_a_named_template_renders_is_read_again(name: str):
 def test_qwen_writes_its_own_system_message_where_there_is_none():
     opening = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    rendered = {"tokenizer": TOKENIZER, "chat_template_name": "qwen", "add_generation_prompt": True}
+    rendered: dict[str, Any] = {"tokenizer": TOKENIZER, "chat_template_name": "qwen", "add_generation_prompt": True}
     assert History.from_chats([{"role": "user", "content": "hi"}]).apply_chat_template(**rendered) == opening + asked
     own = History.from_chats([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}])
     assert own.apply_chat_template(**rendered) == opening.replace("You are a helpful assistant.", "Be brief.") + asked
