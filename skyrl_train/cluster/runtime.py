@@ -20,13 +20,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants, ray_logging, utils as ray_utils
+from ray._private import ray_constants, ray_logging, services as ray_services, utils as ray_utils
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -135,7 +136,7 @@ def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
 def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
-        with _one_at_a_time(), _own_handlers(), _without_job_server():
+        with _one_at_a_time(), _own_handlers(), _own_sessions(), _without_job_server():
             begins()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
@@ -211,6 +212,21 @@ def _own_handlers() -> Iterator[None]:
         raise (Stopped(signal.SIGTERM) if leaving.code == signal.SIGTERM else leaving) from None
     finally:
         ray_utils.set_sigterm_handler = sets_handler
+
+
+@contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Start each of Ray's processes in a session of its own.
+
+    A signal to the driver's process group must not end them before the driver has saved: `timeout`, schedulers and
+    terminals signal the whole group. They still end with the driver: see guard.py.
+    """
+    popen = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        ray_services.ConsolePopen = popen
 
 
 @contextmanager
