@@ -161,7 +161,11 @@ def training(moment: str) -> list[str]:
     if moment == "closing":
         return []
     if moment == "evaluation":
-        return ["trainer.eval_interval=1", "generator.eval_sampling_params.max_generate_length=4000"]
+        return [
+            "trainer.eval_before_train=false",
+            "trainer.eval_interval=1",
+            "generator.eval_sampling_params.max_generate_length=4000",
+        ]
     return ["trainer.epochs=1000", f"trainer.ckpt_interval={1 if moment == 'checkpoint' else 1000}"]
 
 
