@@ -82,7 +82,7 @@ STARTS: Moments = {
 TRAINING: Moments = {
     "step": lambda program: max(program.recorded_steps, default=0) >= 1,
     "checkpoint": lambda program: any((program.folder / "ckpts").glob("global_step_*.partial")),
-    "evaluation": lambda program: "evaluat" in program.log,
+    "evaluation": lambda program: "so far: evaluate" in program.log,
     "closing": lambda program: "steps, in" in program.log,
 }
 """How a program looks at the moment."""
