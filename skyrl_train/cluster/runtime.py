@@ -248,11 +248,11 @@ def _own_sessions() -> Iterator[None]:
     terminals signal the whole group. They still end with the driver: see guard.py.
     """
     popen = ray_services.ConsolePopen
-    ray_services.ConsolePopen = partial(popen, start_new_session=True)
+    ray_services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        ray_services.ConsolePopen = popen
+        ray_services.ConsolePopen = popen  # type: ignore[misc]
 
 
 @contextmanager

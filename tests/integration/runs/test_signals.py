@@ -63,11 +63,17 @@ class Program:
             assert self.leader.poll() is None and time.monotonic() < deadline, self.log[-4000:]
             time.sleep(0.01)
 
-    def check_end(self, status: int, send: Callable[[], None]) -> None:
-        """Call `send`. The program must exit with `status` within 30 s and leave no process behind."""
-        family = self.driver.children(recursive=True)
+    def check_end(self, status: int, send: Callable[[], None], within_s: float = 30) -> None:
+        """Call `send`. The program must exit with `status` within `within_s` and leave no process behind."""
+        driver = self.driver
+        family = driver.children(recursive=True)
         send()
-        assert self.leader.wait(30) == status, self.log[-4000:]
+        try:
+            assert self.leader.wait(within_s) == status, self.log[-4000:]
+        except subprocess.TimeoutExpired:
+            driver.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of all threads
+            psutil.wait_procs([driver], timeout=10)
+            pytest.fail(f"the program did not exit within {within_s:g} s:\n{self.log[-12_000:]}")
         assert "Traceback" not in self.log, self.log[-8000:]
         _, left = psutil.wait_procs(family, timeout=30)
         assert not left, f"left {[process.cmdline()[:3] for process in left]}"
@@ -99,7 +105,7 @@ def folder() -> Iterator[Path]:
 @contextmanager
 def started(folder: Path, arguments: Sequence[str]) -> Iterator[Program]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"TMPDIR": str(folder), "SKYRL_API_KEY": TOKEN}
+    environment |= {"TMPDIR": str(folder), "SKYRL_API_KEY": TOKEN, "PYTHONFAULTHANDLER": "1"}
     with (folder / "log").open("w") as log:
         leader = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
     program = Program(leader, folder)
@@ -121,8 +127,7 @@ def test_start_exits_at_once_on_group_signal(
     with started(folder, command("main_base", small(folder))) as program:
         program.wait_until(STARTS[moment])
         sent = time.monotonic()
-        program.check_end(128 + number, lambda: os.killpg(program.leader.pid, number))
-        assert time.monotonic() - sent < 5
+        program.check_end(128 + number, lambda: os.killpg(program.leader.pid, number), within_s=10)
         assert f"ended by {number.name}" in program.log
         while (folders := list(folder.glob("ray-*[!k]"))) and time.monotonic() < sent + 30:
             time.sleep(0.05)

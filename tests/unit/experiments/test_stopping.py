@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import IO
 
 import pytest
 
@@ -141,35 +142,35 @@ asyncio.run(until_told(work(), asyncio.Event().wait()))
 
 
 @contextmanager
-def taking_time_to_save() -> Iterator[subprocess.Popen[bytes]]:
+def taking_time_to_save() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     command = [sys.executable, "-c", TAKES_TIME_TO_SAVE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == b"running\n"
-        yield run
+        yield run, run.stdout
 
 
 @pytest.mark.fault("F39")
 @pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT")])
 def test_second_signal_exits_without_saving(first: str, second: str):
-    with taking_time_to_save() as run:
+    with taking_time_to_save() as (run, stdout):
         run.send_signal(signal.Signals[first])
-        assert run.stdout.readline() == b"saving\n"
+        assert stdout.readline() == b"saving\n"
         time.sleep(0.2)
         run.send_signal(signal.Signals[second])
         assert run.wait(10) == 128 + signal.Signals[second]
-        assert run.stdout.read() == b""
+        assert stdout.read() == b""
 
 
 @pytest.mark.fault("F39")
 @pytest.mark.defect("group-signals-kill-ray-first")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_repeated_signal_counts_once(number: signal.Signals):
-    with taking_time_to_save() as run:
+    with taking_time_to_save() as (run, stdout):
         run.send_signal(number)
-        assert run.stdout.readline() == b"saving\n"
+        assert stdout.readline() == b"saving\n"
         run.send_signal(number)  # `timeout` signals its child and then the group, `uv run` what its child got as well
-        assert run.stdout.readline() == b"saved\n"
+        assert stdout.readline() == b"saved\n"
         run.send_signal(number)
         assert run.wait(10) == 128 + number
 
