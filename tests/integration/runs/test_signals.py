@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from skyrl_train.cluster.sockets import free_address
-from tests.support.handlers import catches
+from tests.support.handlers import catches, default_sighup
 
 from .conftest import command
 
@@ -63,17 +63,19 @@ class Program:
             assert self.leader.poll() is None and time.monotonic() < deadline, self.log[-4000:]
             time.sleep(0.01)
 
-    def check_end(self, status: int, send: Callable[[], None], within_s: float = 30) -> None:
-        """Call `send`. The program must exit with `status` within `within_s` and leave no process behind."""
+    def check_end(self, allowed: Sequence[int], send: Callable[[], None], within_s: float = 30) -> None:
+        """Call `send`. The program must exit with an `allowed` status within `within_s` and leave no process behind."""
         driver = self.driver
         family = driver.children(recursive=True)
         send()
         try:
-            assert self.leader.wait(within_s) == status, self.log[-4000:]
+            status = self.leader.wait(within_s)
         except subprocess.TimeoutExpired:
             driver.send_signal(signal.SIGABRT)  # faulthandler prints the stacks of all threads
             psutil.wait_procs([driver], timeout=10)
             pytest.fail(f"the program did not exit within {within_s:g} s:\n{self.log[-12_000:]}")
+        assert status in allowed, self.log[-4000:]
+        assert status <= 0 or f"ended by {signal.Signals(status - 128).name}" in self.log
         assert "Traceback" not in self.log, self.log[-8000:]
         _, left = psutil.wait_procs(family, timeout=30)
         assert not left, f"left {[process.cmdline()[:3] for process in left]}"
@@ -107,7 +109,9 @@ def started(folder: Path, arguments: Sequence[str]) -> Iterator[Program]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"TMPDIR": str(folder), "SKYRL_API_KEY": TOKEN, "PYTHONFAULTHANDLER": "1"}
     with (folder / "log").open("w") as log:
-        leader = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment, start_new_session=True)
+        leader = subprocess.Popen(
+            arguments, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=default_sighup
+        )
     program = Program(leader, folder)
     try:
         yield program
@@ -127,8 +131,7 @@ def test_start_exits_at_once_on_group_signal(
     with started(folder, command("main_base", small(folder))) as program:
         program.wait_until(STARTS[moment])
         sent = time.monotonic()
-        program.check_end(128 + number, lambda: os.killpg(program.leader.pid, number), within_s=10)
-        assert f"ended by {number.name}" in program.log
+        program.check_end([128 + number], lambda: os.killpg(program.leader.pid, number), within_s=10)
         while (folders := list(folder.glob("ray-*[!k]"))) and time.monotonic() < sent + 30:
             time.sleep(0.05)
         assert not folders, "Ray's folder goes with the run"
@@ -145,8 +148,9 @@ def test_group_signal_saves_last_step(
 ):
     with started(folder, command("main_base", [*small(folder), *training(moment)])) as program:
         program.wait_until(TRAINING[moment])
-        program.check_end(128 + number, lambda: os.killpg(program.leader.pid, number))
-        check_saved(program, number)
+        late = [0] if moment == "closing" else []  # the interpreter has dropped its handlers
+        program.check_end([128 + number, *late], lambda: os.killpg(program.leader.pid, number))
+        check_saved(program)
 
 
 @pytest.mark.fault("F39")
@@ -157,8 +161,8 @@ def test_timeout_saves_last_step(number: signal.Signals, small: Callable[[Path],
     timeout = ["timeout", "--preserve-status", "600"]
     with started(folder, [*timeout, *command("main_base", [*small(folder), *training("step")])]) as program:
         program.wait_until(TRAINING["step"])
-        program.check_end(128 + number, lambda: program.leader.send_signal(number))
-        check_saved(program, number)
+        program.check_end([128 + number], lambda: program.leader.send_signal(number))
+        check_saved(program)
 
 
 def training(moment: str) -> list[str]:
@@ -174,8 +178,7 @@ def training(moment: str) -> list[str]:
     return ["trainer.epochs=1000", f"trainer.ckpt_interval={1 if moment == 'checkpoint' else 1000}"]
 
 
-def check_saved(program: Program, number: signal.Signals) -> None:
-    assert f"ended by {number.name}" in program.log
+def check_saved(program: Program) -> None:
     saved = int((program.folder / "ckpts" / "latest_ckpt_global_step.txt").read_text())
     assert saved == max(program.recorded_steps) > 0
 
@@ -185,7 +188,7 @@ def check_saved(program: Program, number: signal.Signals) -> None:
 def test_killed_group_leaves_no_process(moment: str, small: Callable[[Path], list[str]], folder: Path):
     with started(folder, command("main_base", [*small(folder), *training("step")])) as program:
         program.wait_until((STARTS | TRAINING)[moment])
-        program.check_end(-signal.SIGKILL, lambda: os.killpg(program.leader.pid, signal.SIGKILL))
+        program.check_end([-signal.SIGKILL], lambda: os.killpg(program.leader.pid, signal.SIGKILL))
 
 
 SERVING: Moments = {
@@ -214,7 +217,7 @@ def test_group_signal_ends_serve(moment: str, number: signal.Signals, tiny_model
             time.sleep(1)
             assert request.is_alive()
         status = 128 + number if moment in STARTS else 0
-        program.check_end(status, lambda: os.killpg(program.leader.pid, number))
+        program.check_end([status], lambda: os.killpg(program.leader.pid, number))
 
 
 def ask(port: int) -> None:

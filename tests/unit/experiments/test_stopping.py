@@ -17,6 +17,7 @@ import pytest
 
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 from skyrl_train.experiments.stopping import signals_leave, until_told
+from tests.support.handlers import default_sighup
 
 
 async def never() -> SkyRLError:
@@ -31,7 +32,7 @@ async def soon(error: SkyRLError) -> SkyRLError:
 
 @pytest.mark.fault("F39")
 @pytest.mark.defect("C3-signals-lose-the-run")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cancels_the_work_and_is_the_reason_once_it_has_ended(number: int):
     done: list[str] = []
 
@@ -144,7 +145,7 @@ asyncio.run(until_told(work(), asyncio.Event().wait()))
 @contextmanager
 def taking_time_to_save() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     command = [sys.executable, "-c", TAKES_TIME_TO_SAVE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=default_sighup) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == b"running\n"
         yield run, run.stdout
