@@ -140,15 +140,15 @@ def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingRes
     """Start everything, train to the last step, stop everything; from a script or from a notebook's cell.
 
     Blocks, also where an event loop is running; `session` is for programs that do other things meanwhile. Ctrl-C (also
-    in a notebook) and SIGTERM save the last whole step and stop everything. In a script a second one ends the process
-    at once; in a notebook's cell it is not heard until everything has stopped.
+    in a notebook), SIGTERM and SIGHUP save the last whole step and stop everything. In a script a second one ends the
+    process at once; in a notebook's cell it is not heard until everything has stopped.
 
     Args:
         experiment: A subclass of Experiment for runs with parts of their own.
 
     Raises:
         ConfigError: for what is wrong or missing; most of it is known before anything is started.
-        SkyRLError: why a run had to stop; Stopped after SIGTERM. Whatever is raised, nothing is left running.
+        SkyRLError: why a run had to stop; Stopped after SIGTERM or SIGHUP. Whatever is raised, nothing is left running.
         KeyboardInterrupt: after Ctrl-C.
     """
     _check_is_training(experiment)

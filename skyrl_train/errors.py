@@ -23,7 +23,7 @@
     ├── StorageError           an address could not be read or written; names address and file, and why
     ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
     │   └── NoRoom             the nodes that are left have no room for what a lost one had
-    └── Stopped                a person or a scheduler asked the run to end, by SIGINT or SIGTERM
+    └── Stopped                a person or a scheduler asked the run to end, by SIGINT, SIGTERM or SIGHUP
 
 Bugs are not here: they stay `assert`, `TypeError`, or whatever the library raised, with their traceback.
 """

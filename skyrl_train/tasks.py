@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -36,6 +37,19 @@ def unwatched(future: F) -> F:
     """The same future, whose error is no complaint of the event loop if nobody is left to hear it."""
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """Return the result of `work`, which is cancelled after `seconds`. Use this instead of `asyncio.wait_for`.
+
+    Before Python 3.12, `wait_for` drops the cancellation of its caller if the result arrives at the same moment: a run
+    that was told to end went on.
+
+    Raises:
+        TimeoutError: `work` took longer.
+    """
+    async with asyncio.timeout(seconds if seconds < math.inf else None):
+        return await work
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

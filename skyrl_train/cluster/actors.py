@@ -28,6 +28,7 @@ from skyrl_train.cluster.stacks import write_on_signal
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.imports import import_modules
 from skyrl_train.registry import load_object
+from skyrl_train.tasks import within
 
 _log = logging.getLogger(__name__)
 _CALLS = "calls"
@@ -225,7 +226,7 @@ class Remote:
     async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
         future = asyncio.wrap_future(reference.future())
         try:
-            return await asyncio.wait_for(future, deadline_s if deadline_s < math.inf else None)
+            return await within(deadline_s, future)
         except RayTaskError as error:
             with suppress(AttributeError):
                 error.cause.raised_in = f"{self._name}.{method}"

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.sockets import LOOPBACK, free_address
 from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, NoRoom
+from skyrl_train.tasks import within
 
 T = TypeVar("T")
 _LOOKS_EVERY_S = 2.0
@@ -296,7 +297,7 @@ async def places_of(slots: Slots, indices: Sequence[int], deadline_s: float) -> 
         for index in indices
     ]
     try:
-        return list(await asyncio.wait_for(asyncio.gather(*asked), deadline_s))
+        return list(await within(deadline_s, asyncio.gather(*asked)))
     except TimeoutError as error:
         raise DeadlineExceeded(f"asking slots {list(indices)} for their accelerators", deadline_s) from error
 
@@ -309,7 +310,7 @@ async def free_address_of(cluster: Cluster, slots: Slots, index: int, deadline_s
     options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": in_slot(slots, index)}
     asked: Any = ray.remote(_free_address).options(**options).remote(cluster.single_machine)
     try:
-        return await asyncio.wait_for(asked, deadline_s)  # type: ignore[no-any-return]
+        return await within(deadline_s, asked)  # type: ignore[no-any-return]
     except TimeoutError as error:
         raise DeadlineExceeded(f"asking the node of slot {index} for a free port", deadline_s) from error
     except RayError as error:

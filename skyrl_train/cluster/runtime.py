@@ -20,13 +20,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants, ray_logging, utils as ray_utils
+from ray._private import ray_constants, ray_logging, services as ray_services, utils as ray_utils, worker as ray_worker
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -135,7 +136,7 @@ def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
 def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
-        with _one_at_a_time(), _own_handlers(), _without_job_server():
+        with _one_at_a_time(), _own_handlers(), _own_sessions(), _without_job_server():
             begins()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
@@ -177,7 +178,7 @@ def _keep_token_private() -> None:
 
 def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
     """Kill the processes of a failed start, which Ray does not do."""
-    ray.shutdown()
+    _disconnect()
     left = [child for child in psutil.Process().children(recursive=True) if child not in before]
     for child in left:
         with suppress(psutil.NoSuchProcess):
@@ -211,6 +212,47 @@ def _own_handlers() -> Iterator[None]:
         raise (Stopped(signal.SIGTERM) if leaving.code == signal.SIGTERM else leaving) from None
     finally:
         ray_utils.set_sigterm_handler = sets_handler
+        _reinstall_handler()
+
+
+def _reinstall_handler() -> None:
+    """Install Python's handler of SIGTERM again.
+
+    Ray's native code replaces it on connecting, by one that prints a stack trace first, and removes it on
+    disconnecting.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _disconnect() -> None:
+    """Disconnect from Ray and end its processes. SIGTERM is handled as before, also while they end."""
+    if (node := ray_worker._global_node) is not None:
+        kill = node.kill_all_processes
+
+        def kill_with_handler(**options: Any) -> None:
+            _reinstall_handler()
+            kill(**options)
+
+        node.kill_all_processes = kill_with_handler
+    ray.shutdown()
+    _reinstall_handler()
+
+
+@contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Start each of Ray's processes in a session of its own.
+
+    A signal to the driver's process group must not end them before the driver has saved: `timeout`, schedulers and
+    terminals signal the whole group. They still end with the driver: see guard.py.
+    """
+    popen = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        ray_services.ConsolePopen = popen  # type: ignore[misc]
 
 
 @contextmanager
@@ -414,7 +456,7 @@ class Cluster:
                 raise TimeoutError(f"{len(silent)} of {len(asked)} nodes started no worker in {LONGEST_START_S:g} s")
             ray.get([one for one, node in asked.items() if node in living])
         except (TimeoutError, RayError) as error:
-            ray.shutdown()
+            _disconnect()
             raise ConfigError(
                 f"RAY_ADDRESS={address}: workers run the driver's Python, {sys.executable}, which must be there "
                 f"on every node ({error}). Put it on a shared disk or into the nodes' image, or set "
@@ -448,7 +490,7 @@ class Cluster:
         if dead:
             for guard in _guards:
                 guard.kill_wards()
-        ray.shutdown()
+        _disconnect()
         for guard, family in zip(_guards, families, strict=True):
             guard.kill_wards(family)  # agents of a raylet that ended while it started them look for it for a minute
             guard.close()

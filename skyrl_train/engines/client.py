@@ -16,7 +16,7 @@ from skyrl_train.engines.engine_record import BusyClock, EngineRecord, peaks
 from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
 from skyrl_train.engines.seats import Call, Seats, keys_of, tokens_of
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
-from skyrl_train.tasks import unwatched
+from skyrl_train.tasks import unwatched, within
 
 _REMEMBERED = 1 << 16
 """How many of the latest sessions and groups have their engine remembered, or four times the most that were at once."""
@@ -111,7 +111,7 @@ class EngineClient:
         if hasattr(engine, "kill"):
             engine.kill()
         else:
-            self._in_background(asyncio.wait_for(engine.close(), GRACE_S))
+            self._in_background(within(GRACE_S, engine.close()))
 
     def replace(self, name: str, engine: Any) -> None:
         """Replace the dead engine called `name` by a new one, which must already have the current weights."""
@@ -380,14 +380,14 @@ class EngineClient:
     async def _serves(self, record: EngineRecord) -> bool:
         """Whether an engine that failed a call is still healthy: then only these requests are lost, not the engine."""
         try:
-            health = await asyncio.wait_for(record.engine.health(), GRACE_S)
+            health = await within(GRACE_S, record.engine.health())
         except (*_DEATHS, TimeoutError):
             return False
         return not health.torn
 
     async def _abort_quietly(self, record: EngineRecord, request_ids: list[str]) -> None:
         try:
-            await asyncio.wait_for(record.engine.abort(request_ids), GRACE_S)
+            await within(GRACE_S, record.engine.abort(request_ids))
         except Exception as error:
             self._mark_dead(record, error)
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from skyrl_train.environments.host import CLOSE_GRACE_S, EnvironmentHost
 from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode, WireCall
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, EnvironmentHostsLost, SkyRLError
+from skyrl_train.tasks import within
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class HostServer:
         """What there is to say, as soon as there is anything, or nothing after BEAT_S."""
         if not self._answers:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._some.wait(), BEAT_S)
+                await within(BEAT_S, self._some.wait())
         if self._answers:
             await asyncio.sleep(GATHER_S)
         told, self._answers = self._answers, []
@@ -258,15 +259,15 @@ class EnvironmentHosts(EnvironmentPool):
         opened = [self.loop.create_future() for _ in range(self._count)]
         self._restarters = [self.loop.create_task(self._keep(index, one)) for index, one in enumerate(opened)]
         try:
-            await asyncio.wait_for(asyncio.gather(*opened), self._deadline_s)
+            await within(self._deadline_s, asyncio.gather(*opened))
         except BaseException as error:
             there = len(self._hosts)
             await self.close()
             if not isinstance(error, Exception):
                 raise
             late = isinstance(error, TimeoutError) and not isinstance(error, SkyRLError)
-            within = f" within trainer.timeouts.environment_hosts_s={self._deadline_s:g} s" if late else f": {error}"
-            raise EnvironmentHostsLost(f"environment.hosts={self._count}: {there} of them started{within}") from error
+            how = f" within trainer.timeouts.environment_hosts_s={self._deadline_s:g} s" if late else f": {error}"
+            raise EnvironmentHostsLost(f"environment.hosts={self._count}: {there} of them started{how}") from error
         return self
 
     async def close(self) -> None:

@@ -16,18 +16,26 @@ from typing import Any, TypeVar
 from skyrl_train.cluster import guard
 from skyrl_train.errors import SkyRLError, Stopped
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _A_MOMENT_S = 0.01
 """In which the event loop reads what signals have written, and calls their handlers."""
-_ONE_REQUEST_S = 2.0
-"""`ray job stop` and schedulers signal a run and the program that started it, which hands the signal on (`uv run`)."""
+_ONE_REQUEST_S = {signal.SIGINT: 0.1, signal.SIGTERM: 2.0, signal.SIGHUP: 2.0}
+"""Seconds within which a repeated signal counts as the same request. `timeout` and shells signal the run and then its
+process group; `ray job stop` and schedulers signal the run and its parent, which forwards the signal (`uv run`). A
+person who presses Ctrl-C again is slower than 0.1 s."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def _handled() -> list[signal.Signals]:
+    """Return the signals that end a run. An ignored SIGHUP (`nohup`) stays ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in _SIGNALS if number != signal.SIGHUP or not ignored]
+
+
 def _handle(handler: Any) -> dict[int, Any]:
     """Set a handler of our signals. Returns those before."""
-    return {number: signal.signal(number, handler) for number in _SIGNALS}
+    return {number: signal.signal(number, handler) for number in _handled()}
 
 
 def _leave(number: int, frame: object) -> None:
@@ -38,7 +46,7 @@ def _leave(number: int, frame: object) -> None:
 
 @contextmanager
 def signals_leave() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM end the process at once: in a start, when there is nothing yet to be saved.
+    """Inside, SIGINT, SIGTERM and SIGHUP end the process at once: in a start, when there is nothing yet to be saved.
 
     An exception, which a handler may raise as well, would appear in the middle of any library's code: one that
     interrupts the release of a lock leaves that lock held for ever.
@@ -81,12 +89,12 @@ def exits_as_told() -> Iterator[None]:
 
 
 async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:
-    """Await `work`, unless SIGINT, SIGTERM or `lost` end it: it is then cancelled, and the reason raised once it ended.
+    """Await `work`, unless a signal or `lost` ends it: it is then cancelled, and the reason raised once it ended.
 
-    A second signal leaves at once, with nothing closed: the kernel and Ray's guard end our processes; but a SIGTERM
-    that follows another within two seconds is the same one. `lost` returns the error to end with. Replaces Ray's own
-    handler of SIGTERM. Afterwards the handlers from before are back. In a thread that is not the main one signals are
-    left to whoever waits for it.
+    The signals are SIGINT, SIGTERM and SIGHUP. A second one leaves at once, with nothing closed: the kernel and Ray's
+    guard end our processes. Repetitions within `_ONE_REQUEST_S` are the same request. `lost` returns the error to end
+    with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back. In a thread that is not
+    the main one signals are left to whoever waits for it.
     """
     told: asyncio.Future[SkyRLError] = asyncio.get_running_loop().create_future()
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
@@ -118,25 +126,24 @@ def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    first: tuple[int, float] | None = None
+    first: tuple[signal.Signals, float] | None = None
 
-    def on_signal(number: int) -> None:
+    def on_signal(number: signal.Signals) -> None:
         nonlocal first
         if told.done():
-            handed_on = first is not None and first[0] == number == signal.SIGTERM
-            if handed_on and first is not None and loop.time() < first[1] + _ONE_REQUEST_S:
+            if first is not None and first[0] == number and loop.time() < first[1] + _ONE_REQUEST_S[number]:
                 return
             guard.leave(128 + number)
         first = number, loop.time()
-        _log.warning("%s: leaving in good order. Again: leaving at once.", signal.Signals(number).name)
+        _log.warning("%s: leaving in good order. Again: leaving at once.", number.name)
         told.set_result(Stopped(number))
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number in _SIGNALS:
+    before = {number: signal.getsignal(number) for number in _handled()}
+    for number in before:
         loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
+            signal.signal(number, handler)

@@ -15,3 +15,8 @@ def catches(pid: int, number: signal.Signals) -> bool:
         return False
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def default_sighup() -> None:
+    """Restore the default action of SIGHUP in a child process, as tests may run under `nohup`: a `preexec_fn`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

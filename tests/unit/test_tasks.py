@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from skyrl_train.tasks import PerTurn, gather_all, to_its_end
+from skyrl_train.tasks import PerTurn, gather_all, to_its_end, within
 
 
 def test_results_come_in_the_order_of_the_calls():
@@ -16,6 +17,31 @@ def test_results_come_in_the_order_of_the_calls():
         return seconds
 
     assert asyncio.run(gather_all(after(seconds) for seconds in (0.02, 0.0, 0.01))) == [0.02, 0.0, 0.01]
+
+
+@pytest.mark.defect("cancellations-that-were-dropped")
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_cancellation_is_raised_when_result_arrives(turns: int):
+    """A cancellation `turns` iterations of the loop after the result, which the waiting task has not seen yet."""
+
+    async def run() -> bool:
+        result = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(within(30, result))
+        await asyncio.sleep(0)
+        result.set_result(7)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_running = task.cancel()
+        await asyncio.wait([task])
+        return was_running == task.cancelled()
+
+    assert asyncio.run(run())
+
+
+def test_work_within_seconds_has_result_or_timeout():
+    assert asyncio.run(within(30, asyncio.sleep(0, 7))) == asyncio.run(within(math.inf, asyncio.sleep(0, 7))) == 7
+    with pytest.raises(TimeoutError):
+        asyncio.run(within(0.01, asyncio.sleep(30)))
 
 
 @pytest.mark.defect("tracebacks-of-what-nobody-awaits")

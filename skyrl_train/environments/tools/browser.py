@@ -18,6 +18,7 @@ from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.environments.tools.guard import Guard
 from skyrl_train.environments.tools.proxy import REFUSED, CheckingProxy
 from skyrl_train.errors import ConfigError
+from skyrl_train.tasks import within
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -172,7 +173,7 @@ class BrowserTool(Tool):
                     await asyncio.sleep(SETTLE_MS / 1000)  # time for a navigation to begin
                     if opens_tab:
                         with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(navigations.begun.wait(), min(NEW_TAB_S, 0.2 * self.deadline_s))
+                            await within(min(NEW_TAB_S, 0.2 * self.deadline_s), navigations.begun.wait())
                     await navigations.finish()
                     await self._context.pages[-1].wait_for_load_state()
 
@@ -244,10 +245,10 @@ class BrowserTool(Tool):
             return
         with contextlib.suppress(Exception):
             if context is not None:
-                await asyncio.wait_for(context.browser.close(), CLOSE_S)
+                await within(CLOSE_S, context.browser.close())
         _kill(proxy)  # if it did not close
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(opened.aclose(), CLOSE_S)
+            await within(CLOSE_S, opened.aclose())
 
 
 class _Navigations:

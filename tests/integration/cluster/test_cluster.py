@@ -361,6 +361,21 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 
 
+@pytest.mark.defect("ray-removes-the-handler-of-sigterm")
+def test_sigterm_handler_survives_connecting_and_disconnecting():
+    code = (
+        "import os, signal\n"
+        "from skyrl_train.cluster.runtime import Cluster\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: print('handled'))\n"
+        "with Cluster():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\nhandled\n")
+    assert "SIGTERM" not in done.stderr, "a stack trace of Ray's own"
+
+
 @pytest.mark.defect("a-stopped-raylet-holds-up-the-end")
 @pytest.mark.defect("a-stopped-raylet-is-too-few-cpus")
 def test_a_raylet_that_is_stopped_is_named_and_does_not_hold_up_the_end():

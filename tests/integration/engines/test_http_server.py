@@ -276,6 +276,7 @@ def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     lines: list[str] = []
     assert process.stdout is not None
@@ -293,12 +294,13 @@ def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Pop
 
 
 @pytest.mark.slow
+@pytest.mark.defect("group-signals-kill-ray-first")
 def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str, tmp_path: Path):
     with serving(tiny_model_path, tmp_path) as (process, port):
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0) as client:
             answer = client.chat.completions.create(model="tiny", messages=MESSAGES)
         assert answer.usage is not None and 0 < answer.usage.completion_tokens <= 8
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert TOKEN not in out + err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import stat
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services as ray_services
 from ray.exceptions import RaySystemError
 
 from skyrl_train.cluster import runtime
@@ -99,6 +100,23 @@ def test_another_failure_is_not_tried_again(
         runtime._start_own({}, nothing)
     (process,) = started
     process.wait(10)
+
+
+@pytest.mark.defect("group-signals-kill-ray-first")
+def test_ray_processes_start_in_own_sessions(monkeypatch: pytest.MonkeyPatch):
+    sessions: list[bool] = []
+
+    def init(**_: Any) -> None:
+        process = ray_services.ConsolePopen(["sleep", "60"])  # as Ray starts its processes
+        sessions.append(os.getsid(process.pid) == process.pid)
+        process.kill()
+        process.wait(10)
+
+    popen = ray_services.ConsolePopen
+    monkeypatch.setattr(ray, "init", init)
+    runtime._start_own({}, nothing)
+    assert sessions == [True]
+    assert ray_services.ConsolePopen is popen
 
 
 @pytest.mark.defect("every-user-of-the-machine-could-read-rays-token")

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import IO
 
 import pytest
 
 from skyrl_train.errors import ClusterLost, SkyRLError, Stopped
 from skyrl_train.experiments.stopping import signals_leave, until_told
+from tests.support.handlers import default_sighup
 
 
 async def never() -> SkyRLError:
@@ -122,32 +126,7 @@ with exits_as_told():
     assert code == 1 or ended.stdout.splitlines() == ["ended by a signal", "closed"]
 
 
-@pytest.mark.fault("F39")
-def test_a_second_signal_leaves_at_once():
-    program = """
-import asyncio
-from skyrl_train.experiments.stopping import until_told
-async def work():
-    try:
-        print("running", flush=True)
-        await asyncio.sleep(60)
-    finally:
-        print("saving", flush=True)
-        await asyncio.sleep(60)
-asyncio.run(until_told(work(), asyncio.Event().wait()))
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == b"running\n"
-        run.send_signal(signal.SIGINT)
-        assert run.stdout.readline() == b"saving\n"
-        run.send_signal(signal.SIGINT)
-        assert run.wait(10) == 130
-
-
-@pytest.mark.fault("F39")
-def test_a_sigterm_that_whoever_started_the_run_hands_on_is_not_a_second_one():
-    program = """
+TAKES_TIME_TO_SAVE = """
 import asyncio
 from skyrl_train.experiments.stopping import until_told
 async def work():
@@ -161,15 +140,53 @@ async def work():
         await asyncio.sleep(60)
 asyncio.run(until_told(work(), asyncio.Event().wait()))
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+
+
+@contextmanager
+def taking_time_to_save() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    command = [sys.executable, "-c", TAKES_TIME_TO_SAVE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=default_sighup) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == b"running\n"
-        run.terminate()
-        assert run.stdout.readline() == b"saving\n"
-        run.terminate()  # as `ray job stop` signals both `uv run` and its child, which `uv run` signals again
-        assert run.stdout.readline() == b"saved\n"
-        run.terminate()
-        assert run.wait(10) == 143
+        yield run, run.stdout
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT")])
+def test_second_signal_exits_without_saving(first: str, second: str):
+    with taking_time_to_save() as (run, stdout):
+        run.send_signal(signal.Signals[first])
+        assert stdout.readline() == b"saving\n"
+        time.sleep(0.2)
+        run.send_signal(signal.Signals[second])
+        assert run.wait(10) == 128 + signal.Signals[second]
+        assert stdout.read() == b""
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.defect("group-signals-kill-ray-first")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_repeated_signal_counts_once(number: signal.Signals):
+    with taking_time_to_save() as (run, stdout):
+        run.send_signal(number)
+        assert stdout.readline() == b"saving\n"
+        run.send_signal(number)  # `timeout` signals its child and then the group, `uv run` what its child got as well
+        assert stdout.readline() == b"saved\n"
+        run.send_signal(number)
+        assert run.wait(10) == 128 + number
+
+
+def test_ignored_sighup_stays_ignored():
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + TAKES_TIME_TO_SAVE
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert run.stdout.readline() == b"running\n"
+        run.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        run.send_signal(signal.SIGTERM)
+        assert run.stderr.readline().startswith(b"SIGTERM")
+        run.kill()
 
 
 @pytest.mark.defect("signals-after-the-end")
