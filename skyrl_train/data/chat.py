@@ -7,7 +7,7 @@ only from the template; if a message spells one, it is encoded as plain characte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
 from skyrl_train.data.trajectory import Message
+from skyrl_train.data.vocabulary import decode_continuation
 from skyrl_train.errors import DataError
 
 
@@ -103,6 +104,22 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
+def encode_prompt(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the ids of a prompt of plain text, in which control tokens may be spelt.
+
+    Args:
+        add_special_tokens: Puts before it what the tokenizer puts before texts, such as BOS, unless it begins so. What
+            the tokenizer puts after texts, such as EOS, is never added, as a completion continues the prompt.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not add_special_tokens:
+        return ids
+    plain, full = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
+    prefix: list[int] = full[: next(starts, 0)]
+    return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+
 def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
     """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers."""
     tokens = token_array(ids)
@@ -115,6 +132,24 @@ def plain_text(message: Message) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content or ""
+
+
+def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: Sequence[int]) -> str:
+    """Return the text, without control tokens, that continues a prompt of plain text.
+
+    It may begin with a space, which `decode_answer` drops with tokenizers that write spaces before words. After a
+    control token a new text begins.
+    """
+    controls = marking_template(tokenizer).controls
+    if not len(prompt) or prompt[-1] in controls.names:
+        return decode_answer(tokenizer, ids)
+    tokens = token_array(ids)
+    return decode_continuation(tokenizer, tokens[~controls.among(tokens)].tolist())
+
+
+def unread_tokens(tokenizer: Any) -> Collection[int]:
+    """Return the ids of tokens that `decode_answer` and `decode_completion` leave out of a text."""
+    return marking_template(tokenizer).controls.names.keys()
 
 
 def is_control(tokenizer: Any, token: int) -> bool:
