@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 SPACE = "\u2581"
-WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ran")
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "ran", "papa")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 

@@ -130,7 +130,8 @@ def test_echo_puts_prompts_and_their_tokens_first(served: Served, stream: bool):
         count = len(choice.prompt_token_ids)
         (scores,) = served.scores(choice.prompt_token_ids)
         assert choice.logprobs.text_offset[count] == len(prompt)
-        assert choice.logprobs.token_logprobs[:count] == [None, *pytest.approx(scores, abs=1e-4)]
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:count] == pytest.approx(scores, abs=1e-4)
         assert choice.logprobs.token_logprobs[count:] == pytest.approx(without.logprobs.token_logprobs, abs=1e-4)
     (short, _) = served.complete(stream, prompt=PROMPT, echo=True, logprobs=None)
     assert short.text == PROMPT + served.complete(stream)[0].text and short.logprobs is None
