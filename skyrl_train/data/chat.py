@@ -134,14 +134,15 @@ def plain_text(message: Message) -> str:
     return content or ""
 
 
-def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: Sequence[int]) -> str:
+def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
     """Return the text, without control tokens, that continues a prompt of plain text.
 
     It may begin with a space, which `decode_answer` drops with tokenizers that write spaces before words. After a
     control token a new text begins.
     """
     controls = marking_template(tokenizer).controls
-    if not len(prompt) or prompt[-1] in controls.names:
+    last = token_array(prompt)[-1:].tolist()
+    if not last or last[0] in controls.names:
         return decode_answer(tokenizer, ids)
     tokens = token_array(ids)
     return decode_continuation(tokenizer, tokens[~controls.among(tokens)].tolist())

@@ -9,6 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from skyrl_train.data.arrays import token_array
+from skyrl_train.data.vocabulary import vocabulary_texts
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.testing.tiny_models import tiny_model
@@ -144,6 +147,14 @@ def test_tokens_of_a_text_that_a_stop_string_cut(served: Served):
     assert (choice.text, choice.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
     assert len(choice.logprobs.tokens) == len(choice.token_ids) < LENGTH
     check_offsets(choice)
+
+
+def test_a_stop_token_reads_as_within_the_text(served: Served):
+    texts = vocabulary_texts(served.tokenizer)
+    sampling = SamplingParams(max_tokens=8, stop_token_ids=tuple(range(len(texts))))
+    requests = [SampleRequest(str(seed), token_array((5,)), sampling, seed) for seed in range(16)]
+    completions: list[Completion] = served.loop.run(served.engine.generate(requests))
+    assert [done.stop_text for done in completions] == [texts[done.token_ids[0]] for done in completions]
 
 
 def test_a_model_is_found_by_its_name(served: Served):

@@ -177,7 +177,7 @@ def chatted(tokens: list[str], kind: str, **body: Any) -> Any:
 
 
 def _choice(path: str, defaults: Any, tokens: list[str], kind: str, body: Any) -> Any:
-    tokenizer = KINDS[kind]()
+    tokenizer: Any = KINDS[kind]()
     engine = StopsAtStrings(lambda request: tokenizer.convert_tokens_to_ids(tokens))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
