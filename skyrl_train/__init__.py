@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from skyrl_train.config.schema import Config as Config
     from skyrl_train.data.dataset import PromptDataset as PromptDataset
+    from skyrl_train.data.reasoning import final_answer as final_answer
     from skyrl_train.data.trajectory import (
         Prompt as Prompt,
         Trajectory as Trajectory,
@@ -74,6 +75,7 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             ),
             "skyrl_train.config.schema": ("Config",),
             "skyrl_train.data.dataset": ("PromptDataset",),
+            "skyrl_train.data.reasoning": ("final_answer",),
             "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
             "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
             "skyrl_train.experiments.base": ("Experiment", "Session", "run_experiment"),

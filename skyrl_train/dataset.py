@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset as Prompts, load_prompts
+from skyrl_train.data.messages import template_kwargs_of
 
 __all__ = ["PromptDataset"]
 
@@ -16,4 +17,9 @@ def PromptDataset(
 ) -> Prompts:
     """The prompts of files, folders or names on the hub; rows without an env_class get the configuration's."""
     sources = [datasets] if isinstance(datasets, str) else list(datasets)
-    return load_prompts(sources, lambda messages: len(render_prompt(tokenizer, messages)), max_prompt_length, "")
+    return load_prompts(
+        sources,
+        lambda prompt: len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, {}))),
+        max_prompt_length,
+        "",
+    )

@@ -23,8 +23,9 @@ def environment(name: str) -> Callable[[T], T]:
 def reward(name: str) -> Callable[[T], T]:
     """A function as the reward of an environment of one turn: environment.env_class=NAME.
 
-    It is called with the response, a string, and those of these keywords that it names: `prompt` (the row's messages),
-    `extras` (the row's other columns), `ground_truth` (of extras["reward_spec"]). It returns one finite number.
+    It is called with the response, a string with the model's reasoning (`final_answer` removes it), and with those of
+    these keywords that it names: `prompt` (the row's messages), `extras` (the row's other columns), `ground_truth` (of
+    extras["reward_spec"]). It returns one finite number.
     """
     from skyrl_train.environments.registry import environments
     from skyrl_train.environments.reward_function import RewardFunction

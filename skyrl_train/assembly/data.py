@@ -10,12 +10,14 @@ from typing import Any
 
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
-from skyrl_train.data.chat import render_conversation, render_prompt, rewrites_history
+from skyrl_train.data.chat import render_demonstrations, render_prompt, rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.dataset import PromptDataset, load_prompts, messages_of
-from skyrl_train.data.rows import read_rows
+from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.messages import messages_of, template_kwargs_of, tools_of
+from skyrl_train.data.rows import DatasetRow, read_rows
 from skyrl_train.data.sft import Demonstration
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.trajectory import Prompt
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.loading import load_tokenizer
 
@@ -27,16 +29,23 @@ def build_tokenizer(cfg: Config) -> Any:
 
     Raises ConfigError if conversations of several turns are configured and the template cannot render them.
     """
-    tokenizer = load_tokenizer(cfg.trainer.policy.model.path, use_fast=not cfg.trainer.disable_fast_tokenizer)
-    template = cfg.generator.chat_template
-    if template.name_or_path is not None:
-        tokenizer.chat_template = _chat_template(template)
+    tokenizer = load_tokenizer(
+        cfg.trainer.policy.model.path,
+        use_fast=not cfg.trainer.disable_fast_tokenizer,
+        chat_template=configured_template(cfg.generator.chat_template),
+    )
     _check_history(cfg, tokenizer)
+    end = end_of_turn_token(tokenizer, cfg.generator.chat_template_kwargs)
+    if end is not None and end != tokenizer.eos_token_id:
+        name = tokenizer.convert_ids_to_tokens(end)
+        log.info("Answers also end at %r (token %d), with which the chat template closes them.", name, end)
     return tokenizer
 
 
-def _chat_template(template: ChatTemplateConfig) -> str:
-    assert template.name_or_path is not None
+def configured_template(template: ChatTemplateConfig) -> str | None:
+    """Return the text of the configured chat template; None for the tokenizer's own. Raises ConfigError."""
+    if template.name_or_path is None:
+        return None
     if template.source == "name":
         return TEMPLATES[template.name_or_path]
     try:
@@ -75,8 +84,8 @@ def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str)
     """The prompts of `sources` that are short enough; logs how many are left out."""
     options = dict(cfg.generator.chat_template_kwargs)
 
-    def length(messages: list[Message]) -> int:
-        return len(render_prompt(tokenizer, messages, options))
+    def length(prompt: Prompt) -> int:
+        return len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, options)))
 
     dataset = load_prompts(sources, length, cfg.trainer.max_prompt_length, cfg.environment.env_class)
     if dataset.too_long:
@@ -91,11 +100,14 @@ def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str)
 
 
 def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstration], str]:
-    """The conversations of the `messages` column as tokens, and a fingerprint of all of them.
+    """Return the conversations of the `messages` column as tokens, and a fingerprint of all of them.
 
-    Those longer than max_prompt_length + max_generate_length tokens are left out; their number is logged. Raises
-    DataError naming the row for what is no conversation, or one that the chat template does not take or without an
-    answer to learn, and if none is left.
+    A conversation is one demonstration, or one for each answer where the chat template rewrites earlier turns. Those
+    longer than max_prompt_length + max_generate_length tokens are left out; their number is logged.
+
+    Raises:
+        DataError: A row is no conversation, has no answer to learn, or the chat template does not write all that it
+            says; names the row. Also if no demonstration is left.
     """
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     options = dict(cfg.generator.chat_template_kwargs)
@@ -104,22 +116,32 @@ def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstratio
     too_long = 0
     for source in cfg.data.train_data:
         for where, row in read_rows(source):
-            if row.get("messages") is None:
-                raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
-            messages = messages_of(where, "messages", row["messages"])
-            try:
-                ids, mask = render_conversation(tokenizer, messages, options)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
-            if not any(mask):
-                raise DataError(f"{where}: its messages hold no answer of the assistant to learn.")
-            if len(ids) > limit:
-                too_long += 1
-                continue
-            digest.update(repr((ids, mask)).encode())
-            kept.append(Demonstration(ids, mask))
+            for ids, mask in _sequences(where, row, tokenizer, options):
+                if len(ids) > limit:
+                    too_long += 1
+                    continue
+                digest.update(repr((ids, mask)).encode())
+                kept.append(Demonstration(ids, mask))
     if not kept:
         raise DataError(f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens.")
     if too_long:
         log.warning("data.train_data: %d demonstrations of more than %d tokens are left out.", too_long, limit)
     return kept, digest.hexdigest()[:32]
+
+
+def _sequences(
+    where: str, row: DatasetRow, tokenizer: Any, options: dict[str, Any]
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the token ids and loss masks of a row. Raises DataError that names it."""
+    if row.get("messages") is None:
+        raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
+    messages = messages_of(where, "messages", row["messages"])
+    if tools := tools_of(where, row.get("tools")):
+        options = {**options, "tools": tools}
+    try:
+        sequences = render_demonstrations(tokenizer, messages, options)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not any(any(mask) for _, mask in sequences):
+        raise DataError(f"{where}: its messages hold no answer of the assistant to learn.")
+    return sequences

@@ -13,7 +13,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.messages import to_stderr
 
 
@@ -37,11 +37,12 @@ def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
 
 
 def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
-    """Check early that the environments of these rows can run here: see `TextEnv.check`.
+    """Check early that the environments of these rows can run here and use the rows: see `TextEnv.check`, `check_rows`.
 
     The env_class of a row takes precedence over environment.env_class; a note with the number of such rows is printed.
     """
-    counts = Counter(prompt.env_class for dataset in datasets if dataset is not None for prompt in dataset.prompts)
+    prompts = [prompt for dataset in datasets if dataset is not None for prompt in dataset.prompts]
+    counts = Counter(prompt.env_class for prompt in prompts)
     others = {name: count for name, count in counts.items() if name != cfg.environment.env_class}
     if others:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
@@ -52,6 +53,15 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     check_reachable(cfg, counts)
     if not cfg.environment.hosts:  # else each of their processes checks: what is missing here may be there
         registry.check_environments(counts, environment_settings(cfg))
+    for name in counts:
+        rows = ((one.where or f"row {one.uid}", one.env_extras) for one in prompts if one.env_class == name)
+        try:
+            registry.check_rows(name, rows)
+        except DataError:
+            raise
+        except ConfigError:
+            if not cfg.environment.hosts:
+                raise
 
 
 def build_environments(cfg: Config, log: Path | None = None) -> EnvironmentHost:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from skyrl_train.assembly.data import configured_template
 from skyrl_train.config.keys import all_keys, value_at
 from skyrl_train.config.run_folder import config_of_run, decisions
 from skyrl_train.config.schema import Config
@@ -24,7 +25,8 @@ from skyrl_train.config.sources import HUB_NAME, is_address, may_be_on_hub, publ
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.export_check import Agreement, check_adapter, check_model
 from skyrl_train.learner.saved_policy import ROLE, SavedPolicy, open_policy
-from skyrl_train.models.loading import copy_generation_config, export_hf, load_tokenizer, save_tokenizer
+from skyrl_train.models.loading import export_hf, load_tokenizer, save_tokenizer
+from skyrl_train.models.stop_tokens import write_generation_config
 from skyrl_train.report.curve import write_learning_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
@@ -180,13 +182,15 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     trainer = config.trainer
     base = asked.base or trainer.policy.model.path
     with open_policy(found.folder, trainer, asked.base) as policy:
+        tokenizer = load_tokenizer(base, chat_template=configured_template(config.generator.chat_template))
         if asked.adapter:
             assert policy.adapters is not None
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
             policy.adapters.save(policy.adapter(), folder)
-            save_tokenizer(load_tokenizer(base), folder)
+            save_tokenizer(tokenizer, folder)
         else:
-            _write_model(policy, base, DTYPES[asked.dtype], folder)
+            _write_model(policy, tokenizer, DTYPES[asked.dtype], folder)
+            write_generation_config(base, tokenizer, folder)
         agreement = None
         if asked.verify and asked.adapter:
             agreement = check_adapter(policy, folder, base)
@@ -203,11 +207,10 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     return agreement
 
 
-def _write_model(policy: SavedPolicy, base: str, dtype: torch.dtype, folder: Path) -> None:
+def _write_model(policy: SavedPolicy, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
-    export_hf(config, policy.merged(dtype), load_tokenizer(base), folder)
-    copy_generation_config(base, folder)
+    export_hf(config, policy.merged(dtype), tokenizer, folder)
 
 
 def _rows(found: FoundCheckpoint) -> list[dict[str, Any]]:

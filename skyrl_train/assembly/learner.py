@@ -42,6 +42,7 @@ def build_learner(
     wire_dtype: str,
     bucket_bytes: int,
     only_changed: bool,
+    chat_template: str | None = None,
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
     assert layout.policy is not None
@@ -57,8 +58,8 @@ def build_learner(
         optimizer=trainer.policy.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
         objective=learning.objective,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        chat_template=chat_template,
+        **_execution(trainer),
         **_changes(trainer),
         **_limits(trainer),
         wire_dtype=wire_dtype,
@@ -67,7 +68,6 @@ def build_learner(
         lora=_lora(trainer.policy.model.lora),
         **_parallel_sizes(trainer.policy),
         **_of_routers(trainer),
-        compile_layers=trainer.policy.use_torch_compile,
         shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
         memory_folder=_memory_folder(trainer),
     )
@@ -91,6 +91,15 @@ def build_learner(
         routing_replay=trainer.moe_routing_replay,
         stacks_file=working_folder(trainer.ckpt_path) / "stacks.txt",
     )
+
+
+def _execution(trainer: TrainerConfig) -> dict[str, Any]:
+    """Return how layers are executed: compiled, and with which activations recomputed in the backward pass."""
+    return {
+        "compile_layers": trainer.policy.use_torch_compile,
+        "gradient_checkpointing": trainer.gradient_checkpointing,
+        "gradient_checkpointing_use_reentrant": trainer.gradient_checkpointing_use_reentrant,
+    }
 
 
 def _changes(trainer: TrainerConfig) -> dict[str, Any]:

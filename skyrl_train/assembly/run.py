@@ -43,9 +43,11 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.data.end_of_turn import end_of_turn_name, end_of_turn_token
+from skyrl_train.data.messages import template_kwargs_of
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
-from skyrl_train.engines.sampling import normalise
+from skyrl_train.engines.sampling import normalise, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.reward_worker import RewardModel
@@ -161,8 +163,9 @@ def build_generator(
     the same holds for later turns; without it no conversation waits for another.
     """
     generator = cfg.generator
+    sampling = normalise(generator.eval_sampling_params if evaluation else generator.sampling_params)
     settings = RolloutSettings(
-        sampling=normalise(generator.eval_sampling_params if evaluation else generator.sampling_params),
+        sampling=with_stop_token(sampling, end_of_turn_token(tokenizer, generator.chat_template_kwargs)),
         num_samples=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
         seed=cfg.trainer.seed,
         max_prompt_tokens=generator.max_input_length,
@@ -219,12 +222,15 @@ def build_trainer(
     collector = build_collector(
         cfg, first.of(judged(cfg, train_generator, running.reward_model)), train_dataset, schedule
     )
-    guards = Guards(trainer.guards, compared_rewards(trainer.algorithm))
+    end_of_turn = end_of_turn_name(tokenizer, cfg.generator.chat_template_kwargs)
+    guards = Guards(trainer.guards, compared_rewards(trainer.algorithm), end_of_turn)
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
     probe_ids = [
-        render_prompt(tokenizer, prompt.messages, dict(cfg.generator.chat_template_kwargs))[:PROBE_TOKENS]
+        render_prompt(
+            tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, cfg.generator.chat_template_kwargs)
+        )[:PROBE_TOKENS]
         for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
     ]
     publisher = build_publisher(cfg, base.learner, running.client, probe_ids, one_node=base.layout.one_node)

@@ -12,6 +12,7 @@ from typing import Any
 from skyrl_train import trace
 from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
+from skyrl_train.assembly.data import configured_template
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.assembly.shared_paths import shared_paths
@@ -26,7 +27,15 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.data.vocabulary import vocabulary_texts
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.learner.learner import Learner
-from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, Rule, async_rules, gradient_rule, memory_rule
+from skyrl_train.report.diagnosis import (
+    NO_DIFFERENCE,
+    RULES,
+    Rule,
+    async_rules,
+    gradient_rule,
+    memory_rule,
+    truncated_rule,
+)
 from skyrl_train.report.logs import run_logs
 from skyrl_train.report.phases import phase
 from skyrl_train.report.trackers import Trackers, make_trackers
@@ -66,16 +75,19 @@ def fingerprints_of(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
     return {"train_data": train_data, "data_order": f"seed {trainer.seed}, {trainer.train_batch_size} prompts a step"}
 
 
-def build_trackers(cfg: Config, directory: Path) -> Trackers:
-    """JSONL files in `directory`, and the trackers that trainer.logger names."""
+def build_trackers(cfg: Config, directory: Path, end_of_turn: str = "") -> Trackers:
+    """Return the JSONL files in `directory`, and the trackers that trainer.logger names.
+
+    `end_of_turn`: the token that ends an answer, for the diagnosis.
+    """
     trainer = cfg.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
     about = redact((trainer.project_name, trainer.run_name, plain(cfg)))
-    return make_trackers(names, directory, *about, rules=rules_of(cfg))
+    return make_trackers(names, directory, *about, rules=rules_of(cfg, end_of_turn))
 
 
-def rules_of(cfg: Config) -> list[Rule]:
-    """What is looked for in this run's numbers."""
+def rules_of(cfg: Config, end_of_turn: str = "") -> list[Rule]:
+    """Return the diagnosis rules for this run's metrics; `end_of_turn` as in `build_trackers`."""
     in_groups = compared_rewards(cfg.trainer.algorithm) == "group"
     rules = [*([NO_DIFFERENCE] if in_groups else []), gradient_rule(in_groups)]
     ahead = cfg.trainer.fully_async
@@ -83,7 +95,7 @@ def rules_of(cfg: Config) -> list[Rule]:
     if (capacity := capacity_of(cfg.device)) is not None:
         name = "memory/learner_peak_gib" if cfg.device == "cuda" else "memory/learner_peak_rss_gib"
         rules.append(memory_rule(capacity / 2**30, name))
-    return [*rules, *RULES]
+    return [*rules, *(truncated_rule(end_of_turn) if rule.name == "truncated" else rule for rule in RULES)]
 
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = NO_MIRRORS) -> RunDirectory:
@@ -148,6 +160,7 @@ async def learner_services(
                 wire_dtype=cfg.generator.model_dtype,
                 bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
                 only_changed=cfg.generator.weight_sync_only_changed,
+                chat_template=configured_template(cfg.generator.chat_template),
             )
         yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
 

@@ -202,12 +202,12 @@ class AlgorithmConfig(Section):
     """Subtract the KL divergence from the reward. Cannot be combined with `use_kl_loss`."""
     use_kl_loss: bool = True
     """Add the KL divergence to the loss. Cannot be combined with `use_kl_in_reward`."""
-    kl_loss_coef: float = key(0.001, range=NOT_NEGATIVE, needs=SOME_KL)
+    kl_loss_coef: float = key(0.001, range=NOT_NEGATIVE, usual=Range(1e-6, 10), needs=SOME_KL)
     """Coefficient of the KL divergence, in the loss or in the reward. With 0 no reference model is needed."""
     use_entropy_loss: bool = False
     """Subtract the entropy from the loss."""
     entropy_loss_coef: float = key(
-        0.01, range=NOT_NEGATIVE, needs=only_with("trainer.algorithm.use_entropy_loss", True)
+        0.01, range=NOT_NEGATIVE, usual=Range(1e-6, 1), needs=only_with("trainer.algorithm.use_entropy_loss", True)
     )
     """Coefficient of the entropy."""
     advantage_batch_normalize: bool = False
@@ -231,7 +231,7 @@ class AlgorithmConfig(Section):
     """Discount per token."""
     eps_clip_low: float = key(0.2, range=FRACTION, needs=CLIPPING_LOSS)
     """The probability ratio is clipped from below at 1 minus this."""
-    eps_clip_high: float = key(0.2, range=NOT_NEGATIVE, needs=CLIPPING_LOSS)
+    eps_clip_high: float = key(0.2, range=NOT_NEGATIVE, usual=Range(1e-5, 5), needs=CLIPPING_LOSS)
     """The probability ratio is clipped from above at 1 plus this."""
     clip_ratio_c: float = key(3.0, range=Range(1, above=True), needs=loss_is("dual_clip"))
     """The second bound of `policy_loss_type=dual_clip`, for tokens with a negative advantage."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.flags import parse_flags
-from skyrl_train.config.hydra import Override, parse_override, presets_dir
+from skyrl_train.config.hydra import Override, parse_flags, parse_override, presets_dir
 from skyrl_train.config.inspection import inspect, unknown_key_advice
 from skyrl_train.config.keys import canonical, find, other_sections
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, show

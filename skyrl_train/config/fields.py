@@ -37,6 +37,8 @@ class Facts:
     """Whether modules of `trainer.plugins` can register further choices; those are checked once they are imported."""
     unavailable: str | Mapping[str, str] = ""
     """Why this version refuses values that are not among `choices`: one sentence for all, or one for each name."""
+    usual: Range | None = None
+    """The numbers that runs have, besides 0; any other is accepted with a warning. None warns about no number."""
     needs: tuple[Needs, ...] = ()
     """What must hold for the key to have an effect; of those that do not, the first one is reported."""
     aliases: tuple[str, ...] = ()

@@ -39,11 +39,11 @@ SINCE_0_4 = "generator.inference_engine.{name}"
 class SamplingConfig(Section):
     """How responses are sampled."""
 
-    max_generate_length: int = key(1024, range=AT_LEAST_ONE, aliases="max_new_tokens")
+    max_generate_length: int = key(1024, range=AT_LEAST_ONE, usual=Range(2, 262_144), aliases="max_new_tokens")
     """Maximum number of tokens per turn."""
     repetition_penalty: float = key(1.0, range=Range(0.01, 100))
     """Divides the logits of tokens that occurred before; 1 turns it off."""
-    temperature: float = key(1.0, range=NOT_NEGATIVE)
+    temperature: float = key(1.0, range=NOT_NEGATIVE, usual=Range(0.05, 2))
     """Divides the logits; 0 is greedy sampling."""
     top_p: float = key(1.0, range=POSITIVE_FRACTION)
     """Sample from the smallest set of tokens whose probabilities add up to at least this; 1 turns it off."""
@@ -159,7 +159,7 @@ class GeneratorConfig(OpenSection):
         1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.data_parallel_size"
     )
     """Number of copies of the model inside one engine."""
-    n_samples_per_prompt: int = key(5, range=AT_LEAST_ONE)
+    n_samples_per_prompt: int = key(5, range=AT_LEAST_ONE, usual=Range(1, 1_024))
     """Responses per prompt: the size of a group."""
     async_engine: bool = key(True, aliases=SINCE_0_4)
     """Run engines asynchronously."""
@@ -192,7 +192,11 @@ class GeneratorConfig(OpenSection):
     enable_ray_prometheus_stats: bool = key(False, aliases=SINCE_0_4)
     """Export vLLM's statistics through Ray."""
     gpu_memory_utilization: float = key(
-        0.8, range=POSITIVE_FRACTION, needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR), aliases=SINCE_0_4
+        0.8,
+        range=POSITIVE_FRACTION,
+        usual=Range(0.1, 0.98),
+        needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR),
+        aliases=SINCE_0_4,
     )
     """Share of an accelerator's memory that an engine may use."""
     max_num_seqs: int = key(1024, range=AT_LEAST_ONE, aliases=SINCE_0_4)
@@ -231,7 +235,7 @@ class GeneratorConfig(OpenSection):
     rate_limit: RateLimitConfig = key(factory=RateLimitConfig, needs=only_with("generator.rate_limit.enabled", True))
     eval_sampling_params: EvalSamplingConfig = key(factory=EvalSamplingConfig)
     eval_n_samples_per_prompt: int = key(1, range=AT_LEAST_ONE)
-    """Responses per prompt in evaluation."""
+    """Responses per prompt in evaluation. They are all equal at the default temperature of evaluation, 0."""
     zero_reward_on_non_stop: bool = False
     """In training, lower the reward of a response that did not end by itself to at most 0, and to at most the lowest
     reward of the responses in its group that did. No reward is ever raised."""

@@ -6,6 +6,7 @@ by this package instead of one at a time by Hydra. Its run folders, log files an
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import io
@@ -17,25 +18,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
 import yaml
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import VersionBase
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
 from skyrl_train.config.convert import Unfit, build, read
-from skyrl_train.config.flags import parse_flags
 from skyrl_train.config.inspection import inspect
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
-from skyrl_train.config.preset_files import searched
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
@@ -82,6 +84,27 @@ def _open(content: dict[str, Any]) -> DictConfig:
 ConfigStore.instance().store(name=SCHEMA, node=_open(plain(Config())), provider="skyrl_train")
 
 
+def flag_parser() -> argparse.ArgumentParser:
+    """Return a parser of Hydra's flags and of overrides (`key=value`). Hydra has no public one."""
+    parser = argparse.ArgumentParser(add_help=False, description="Hydra")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    for names in ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc"):
+        parser.add_argument(*names.split(), action="store_true")
+    for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun"):
+        parser.add_argument(*names.split())
+    parser.add_argument("--version", action="version", version=f"Hydra {hydra.__version__}")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    topics = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
+    return parser
+
+
+def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return Hydra's flags by name, and the overrides. Exits with 2 on an unknown flag, as argparse does."""
+    flags = vars(flag_parser().parse_intermixed_args(list(argv)))
+    return flags, flags.pop("overrides")
+
+
 @dataclass(frozen=True)
 class Override:
     """One `key=value` of the command line as Hydra's grammar reads it."""
@@ -119,13 +142,14 @@ def compose(overrides: Sequence[str], name: str | None = None, directory: str | 
     if directory is not None and not Path(directory).is_dir():
         raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
     try:
-        with _composing, searched(directory), _own_hydra():
+        with _composing, _own_hydra(directory):
             return hydra.compose(name or BASE, list(overrides), return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
-            f"The configuration {name or BASE} cannot be composed: presets include each other."
+            f"The configuration {name or BASE} cannot be composed: presets include each other, or a YAML alias refers "
+            "to itself."
         ) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         if isinstance(error, MissingConfigException) and directory is not None:
             _refuse_yml(directory, error.missing_cfg_file or "")
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -139,15 +163,28 @@ def _refuse_yml(directory: str, missing: str) -> None:
         raise ConfigError(f"{file}: presets end in .yaml; rename it.")
 
 
+class PresetFolder(SearchPathPlugin):
+    """A Hydra plugin that adds the folder of `--config-dir` to those in which Hydra looks for presets."""
+
+    folder: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.folder is not None:
+            search_path.append("command-line", f"file://{Path(self.folder).resolve()}")
+
+
 @contextmanager
-def _own_hydra() -> Iterator[None]:
-    """Hydra over our presets in the block. A program that runs in Hydra itself has its own again after."""
+def _own_hydra(directory: str | None) -> Iterator[None]:
+    """Set Hydra up over our presets and those of `directory`, and restore the caller's Hydra afterwards."""
     outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
     GlobalHydra.instance().clear()
+    Plugins.instance().register(PresetFolder)
+    PresetFolder.folder = directory
     try:
         with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
             yield
     finally:
+        PresetFolder.folder = None
         GlobalHydra.instance().hydra = outer
         VersionBase.instance().version_base = base
 

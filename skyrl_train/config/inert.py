@@ -1,4 +1,4 @@
-"""Keys without effect: those of SkyRL's that nothing reads here, and the warning for each key that changes nothing."""
+"""Warnings about keys that have no effect, SkyRL's ignored keys among them, and about numbers hardly any run has."""
 
 from __future__ import annotations
 
@@ -36,19 +36,35 @@ IGNORED = {
 """SkyRL's keys and sections that are accepted and never have an effect -> what does it instead."""
 
 
-def without_effect(config: Config, defaults: Config) -> Iterator[str]:
-    """A line for every key that differs from its default and that nothing reads in this configuration."""
+def warnings(config: Config, defaults: Config) -> Iterator[str]:
+    """Yield a line for each key that differs from its default if nothing reads it or if its number is unusual."""
     for name, key in leaves().items():
         value = value_at(config, name)
         if value in (_default(config, defaults, name), key.facts.skyrl_default):
             continue
         if advice := _why_not_read(config, name):
             yield f"{name}={show(value)} has no effect here. {advice}"
+        elif (usual := key.facts.usual) is not None and value != 0 and value not in usual:
+            yield f"{name}={show(value)} is unusual. Most runs use {usual.low:g} to {usual.high:g}; check the number."
 
 
-def has_effect(config: Config, name: str) -> bool:
-    """Whether anything reads the key in this configuration."""
-    return _why_not_read(config, name) is None
+def evaluation_warnings(config: Config) -> Iterator[str]:
+    """Yield a line for each setting with which an evaluation does not measure what it seems to measure."""
+    generator, sampling = config.generator, config.generator.eval_sampling_params
+    if not config.data.val_data:
+        return
+    samples = generator.eval_n_samples_per_prompt
+    if samples > 1 and sampling.temperature == 0:
+        yield (
+            f"generator.eval_n_samples_per_prompt={samples} with generator.eval_sampling_params.temperature=0.0: all "
+            "samples of a prompt are equal. Set it to 1, or the temperature above 0."
+        )
+    training, evaluation = generator.sampling_params.stop or [], sampling.stop or []
+    if missing := [text for text in training if text not in evaluation]:
+        yield (
+            f"generator.eval_sampling_params.stop={show(sampling.stop)} lacks {show(missing)} of "
+            "generator.sampling_params.stop: evaluation does not end turns where training does. Add them."
+        )
 
 
 def _why_not_read(config: Config, name: str) -> str | None:

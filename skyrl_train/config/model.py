@@ -93,13 +93,13 @@ class CriticModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = key(1e-6, range=NOT_NEGATIVE)
+    lr: float = key(1e-6, range=NOT_NEGATIVE, usual=Range(1e-9, 0.1))
     """Learning rate after warm-up."""
     adam_betas: list[float] = key(factory=lambda: [0.9, 0.999], range=Range(0, 1, below=True))
     """Decay rates of the first and of the second moment."""
-    weight_decay: float = key(0.01, range=NOT_NEGATIVE)
+    weight_decay: float = key(0.01, range=NOT_NEGATIVE, usual=Range(1e-6, 1))
     """Decoupled weight decay."""
-    max_grad_norm: float = key(1.0, range=NOT_NEGATIVE)
+    max_grad_norm: float = key(1.0, range=NOT_NEGATIVE, usual=Range(1e-3, 1e3))
     """A gradient with a larger norm is scaled down to this norm; 0 turns clipping off."""
     offload_after_step: bool = True
     """Keep the optimizer state in host memory between updates if models and engines share accelerators."""

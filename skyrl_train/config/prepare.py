@@ -23,7 +23,7 @@ from skyrl_train.config.hydra import (
     unresolved,
     written_keys,
 )
-from skyrl_train.config.inert import without_effect
+from skyrl_train.config.inert import evaluation_warnings, warnings
 from skyrl_train.config.keys import misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
 from skyrl_train.config.presence import Uses, missing
@@ -32,7 +32,6 @@ from skyrl_train.config.run_folder import with_own_folders
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
-from skyrl_train.config.unusual import unusual
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
@@ -47,7 +46,7 @@ class PreparedConfig:
     config: Config
     """Frozen; `device` is cpu or cuda."""
     warnings: list[str]
-    """Keys that were set and have no effect, a line each."""
+    """Keys that were set and have no effect, and settings that are probably mistakes, a line each."""
     notes: list[str]
     """What was fitted to this machine or to this package, and keys of the user's own: a line each."""
 
@@ -118,7 +117,8 @@ def _check(
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
     frozen = freeze(with_own_folders(config, given))
-    return PreparedConfig(frozen, [*without_effect(frozen, freeze(defaults)), *unusual(frozen)], notes)
+    found = [*warnings(frozen, freeze(defaults)), *evaluation_warnings(frozen)]
+    return PreparedConfig(frozen, found, notes)
 
 
 @functools.cache

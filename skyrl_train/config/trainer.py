@@ -136,10 +136,10 @@ class TimeoutsConfig(Section):
     """For an engine or a trainer rank to load its model."""
     rendezvous_s: float = key(120.0, range=POSITIVE)
     """For ranks and engines to find each other for collectives."""
-    rollout_s: float = key(1800.0, range=POSITIVE)
+    rollout_s: float = key(1800.0, range=POSITIVE, usual=Range(1, 86_400))
     """For all turns of one episode, while they run in an engine's batch: waiting for room in it does not count. An
     episode that is cut is masked, and counted in `rollouts/failed/deadline`."""
-    environment_step_s: float = key(60.0, range=POSITIVE)
+    environment_step_s: float = key(60.0, range=POSITIVE, usual=Range(0.05, 86_400))
     """For one call of an environment; its process is killed afterwards."""
     environment_hosts_s: float = key(180.0, range=POSITIVE, needs=only_above("environment.hosts", 0))
     """For `environment.hosts` to start, and for one of them to be there again after all of them were lost. Then the run
@@ -216,11 +216,11 @@ class TrainerConfig(Section):
     as for `ckpt_path`. It may be an address, too."""
     bf16: bool = True
     """Compute in bfloat16, with optimizer state in fp32; false computes in fp32."""
-    epochs: int = key(1, range=AT_LEAST_ONE)
+    epochs: int = key(1, range=AT_LEAST_ONE, usual=Range(1, 1_000))
     """Passes over the training data. The run has as many steps as it takes to train on every prompt this many times."""
     update_epochs_per_batch: int = key(1, range=AT_LEAST_ONE)
     """Passes over one batch of rollouts."""
-    train_batch_size: int = key(1024, range=AT_LEAST_ONE)
+    train_batch_size: int = key(1024, range=AT_LEAST_ONE, usual=Range(1, 65_536))
     """Prompts per step. The last batch of an epoch may be smaller."""
     policy_mini_batch_size: int = key(256, range=AT_LEAST_ONE)
     """Prompts per optimizer update of the policy. The last mini-batch of a step may be smaller."""
@@ -298,7 +298,7 @@ class TrainerConfig(Section):
     dump_data_batch: bool = False
     """Write the batch of every step next to the exports; `skyrl_train.trainer.batch_dump.read_batch` reads it."""
     dump_eval_results: bool = True
-    """Write the rollouts of every evaluation next to the exports."""
+    """Write the rollouts of every evaluation next to the exports: a file for each data source."""
     rope_scaling: dict[str, Any] | None = None
     """Scaling of rotary embeddings in trained models, as in the Hugging Face configuration."""
     rope_theta: float | None = key(None, range=POSITIVE)

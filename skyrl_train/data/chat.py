@@ -7,17 +7,29 @@ only from the template; if a message spells one, it is encoded as plain characte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from skyrl_train.data.arrays import token_array
+from skyrl_train.data.content_check import ContentCheck, squash
+from skyrl_train.data.content_walk import END_OF_THOUGHT, REASONING_FIELDS
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
+from skyrl_train.data.message_form import MessageForm, message_form
+from skyrl_train.data.messages import continues_message, normal_message
+from skyrl_train.data.reasoning import final_answer, opening_at_end
 from skyrl_train.data.trajectory import Message
 from skyrl_train.data.vocabulary import decode_continuation
 from skyrl_train.errors import DataError
+
+OPENED_THOUGHT = re.compile(r"(<(?:think|thinking|reasoning)>)(\s*)$")
+"""The end of a header that begins the model's reasoning."""
+_OPENING_TOKENS = 64
+"""Tokens at the end of a prompt that are searched for the opening of a block of reasoning; more than it ever has."""
 
 
 @dataclass(slots=True)
@@ -44,17 +56,44 @@ def render_prompt(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
     last: LastRendered | None = None,
+    continue_final_message: bool | None = None,
 ) -> list[int]:
-    """Ids of `messages` and the answer's header, as by `apply_chat_template(messages, add_generation_prompt=True)`.
+    """Return the ids that the model's answer to `messages` follows.
 
-    The ids differ from it only if a message spells a control token. Raises DataError if the template rejects them.
-    `last`: see `render_continuation`.
+    They are those of `apply_chat_template(messages, add_generation_prompt=True)`, except where a message spells a
+    control token. After a last message of the assistant they are those of `continue_final_message=True`: the model goes
+    on with that message.
+
+    Args:
+        chat_template_kwargs: Variables of the template; `tools` are definitions of tools.
+        last: See `render_continuation`.
+        continue_final_message: False begins a new answer after a last message of the assistant. None continues it.
+
+    Raises:
+        DataError: The template rejects the messages, or does not write all that they say.
     """
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    text = chat.text(len(messages), open_answer=True)
-    if last is not None:
+    if continue_final_message is None:
+        continue_final_message = continues_message(messages)
+    text = chat.checked("continue" if continue_final_message else "open")
+    if last is not None and not continue_final_message:
         last.note(len(messages), text)
     return chat.encode(text)
+
+
+def render_text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    way: str = "open",
+) -> str:
+    """Return `messages` as text: "open" for an answer, "continue" to go on with the last message, or "closed".
+
+    Raises DataError if the template rejects the messages, or does not write all that they say.
+    """
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    return chat.template.controls.unmarked(chat.checked(way))
 
 
 def render_continuation(
@@ -120,10 +159,48 @@ def encode_prompt(tokenizer: Any, text: str, *, add_special_tokens: bool = True)
     return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
-def decode_answer(tokenizer: Any, ids: ArrayLike) -> str:
-    """The text of a model's answer, without control tokens; `skip_special_tokens` alone keeps some role markers."""
-    tokens = token_array(ids)
-    return str(tokenizer.decode(tokens[~marking_template(tokenizer).controls.among(tokens)], skip_special_tokens=True))
+def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
+    """Return the text of a model's turn without control tokens; `skip_special_tokens` alone keeps some role markers.
+
+    Markers of reasoning stay, also those that are control tokens: `reasoning.final_answer` finds the answer by them.
+    """
+    tokens, skip_special_tokens = _read_tokens(tokenizer, ids)
+    return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
+def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
+    """Return the tokens that are a turn's text, and whether special ones among them are to be skipped."""
+    tokens, controls = token_array(ids), marking_template(tokenizer).controls
+    dropped = controls.among(tokens)
+    markers = np.isin(tokens, list(controls.reasoning)) if controls.reasoning else np.zeros(len(tokens), bool)
+    if not markers.any():
+        return tokens[~dropped].tolist(), True
+    if tokenizer.unk_token_id is not None:  # special, but no control token
+        dropped = dropped | (tokens == tokenizer.unk_token_id)
+    return tokens[markers | ~dropped].tolist(), False
+
+
+def decode_answer(tokenizer: Any, ids: ArrayLike, opened: str = "") -> str:
+    """Return the text of a model's turn as the content of a message; see `message_content`."""
+    return message_content(tokenizer, decode_response(tokenizer, ids), opened)
+
+
+def opened_reasoning(tokenizer: Any, prompt: Sequence[int]) -> str:
+    """Return the end of a prompt's text if it opens reasoning for the model, white space included; else ""."""
+    return opening_at_end(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
+
+
+def message_content(tokenizer: Any, text: str, opened: str = "") -> str:
+    """Return the text of a model's turn as the content of a message, for chat templates and clients.
+
+    Reasoning stays in it, unless its markers are control tokens, which no message can contain: then the content is the
+    final answer alone.
+
+    Args:
+        opened: What `opened_reasoning` returned for the answer's prompt.
+    """
+    markers = marking_template(tokenizer).controls.reasoning.values()
+    return final_answer(opened + text) if any(marker in opened + text for marker in markers) else text
 
 
 def plain_text(message: Message) -> str:
@@ -135,22 +212,22 @@ def plain_text(message: Message) -> str:
 
 
 def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
-    """Return the text, without control tokens, that continues a prompt of plain text.
+    """Return the text, as `decode_response` reads it, that continues a prompt of plain text.
 
-    It may begin with a space, which `decode_answer` drops with tokenizers that write spaces before words. After a
+    It may begin with a space, which `decode_response` drops with tokenizers that write spaces before words. After a
     control token a new text begins.
     """
-    controls = marking_template(tokenizer).controls
     last = token_array(prompt)[-1:].tolist()
-    if not last or last[0] in controls.names:
-        return decode_answer(tokenizer, ids)
-    tokens = token_array(ids)
-    return decode_continuation(tokenizer, tokens[~controls.among(tokens)].tolist())
+    if not last or last[0] in marking_template(tokenizer).controls.names:
+        return decode_response(tokenizer, ids)
+    tokens, skip_special_tokens = _read_tokens(tokenizer, ids)
+    return decode_continuation(tokenizer, tokens, skip_special_tokens=skip_special_tokens)
 
 
 def unread_tokens(tokenizer: Any) -> Collection[int]:
-    """Return the ids of tokens that `decode_answer` and `decode_completion` leave out of a text."""
-    return marking_template(tokenizer).controls.names.keys()
+    """Return the ids of tokens that `decode_response` leaves out of a text."""
+    controls = marking_template(tokenizer).controls
+    return controls.names.keys() - controls.reasoning.keys()
 
 
 def is_control(tokenizer: Any, token: int) -> bool:
@@ -158,49 +235,82 @@ def is_control(tokenizer: Any, token: int) -> bool:
     return token in marking_template(tokenizer).controls.ids
 
 
-def render_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Ids of `messages` without an answer's header, for a model that reads but does not answer.
+def render_messages(
+    tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the ids of `messages` without an answer's header, for a model that reads but does not answer.
 
-    Raises DataError if the template rejects them.
+    Raises DataError if the template rejects the messages, or does not write all that they say.
     """
-    chat = _Chat.of(tokenizer, messages, None)
-    return chat.encode(chat.text(len(messages)))
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    return chat.encode(chat.checked("closed"))
 
 
 def render_conversation(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a finished conversation, and a mask of those that the assistant must produce: (ids [L], mask [L]).
+    """Return the ids of a finished conversation, and a mask of those that the assistant must produce.
 
     The mask covers the text between an answer's header and the end of its turn, including the token that ends the turn
     (a model that never learns it never stops), but nothing after that token, such as ChatML's line break. Headers and
     answers are encoded separately, as in a rollout.
 
-    Raises DataError if the template rewrites earlier turns when later ones follow (some drop old reasoning): split such
-    a conversation into one row per answer.
+    Where the template rewrites earlier turns when later ones follow, this is the sequence of the last answer alone; see
+    `render_demonstrations`.
+
+    Returns:
+        (ids [L], mask [L])
+
+    Raises:
+        DataError: The template rejects the messages, does not write all that they say, or rewrites earlier turns of a
+            conversation that does not end with an answer.
     """
     chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    whole = chat.text(len(messages))
+    parts = chat.append_only()
+    if parts is None and messages[-1]["role"] != "assistant":
+        chat.checked("closed")
+        raise DataError(
+            "the chat template renders earlier messages differently once others follow; end the conversation with the "
+            "answer to train on."
+        )
+    return _masked(chat, parts if parts is not None else _last_answer(chat))
+
+
+def render_demonstrations(
+    tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[tuple[list[int], list[bool]]]:
+    """Return sequences that train on every answer of a conversation, each as (ids [L], mask [L]).
+
+    This is one sequence, that of `render_conversation`, unless the template rewrites earlier turns: some drop their
+    reasoning. Then every answer is a sequence of its own, in the context that the model has when it gives the answer.
+    Raises DataError as `render_conversation`.
+    """
+    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    parts = chat.append_only()
+    if parts is not None:
+        return [_masked(chat, parts)]
+    ends = [place + 1 for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    chats = [replace(chat, messages=chat.messages[:end]) for end in ends]
+    return [_masked(one, _last_answer(one)) for one in chats]
+
+
+def _last_answer(chat: _Chat) -> list[tuple[str, str]]:
+    """Return [(context, answer)] of the last message. Raises DataError if they lack something."""
+    context, answer = chat.context_and_answer()
+    chat.check("answer", context + answer, [len(chat.messages) - 1])
+    return [(context, answer)]
+
+
+def _masked(chat: _Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    """Return the ids of contexts and answers, and the mask of the answers up to the ends of their turns."""
     ids: list[int] = []
     mask: list[bool] = []
-    done = 0
-    for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        before, after = chat.before_answer(index), chat.text(index + 1)
-        if not (whole.startswith(after) and after.startswith(before)):
-            raise DataError(
-                f"the chat template renders message {index} differently once other messages follow it; "
-                "split the conversation into one row per assistant message."
-            )
-        header, answer = chat.encode(whole[done : len(before)]), chat.encode(after[len(before) :])
+    for context, text in parts:
+        header, answer = chat.encode(context), chat.encode(text) if text else []
         ends = [place for place, token in enumerate(answer) if token in chat.template.controls.ids]
-        learnt = ends[-1] + 1 if ends else len(answer)
+        trained = ends[-1] + 1 if ends else len(answer)
         ids += header + answer
-        mask += [False] * len(header) + [True] * learnt + [False] * (len(answer) - learnt)
-        done = len(after)
-    rest = chat.encode(whole[done:])
-    ids, mask = ids + rest, mask + [False] * len(rest)
+        mask += [False] * len(header) + [True] * trained + [False] * (len(answer) - trained)
     return ids, [False, *mask[1:]] if mask else mask  # nothing precedes the first token
 
 
@@ -223,17 +333,66 @@ class _Chat:
     messages: list[Message]
     options: dict[str, Any]
     template: MarkingTemplate
+    form: MessageForm
 
     @classmethod
     def of(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
-        return cls(tokenizer, list(messages), dict(options or {}), marking_template(tokenizer, options))
+        template = marking_template(tokenizer, options)
+        normal = [normal_message(message, index) for index, message in enumerate(messages)]
+        return cls(tokenizer, normal, dict(options or {}), template, message_form(tokenizer, template, normal))
 
     def text(self, count: int, open_answer: bool = False) -> str:
         """The first `count` messages as the template renders them, with marks."""
         return self._rendered(self.messages[:count], open_answer)
 
     def _rendered(self, messages: list[Message], open_answer: bool) -> str:
-        return self.template.render(self.tokenizer, messages, open_answer, self.options)
+        return self.template.render(self.tokenizer, self.form.applied(messages), open_answer, self.options)
+
+    def checked(self, way: str) -> str:
+        """Return `rendered(way)`. Raises DataError unless it holds all that the messages say."""
+        text = self.rendered(way)
+        self.check(way, text, [len(self.messages) - 1] if way == "continue" else ())
+        return text
+
+    def check(self, way: str, text: str, spoken: Collection[int] = ()) -> None:
+        """Raise DataError unless `text`, the messages rendered in a way of `rendered`, holds all that they say.
+
+        Args:
+            spoken: See `ContentCheck.lost`.
+        """
+        if lost := self.lost(way, text, spoken):
+            raise DataError(lost)
+
+    def lost(self, way: str, text: str, spoken: Collection[int] = ()) -> str | None:
+        """Describe what `text` lacks; None if it is complete."""
+        return ContentCheck(self.template, way, self._rendered_as).lost(self.messages, self.options, text, spoken)
+
+    def _rendered_as(self, way: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return replace(self, messages=list(messages), options=dict(options)).rendered(way)
+
+    def rendered(self, way: str) -> str:
+        """Return all messages as text: "closed", "open" for an answer, "continue" to go on with the last message, or
+        "answer": with the last message in the place of the answer that the model gives."""
+        if way == "continue":
+            return self.text_to_continue()
+        if way == "answer":
+            return "".join(self.context_and_answer())
+        return self.text(len(self.messages), open_answer=way == "open")
+
+    def text_to_continue(self) -> str:
+        """Return the text up to the end of the last message's content.
+
+        White space at its end is kept unless the template trims contents, as by Transformers.
+        """
+        last = len(self.messages) - 1
+        if self.messages[last].get("tool_calls"):
+            raise DataError(f"messages[{last}] calls tools, and so is complete; only text can be continued.")
+        content = self.messages[last]["content"] + ANSWER + " "
+        text = self._rendered([*self.messages[:last], {**self.messages[last], "content": content}], False)
+        before, found, after = text.rpartition(ANSWER)
+        if not found:
+            raise DataError(f"messages[{last}].content: the chat template does not write it, so nothing can follow it.")
+        return before if after.startswith(" ") else before.rstrip()
 
     def before_answer(self, place: int) -> str:
         """The rendered text before the answer at `place`, which ends with its header.
@@ -269,10 +428,71 @@ class _Chat:
         if length is None:
             return None
         rest = after[length:]
-        if rest.startswith(answer):
-            return rest[len(answer) :]
-        rest, answer = rest.lstrip(), answer.strip()
-        return rest[len(answer) :] if rest.startswith(answer) else None
+        if not rest.startswith(answer):
+            rest, answer = rest.lstrip(), answer.strip()
+        if not rest.startswith(answer):
+            return None
+        self.check("open", after)
+        return rest[len(answer) :]
 
     def encode(self, text: str) -> list[int]:
         return self.template.controls.encode(self.tokenizer, text)
+
+    # -- answers to train on -----------------------------------------------------------------------------------------
+
+    def append_only(self) -> list[tuple[str, str]] | None:
+        """Return [(context, answer)] whose concatenation begins the conversation; None if turns are rewritten."""
+        whole, parts, done = self.text(len(self.messages)), list[tuple[str, str]](), 0
+        answers = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        for place in answers:
+            before, after = self.before_answer(place), self.text(place + 1)
+            if not (whole.startswith(after) and after.startswith(before)):
+                return None
+            parts.append((whole[done : len(before)], after[len(before) :]))
+            done = len(after)
+        if self.lost("closed", whole, answers):
+            return None
+        return [*parts, (whole[done:], "")]
+
+    def context_and_answer(self) -> tuple[str, str]:
+        """Return the text that the model reads before the last message, and the text of that message.
+
+        Raises DataError if the template writes its reasoning in a way that does not follow what the model reads.
+        """
+        place, message = len(self.messages) - 1, self.messages[-1]
+        if message["role"] != "assistant":
+            raise DataError(f"messages[{place}] is a message of role {message['role']!r}, not an answer.")
+        before, after = self.before_answer(place), self.text(place + 1)
+        thought = END_OF_THOUGHT.search(message["content"])
+        if after.startswith(before) and (not thought or squash(message["content"]) in squash(after[len(before) :])):
+            return before, after[len(before) :]
+        if field := next((name for name in REASONING_FIELDS if message.get(name)), None):
+            raise DataError(
+                f"messages[{place}].{field}: the chat template writes this reasoning differently from what the model "
+                "reads before its answer. Put it into content, as <think>...</think> before the answer."
+            )
+        calls_only = not message["content"].strip()  # which some templates write only beside null content
+        marked = {key: value for key, value in message.items() if key != "tool_calls" or not calls_only}
+        marked["content"] = ANSWER
+        header, found, end = self._rendered([*self.messages[:place], marked], False).rpartition(ANSWER)
+        if calls_only:
+            found, end = found if after.startswith(header) else "", after[len(header) :]
+        if not found:
+            raise DataError(f"messages[{place}].content: the chat template does not write this answer.")
+        return before, _after_header(before, message["content"]) + end
+
+
+def _after_header(header: str, content: str) -> str:
+    """Return the part of an answer that follows a header: some headers open the reasoning, as `<think>`.
+
+    An answer without reasoning closes it at once: a model that does not learn this would answer inside its reasoning.
+    """
+    opened = OPENED_THOUGHT.search(header)
+    if not opened:
+        return content
+    if content.lstrip().startswith(opened[1]):
+        rest = content.lstrip()[len(opened[1]) :]
+        return rest.removeprefix(opened[2])
+    if END_OF_THOUGHT.search(content):
+        return content
+    return f"\n{opened[1].replace('<', '</')}\n\n{content}"

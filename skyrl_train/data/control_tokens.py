@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from skyrl_train.data.arrays import Tokens
+from skyrl_train.data.reasoning import reasoning_tokens
 from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
@@ -107,6 +108,12 @@ class ControlTokens:
     def among(self, tokens: Tokens) -> NDArray[np.bool_]:
         """[L] which of these are control tokens."""
         return self._table.take(tokens, mode="clip")
+
+    @cached_property
+    def reasoning(self) -> dict[int, str]:
+        """Id -> spelling of those that separate a model's reasoning from its answer."""
+        found = reasoning_tokens(self.names.values())
+        return {id: name for id, name in self.names.items() if name in found}
 
     @cached_property
     def _table(self) -> NDArray[np.bool_]:
@@ -270,6 +277,8 @@ class MarkingTemplate:
     "messages": those spelt in messages and options are broken, and all that are rendered count; for templates that make
     control tokens in other ways. These do not notice one that they join from several texts.
     """
+    findings: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Results of the modules that examine this template, kept for as long as it is."""
 
     def render(self, tokenizer: Any, messages: Sequence[Message], open_answer: bool, options: Mapping[str, Any]) -> str:
         """`messages` as text with marks. Raises DataError if the template does not take them."""

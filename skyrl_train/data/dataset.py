@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from skyrl_train.data.json_values import ALLOWED, why_not_json
+from skyrl_train.data.messages import check_json, messages_of
 from skyrl_train.data.rows import DatasetRow, read_rows
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.trajectory import Prompt
 from skyrl_train.errors import DataError
 
 MAX_CHARACTERS_PER_TOKEN = 256
@@ -60,12 +60,12 @@ class PromptDataset:
 
 
 def load_prompts(
-    sources: Sequence[str], length: Callable[[list[Message]], int], max_prompt_length: int, default_env_class: str
+    sources: Sequence[str], length: Callable[[Prompt], int], max_prompt_length: int, default_env_class: str
 ) -> PromptDataset:
     """Read `sources` (see `rows.read_rows`) one after the other.
 
     Args:
-        length: Number of tokens of a prompt for the model: `lambda messages: len(render_prompt(tokenizer, messages))`.
+        length: Number of tokens of a prompt for the model; see `assembly.data.build_prompts`.
         max_prompt_length: In tokens; longer prompts are left out.
         default_env_class: The env_class of rows that have none.
 
@@ -79,7 +79,7 @@ def load_prompts(
         for where, row in read_rows(source):
             prompt = _prompt(where, str(number), row, default_env_class)
             number += 1
-            tokens = _length(where, prompt.messages, length, max_prompt_length)
+            tokens = _length(where, prompt, length, max_prompt_length)
             shortest = tokens if shortest is None else min(shortest, tokens)
             if tokens <= max_prompt_length:
                 kept.append(prompt)
@@ -102,36 +102,13 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
     messages = messages_of(where, "prompt", row["prompt"])
     extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
     for column, value in extras.items():
-        _check_json(where, column, value)
+        check_json(where, column, value)
     _check_answer(where, extras)
     max_turns_of(where, extras)
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str):
         raise DataError(f"{where}: env_class is {env_class!r:.80}, not a name.")
-    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"))
-
-
-def messages_of(where: str, column: str, value: Any) -> list[Message]:
-    """A row's conversation, without keys that are null. Raises DataError naming the row unless it is one."""
-    _check_json(where, column, value)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {column} is {value!r:.80}, not a list of messages with role and content.")
-    messages = []
-    for message in value:
-        # a column's type has the union of its messages' keys: missing ones are read as None
-        known = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
-        if not isinstance(known.get("role"), str) or not isinstance(known.get("content", ""), str | list):
-            raise DataError(f'{where}: {message!r:.80} is not a message {{"role": "user", "content": "..."}}.')
-        if "content" not in known and "tool_calls" not in known:
-            raise DataError(f"{where}: the content of a {known['role']} message is null.")
-        messages.append(known | {"content": known.get("content")})
-    return messages
-
-
-def _check_json(where: str, column: str, value: Any) -> None:
-    """Environments get rows as JSON: one that cannot be sent would be found only when it is drawn."""
-    if why := why_not_json(value):
-        raise DataError(f"{where}: column {column!r} holds {why}; rows hold {ALLOWED}. Remove it, or store it as text.")
+    return Prompt(uid, messages, env_class, extras, str(row.get("data_source") or "unknown"), where)
 
 
 def _check_answer(where: str, extras: dict[str, Any]) -> None:
@@ -155,11 +132,11 @@ def max_turns_of(where: str, extras: Mapping[str, Any]) -> int | None:
     return int(own)
 
 
-def _length(where: str, messages: list[Message], length: Callable[[list[Message]], int], limit: int) -> int:
-    characters = sum(len(str(message["content"] or "")) for message in messages)
+def _length(where: str, prompt: Prompt, length: Callable[[Prompt], int], limit: int) -> int:
+    characters = sum(len(message["content"]) for message in prompt.messages)
     if characters > limit * MAX_CHARACTERS_PER_TOKEN:
         return characters // MAX_CHARACTERS_PER_TOKEN
     try:
-        return length(messages)
+        return length(prompt)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where}: column 'prompt': {error}") from error

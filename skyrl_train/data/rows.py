@@ -59,7 +59,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
             for batch in file.iter_batches():
                 for row in _python_rows(batch, path, number):
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", _without_absent(row)
     except DataError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -83,6 +83,20 @@ def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[Dataset
         raise
 
 
+def _without_absent(row: DatasetRow) -> DatasetRow:
+    """Remove keys that are null from conversations and tools: a table's mappings have the union of all rows' keys."""
+    changed = {column: _without_nulls(row[column]) for column in ("prompt", "messages", "tools") if row.get(column)}
+    return {**row, **changed} if changed else row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
 def as_dataset(table: pa.Table) -> Any:
     """A table as a `datasets.Dataset`."""
     from datasets import Dataset
@@ -100,7 +114,7 @@ def _load_dataset(source: str, name: str, split: str, config: str | None) -> Ite
     number = 0
     try:
         for number, row in enumerate(dataset, 1):
-            yield f"{source}, row {number}", row
+            yield f"{source}, row {number}", _without_absent(row)
     except Exception as error:  # rows are decoded here, images by their own libraries
         raise DataError(f"{source}, after row {number}: {type(error).__name__}: {error}") from error
 

@@ -42,11 +42,16 @@ class Prompt:
     env_extras: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; environments get them as `extras`."""
     data_source: str = "unknown"
+    where: str = field(default="", compare=False)
+    """The file and row that it was read from, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation in an episode: response tokens [start, stop) were sampled, then the environment answered."""
+    """One generation in an episode: response tokens [start, stop) were sampled, then the environment answered.
+
+    Generators of SkyRL's interface return an episode of several generations as one turn.
+    """
 
     start: int
     stop: int
@@ -63,6 +68,13 @@ class Turn:
     """Seconds until the environment had answered, its tools' calls and waiting for its process included."""
     tool_calls: tuple[ToolCalled, ...] = ()
     """The calls that the environment read from its text. They are for people: the model never sees them."""
+    observation_tokens: int = 0
+    """Tokens in [start, stop) that were not sampled. Only turns of SkyRL's generators have any."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the model sampled."""
+        return self.stop - self.start - self.observation_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +179,11 @@ class Trajectory:
     def outcome(self) -> float:
         """The reward without length penalties; it decides which samples pass and which groups are useful."""
         return self.reward if self.raw_reward is None else self.raw_reward
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the model sampled; the rest of `response_ids` was rendered between turns."""
+        return sum(turn.sampled_tokens for turn in self.turns)
 
     @property
     def sampled_turns(self) -> list[Turn]:

@@ -31,14 +31,14 @@ def token_text(tokenizer: Any, token: int) -> str:
     return _readable(spelling.data)
 
 
-def decode_continuation(tokenizer: Any, tokens: Sequence[int]) -> str:
+def decode_continuation(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """Return the text that tokens add to a text before them: with the space that a text would not begin with."""
     anchor = _anchor(tokenizer)
-    before = tokenizer.decode(anchor, skip_special_tokens=True)
-    text = str(tokenizer.decode([*anchor, *tokens], skip_special_tokens=True))
+    before = tokenizer.decode(anchor, skip_special_tokens=skip_special_tokens)
+    text = str(tokenizer.decode([*anchor, *tokens], skip_special_tokens=skip_special_tokens))
     if text.startswith(before):
         return text.removeprefix(before)
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
 
 class TokenPart(NamedTuple):

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
@@ -65,13 +65,15 @@ def request_seed(run_seed: int, uid: str, sample: int, turn: int, step: int) -> 
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def end_tokens(*sources: Any) -> frozenset[int]:
-    """All end-of-sequence ids named by `sources`: generation config, model config or tokenizer."""
-    found: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list | tuple) else [ids] if ids is not None else [])
-    return frozenset(found)
+def with_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
+    """Return `params` whose responses also end at `token`, unless they ignore ends of sequence.
+
+    Callers that render prompts with a template of their own add its end-of-turn token in this way: an engine only knows
+    that of its model's template.
+    """
+    if token is None or params.ignore_eos or token in params.stop_token_ids:
+        return params
+    return replace(params, stop_token_ids=(*params.stop_token_ids, token))
 
 
 def check_supported(params: SamplingParams, capabilities: Capabilities) -> None:

@@ -25,6 +25,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.dataset import load_prompts
+from skyrl_train.data.messages import template_kwargs_of
 from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
@@ -76,7 +77,7 @@ def _try(arguments: argparse.Namespace) -> int:
     import_plugins(cfg.trainer.plugins)
     registry.check_environments([arguments.env], environment_settings(cfg))
     attempts = _attempts(arguments)
-    prompts = load_prompts([arguments.data], lambda messages: 0, NO_LIMIT, arguments.env).prompts
+    prompts = load_prompts([arguments.data], lambda prompt: 0, NO_LIMIT, arguments.env).prompts
     for attempt in attempts:
         if not 0 <= attempt.row < len(prompts):
             raise DataError(f"{arguments.data}: row {attempt.row} is not one of its rows, 0 to {len(prompts) - 1}.")
@@ -166,7 +167,7 @@ async def _play(
         _show_messages(episode.messages)
         _show_metadata(episode.metadata)
         if tokenizer is not None:
-            _show_rendered(tokenizer, episode.messages, options)
+            _show_rendered(tokenizer, episode.messages, template_kwargs_of(row.env_extras, options))
         total, done, played = 0.0, False, 0
         for turn, text in enumerate(texts[:turns], 1):
             _show_messages([{"role": "assistant", "content": text}])

@@ -32,12 +32,16 @@ def known_data(cfg: Config) -> KnownData:
     """Read the training data as a run does. Raises what that raises."""
     from skyrl_train.assembly.data import build_prompts, build_tokenizer
     from skyrl_train.data.chat import render_prompt
+    from skyrl_train.data.messages import template_kwargs_of
 
     tokenizer = build_tokenizer(cfg)
     dataset = build_prompts(cfg, tokenizer, cfg.data.train_data, "data.train_data")
     looked_at = dataset.prompts[:_LOOKED_AT]
-    options = dict(cfg.generator.chat_template_kwargs)
-    lengths = [len(render_prompt(tokenizer, prompt.messages, options)) for prompt in looked_at]
+    options = cfg.generator.chat_template_kwargs
+    lengths = [
+        len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, options)))
+        for prompt in looked_at
+    ]
     return KnownData(len(dataset), sum(lengths) / len(lengths))
 
 

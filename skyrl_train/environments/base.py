@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
+from skyrl_train.data.messages import normal_message
 from skyrl_train.data.trajectory import Message, ToolCalled
-from skyrl_train.errors import EnvironmentFailure
+from skyrl_train.errors import DataError, EnvironmentFailure
 
 BAD_ROW = "bad_row"
 """The kind of failure of an episode whose row turns out to be unusable only when it starts."""
@@ -82,12 +83,34 @@ class TextEnv:
         Raises ConfigError if the settings cannot work or if this machine lacks something that they need.
         """
 
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> Any:
+        """Return what an episode needs of its row, such as the ground truth; the default needs nothing.
+
+        Called for every row before the engines start, and by the constructors of the built-in environments. Raises
+        ValueError for a row that cannot be used.
+        """
+
+    @classmethod
+    def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Parse every row, given as its file and row and its extras. Raises DataError that names file and row."""
+        for where, extras in rows:
+            try:
+                cls.parse_row(extras)
+            except Exception as error:
+                cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                raise DataError(f"{where}: {cause}; correct the row or remove it.") from error
+
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Return the messages that open the conversation, and metadata. The default returns the row's own messages."""
         return prompt, {}
 
     def step(self, action: str) -> StepOutput | BaseTextEnvStepOutput:
-        """Answer the model's text. An exception raised here fails this episode only."""
+        """Answer the model's text. An exception raised here fails this episode only.
+
+        The text includes the model's reasoning with its markers; `skyrl_train.final_answer` returns the answer in it.
+        Where the prompt opened a block of reasoning, the text begins with that marker ("<think>").
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define step")
 
     def close(self) -> None:
@@ -153,14 +176,20 @@ def checked_step_output(output: Any) -> StepOutput:
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Check for a list of {"role": str, "content": ...}. Raises EnvironmentFailure("bad_step_output")."""
+    """Return messages with content as text, of a list of {"role": str, "content": text or text parts}.
+
+    Raises EnvironmentFailure("bad_step_output").
+    """
     if not isinstance(messages, list | tuple):
         raise EnvironmentFailure("bad_step_output", f"messages are {_shown(messages)}, not a list")
     for message in messages:
         named = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not named or not isinstance(message["content"], str | list | None):
             raise EnvironmentFailure("bad_step_output", f'{_shown(message)} is not {{"role": "...", "content": "..."}}')
-    return [dict(message) for message in messages]
+    try:
+        return [normal_message(dict(message), index) for index, message in enumerate(messages)]
+    except DataError as error:
+        raise EnvironmentFailure("bad_step_output", str(error)) from error
 
 
 def _readable_calls(calls: Any) -> list[ToolCalled]:

@@ -152,9 +152,11 @@ class _Worker(asyncio.SubprocessProtocol):
     def kill(self) -> None:
         """Ask the supervisor to kill the worker and its descendants; kill the process group if it does not answer."""
         if self._process is not None and not self.exited.done():
+            # the transport's send_signal may reap the process, which asyncio then misses and logs on stderr
             with contextlib.suppress(ProcessLookupError):
                 for number in (signal.SIGTERM, signal.SIGCONT):  # the latter in case the supervisor is stopped
-                    self._process.send_signal(number)
+                    if self._process.get_returncode() is None:
+                        os.kill(self._process.get_pid(), number)
             self.host.loop.call_later(KILL_TIMEOUT_S + 1, self._kill_group)
 
     def _kill_group(self) -> None:

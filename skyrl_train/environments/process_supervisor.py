@@ -130,24 +130,27 @@ class CappedLog:
 
     def write(self, text: str) -> None:
         """Append lines, control characters escaped. A full disk or a stopped reader of stderr loses them."""
-        if not text:
-            return
+        if text:
+            with suppress(OSError):
+                self._append(text)
+
+    def _append(self, text: str) -> None:
         if self._file is None:
             self._file = self._open()
         if self._file == STDERR:
             is_full = self._sent_to_stderr > MAX_STDERR_BYTES
         else:
             is_full = os.fstat(self._file).st_size > MAX_FILE_BYTES
-        if not (is_full and self._is_full):
-            lines = ["... more output is dropped"] if is_full else text.splitlines()
-            shown = "".join(f"{self._prefix}{visible(line.expandtabs())}\n" for line in lines).encode()
-            with suppress(OSError):
-                if self._file == STDERR:
-                    self._sent_to_stderr += len(shown)
-                    _write_to_stderr(shown)
-                else:
-                    os.write(self._file, shown)
-        self._is_full = is_full
+        was_full, self._is_full = self._is_full, is_full
+        if is_full and was_full:
+            return
+        lines = ["... more output is dropped"] if is_full else text.splitlines()
+        shown = "".join(f"{self._prefix}{visible(line.expandtabs())}\n" for line in lines).encode()
+        if self._file == STDERR:
+            self._sent_to_stderr += len(shown)
+            _write_to_stderr(shown)
+        else:
+            os.write(self._file, shown)
 
     def _open(self) -> int:
         """Open the file; whoever creates it names it on stderr."""

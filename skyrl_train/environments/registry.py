@@ -60,3 +60,10 @@ def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> 
         check = getattr(find(name), "check", None)
         if check is not None:
             check(Settings(env_configs.get(name) or {}))
+
+
+def check_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Let environment `name` check the extras of its rows: see `TextEnv.check_rows`. Raises DataError."""
+    check = getattr(find(name), "check_rows", None)
+    if check is not None:
+        check(rows)

@@ -127,8 +127,10 @@ class Experiment:
     def build_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""
         from skyrl_train.assembly.services import build_trackers
+        from skyrl_train.data.end_of_turn import end_of_turn_name
 
-        return build_trackers(self.config, directory)
+        end_of_turn = end_of_turn_name(self.tokenizer, self.config.generator.chat_template_kwargs)
+        return build_trackers(self.config, directory, end_of_turn)
 
     def build_client(self, engines: Sequence[Any]) -> Any:
         """The client in front of the engines."""

@@ -31,6 +31,7 @@ from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.stop_tokens import write_generation_config
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
@@ -92,6 +93,8 @@ class LearnerSpec:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_key: str = POLICY_PATH
     """Where `model_path` was configured, for messages."""
+    chat_template: str | None = None
+    """The chat template of exports; None for the tokenizer's own."""
     value_head: str | None = None
     """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
     lora: LoraConfig | None = None
@@ -412,11 +415,13 @@ class LearnerWorker:
 
         All ranks must call it; rank 0 writes.
         """
-        tokenizer = load_tokenizer(self.spec.model_path)
+        tokenizer = load_tokenizer(self.spec.model_path, chat_template=self.spec.chat_template)
         adapters: dict[str, Tensor] = {}
         writes = self.rank == 0
         tensors = chain(self.full_parameters(adapters), self.scorer.saved_buffers())
         export_hf(self._hf_config, tensors, tokenizer, Path(directory), write=writes)
+        if writes:
+            write_generation_config(self.spec.model_path, tokenizer, Path(directory))
         if self.adapters is not None and writes:
             self.adapters.save(adapters, Path(directory) / "adapter")
 

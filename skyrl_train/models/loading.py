@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import cached_file
 
 from skyrl_train.config.sources import is_address
 from skyrl_train.errors import ConfigError
@@ -250,23 +249,22 @@ def has_tokenizer(path: str) -> bool:
     return any(cached_file(path, name, **absent) for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def load_tokenizer(path: str, *, use_fast: bool = True, key: str = POLICY_PATH) -> Any:
-    """The tokenizer of a folder or hub name. Raises ConfigError naming `key`."""
+def load_tokenizer(
+    path: str, *, use_fast: bool = True, key: str = POLICY_PATH, chat_template: str | None = None
+) -> Any:
+    """Return the tokenizer of a folder or hub name, with `chat_template` in place of its own if that is given.
+
+    Raises ConfigError naming `key`.
+    """
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             local_copy(path, weights=False), use_fast=use_fast, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise _cannot_load(key, path, error) from error
-
-
-def copy_generation_config(path: str, directory: Path) -> None:
-    """Copy what a folder or hub name says about sampling, such as the tokens that end a response, if it says it."""
-    source = cached_file(
-        local_copy(path, weights=False), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
-    )
-    if source is not None:
-        shutil.copyfile(source, directory / GENERATION_CONFIG_NAME)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:

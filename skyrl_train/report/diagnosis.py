@@ -420,13 +420,31 @@ def async_rules(max_staleness: int) -> tuple[Rule, ...]:
     )
 
 
-RULES = (
-    Rule(
+def truncation_advice(end_of_turn: str = "") -> str:
+    """Return what to change if most responses reach the length limit.
+
+    `end_of_turn`: the token that ends an answer; empty if it is not known.
+    """
+    token = f", {end_of_turn!r}" if end_of_turn else ""
+    return (
+        f"Answers end at the end-of-turn token of the chat template{token}. If the model does not write it, teach it "
+        "to with SFT on the same template, or choose a template that the model knows (generator.chat_template). If its "
+        "answers are complete but long, raise generator.sampling_params.max_generate_length or set "
+        "trainer.algorithm.overlong_buffer."
+    )
+
+
+def truncated_rule(end_of_turn: str = "") -> Rule:
+    """Return the rule about responses that reach the length limit; `end_of_turn` as in `truncation_advice`."""
+    return Rule(
         "truncated",
         always("response/truncated_fraction", 3, lambda share: share >= 0.5, "{:.0%} of the responses were cut"),
-        "Raise generator.sampling_params.max_generate_length, or teach the model to end (SFT first, "
-        "trainer.algorithm.overlong_buffer).",
-    ),
+        truncation_advice(end_of_turn),
+    )
+
+
+RULES = (
+    truncated_rule(),
     Rule(
         "format_never_met",
         always(

@@ -43,8 +43,13 @@ METRICS = (
     ),
     Metric("reward/length_penalty", SCORE, "what the soft overlong penalty took off", "shrinks towards 0"),
     Metric("reward/mean_drawn", SCORE, "mean reward of all groups drawn, those that dynamic sampling dropped included"),
-    Metric("response/mean_tokens", TOKENS, "mean length of a response", "no jumps"),
-    Metric("response/max_tokens", TOKENS, "the longest response", "below the limit"),
+    Metric("response/mean_tokens", TOKENS, "sampled tokens of a response, all turns, mean", "no jumps"),
+    Metric("response/max_tokens", TOKENS, "sampled tokens of the longest response", "below the limit"),
+    Metric(
+        "response/observation_tokens",
+        TOKENS,
+        "tokens that a response has between its turns, mean: tool results, other observations, headers of messages",
+    ),
     Metric(
         "response/truncated_fraction",
         SHARE,
@@ -57,7 +62,7 @@ METRICS = (
         "episode/sequences", COUNT, "sequences that an episode is trained as; above 1 where its history was changed"
     ),
     Metric("environment/{name}", "the environment's", "what the environment measured, mean over episodes"),
-    Metric("rollouts/tokens", TOKENS, "tokens of all responses of the step"),
+    Metric("rollouts/tokens", TOKENS, "sampled tokens of all responses of the step"),
     Metric("rollouts/trajectories", COUNT, "episodes of the step"),
     Metric("rollouts/failed", COUNT, "episodes that failed and are masked", "0"),
     Metric("rollouts/failed/{kind}", COUNT, "those that failed in this way", "0"),
@@ -160,7 +165,12 @@ METRICS = (
     Metric("memory/learner_peak_rss_gib", GIB, "host memory of the rank that needed most, since its start"),
     Metric("memory/learner_peak_gib", GIB, "on accelerators: what torch had allocated there"),
     Metric("memory/engine_{name}", GIB, "the same of the engine that needed most"),
-    Metric("eval/{source}/avg_score", SCORE, "mean reward of an evaluation, by data source; all: over all", "rises"),
+    Metric(
+        "eval/{source}/avg_score",
+        SCORE,
+        "mean reward of an evaluation, by data source; all: over all (a source of this name is source_all)",
+        "rises",
+    ),
     Metric("eval/{source}/pass_at_{n}", SHARE, "prompts of which at least one of n samples was right", "rises"),
     Metric("eval/{source}/num_failed", COUNT, "episodes that failed, and count as reward 0", "0"),
 )

@@ -36,6 +36,7 @@ _TURN = [
     ("running_s", pa.float64()),
     ("environment_s", pa.float64()),
     ("tool_calls", pa.string()),
+    ("observation_tokens", pa.int32()),
 ]
 _RESTART = [("start", pa.int32()), ("prompt_ids", pa.list_(pa.int32()))]
 COLUMNS = pa.schema(

@@ -98,8 +98,12 @@ class RolloutIndex:
 
     @property
     def table(self) -> pa.Table:
-        """step, uid, group, sample, source, reward, status, stop_reason, tokens, turns of every rollout, as they were
-        trained on, and `row`, its place in its step. `reward` is null where the rollout failed."""
+        """A row of every rollout, as it was trained on.
+
+        The columns are step, uid, group, sample, source, reward, status, stop_reason, tokens (sampled tokens),
+        response_tokens (tokens between turns included), turns, and `row`, the rollout's place in its step. `reward` is
+        null where the rollout failed.
+        """
         return self._all
 
     def facets(self) -> dict[str, list[Any]]:
@@ -203,7 +207,7 @@ class RolloutIndex:
         block: list[int] = []
         size = 0
         for step in steps:
-            more = (pc.sum(self._steps[step]["tokens"]).as_py() or 0) * _BYTES_A_TOKEN
+            more = (pc.sum(self._steps[step]["response_tokens"]).as_py() or 0) * _BYTES_A_TOKEN
             if block and size + more > _BLOCK_BYTES:
                 yield block
                 block, size = [], 0
@@ -245,11 +249,22 @@ def _indexed(read: pa.Table, lengths: Sequence[int]) -> pa.Table:
         "source": read["data_source"],
         "reward": pc.if_else(worked, read["reward"], pa.scalar(None, pa.float64())),
         **{name: read[name] for name in ("status", "stop_reason")},
-        "tokens": read["response_tokens"],
+        "tokens": _sampled_tokens(read["turns"]),
+        "response_tokens": read["response_tokens"],
         "turns": pc.fill_null(pc.list_value_length(read["turns"]), 0),
         "row": pa.chunked_array([rows]),
     }
     return pa.table(columns)
+
+
+def _sampled_tokens(turns: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the number of sampled tokens of every rollout, from its turns."""
+    counts = np.zeros(len(turns), np.int32)
+    rows, spans = pc.list_parent_indices(turns), pc.list_flatten(turns)
+    read = pc.fill_null(pc.struct_field(spans, "observation_tokens"), 0)  # files of earlier versions lack it
+    lengths = pc.subtract(pc.subtract(pc.struct_field(spans, "stop"), pc.struct_field(spans, "start")), read)
+    np.add.at(counts, rows.to_numpy(), lengths.to_numpy())
+    return pa.chunked_array([counts])
 
 
 def _condition(query: Query) -> pc.Expression:

@@ -289,7 +289,7 @@ class RolloutCollector:
         metrics.count("sampling/repeated", len(groups) - len(kept))
         for group in dropped:  # sampled all the same
             metrics.count("rollouts/trajectories", len(group.trajectories))
-            metrics.count("rollouts/tokens", sum(len(item.response_ids) for item in group.trajectories))
+            metrics.count("rollouts/tokens", sum(item.sampled_tokens for item in group.trajectories))
         for one in drawn:
             for item in one.group.trajectories:
                 if item.status == OK:

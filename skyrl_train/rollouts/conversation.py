@@ -16,14 +16,18 @@ from skyrl_train.clock import now
 from skyrl_train.data.arrays import Tokens, token_array
 from skyrl_train.data.chat import (
     LastRendered,
-    decode_answer,
+    decode_response,
     encode_text,
     is_control,
+    message_content,
+    opened_reasoning,
     plain_text,
     render_continuation,
     render_prompt,
 )
 from skyrl_train.data.dataset import max_turns_of
+from skyrl_train.data.messages import continues_message, template_kwargs_of, with_answer
+from skyrl_train.data.reasoning import open_marker
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import request_seed
@@ -140,7 +144,7 @@ class ConversationGenerator:
             async with self._sampler.episode():
                 await self._opens()
                 states += [_EpisodeState.empty(prompt, sample, temperature) for sample in range(samples)]
-                rendered: list[tuple[list[Message], Tokens, LastRendered]] = []
+                rendered: list[_Opening] = []
                 tasks += [asyncio.create_task(self._start(state, rendered)) for state in states]
                 await asyncio.gather(*tasks)
                 opened = [state for state in states if state.session is not None]
@@ -161,7 +165,7 @@ class ConversationGenerator:
                 self._limiter.release(samples)
         return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
-    async def _start(self, state: _EpisodeState, rendered: list[tuple[list[Message], Tokens, LastRendered]]) -> None:
+    async def _start(self, state: _EpisodeState, rendered: list[_Opening]) -> None:
         """`rendered`: the openings of this group so far, and their tokens; most samples have the same one."""
         prompt = state.trajectory.prompt
         try:
@@ -177,14 +181,16 @@ class ConversationGenerator:
         opening = state.session.messages
         state.trajectory.messages = list(opening)
         try:
-            same = next((one for one in rendered if one[0] == opening), None)
+            state.template_kwargs = template_kwargs_of(prompt.env_extras, self._settings.chat_template_kwargs)
+            same = next((one for one in rendered if one.messages == opening), None)
             if same is None:
-                kwargs, last = self._settings.chat_template_kwargs, LastRendered()
-                same = opening, token_array(render_prompt(self._tokenizer, opening, kwargs, last=last)), last
+                last = LastRendered()
+                ids = render_prompt(self._tokenizer, opening, state.template_kwargs, last=last)
+                opened = "" if continues_message(opening) else opened_reasoning(self._tokenizer, ids)
+                same = _Opening(opening, token_array(ids), last, opened)
                 rendered.append(same)
-            _, ids, last = same
-            state.ledger.open(ids)
-            state.last_rendered = copy(last)
+            state.ledger.open(same.ids)
+            state.last_rendered, state.opened = copy(same.last), same.opened
         except DataError as error:  # the row's own messages were rendered when it was loaded
             state.trajectory.fail("chat_template", str(error))
             await state.close()
@@ -216,9 +222,15 @@ class ConversationGenerator:
         assert state.session is not None
         item = state.trajectory
         state.ledger.sample(completion)
-        text = await self._tokenizing.run(len(completion.token_ids), decode_answer, completion.token_ids)
-        state.answers.append(len(item.messages))
-        item.messages.append({"role": "assistant", "content": text})
+        text = await self._tokenizing.run(len(completion.token_ids), decode_response, completion.token_ids)
+        text = state.opened + text  # so that who reads the text alone knows that it begins within reasoning
+        state.openings.append(state.opened)
+        if state.answers:
+            item.messages.append({"role": "assistant", "content": text})
+        else:  # an opening that ends with a message of the assistant is continued
+            item.messages = with_answer(item.messages, text)
+            text = str(item.messages[-1]["content"])
+        state.answers.append(len(item.messages) - 1)
         state.running_s += completion.running_s
         state.by_stop_string = completion.stop_text in self._settings.sampling.stop
         if completion.stop_reason == "abort":
@@ -242,6 +254,7 @@ class ConversationGenerator:
             rendered = await self._tokenizing.run(self._size(state), render, state)
         except DataError as error:
             raise EnvironmentFailure("chat_template", str(error)) from error
+        state.opened = rendered.opened
         context = ledger.context
         kept = 0 if rendered.replaces_context else len(context) - rendered.drops_last_token
         if kept + len(rendered.ids) > self._settings.max_prompt_tokens:
@@ -264,11 +277,12 @@ class ConversationGenerator:
     def _render_turn(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render every turn as a message of its own, with the chat template."""
         settings, item, ledger = self._settings, state.trajectory, state.ledger
-        kwargs, ids = settings.chat_template_kwargs, None
+        kwargs, ids = state.template_kwargs, None
+        messages = _as_rendered(tokenizer, state) if settings.step_wise else item.messages
         if not settings.retokenize:
             ids = render_continuation(
                 tokenizer,
-                item.messages,
+                messages,
                 state.answers,
                 kwargs,
                 verbatim=settings.step_wise,
@@ -278,18 +292,20 @@ class ConversationGenerator:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
         if ids is None:
-            return _RenderedTurn(render_prompt(tokenizer, item.messages, kwargs), replaces_context=True)
+            ids = render_prompt(tokenizer, messages, kwargs, continue_final_message=False)
+            return _RenderedTurn(ids, opened_reasoning(tokenizer, ids), replaces_context=True)
         if ids and is_control(tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
             stays_open = state.by_stop_string and not settings.ends_stopped_turns
             ids = ids[1:] if stays_open or ledger.last_sampled == ids[0] else ids
-        return _RenderedTurn(ids)
+        return _RenderedTurn(ids, opened_reasoning(tokenizer, ids))
 
     def _render_in_message(self, tokenizer: Any, state: _EpisodeState) -> _RenderedTurn:
         """Render the environment's text as it is; an end-of-turn token of the model is dropped, as the turn goes on."""
         item, last = state.trajectory, state.ledger.last_sampled
         texts = [plain_text(message) for message in item.messages[state.answers[-1] + 1 :]]
         ended = item.turns[-1].stop_reason == "stop" and last is not None and is_control(tokenizer, last)
-        return _RenderedTurn([id for text in texts for id in encode_text(tokenizer, text)], drops_last_token=ended)
+        ids = [id for text in texts for id in encode_text(tokenizer, text)]
+        return _RenderedTurn(ids, open_marker(item.messages[state.answers[-1]]["content"]), drops_last_token=ended)
 
     async def _sample(self, states: list[_EpisodeState], position: int) -> list[tuple[_EpisodeState, Completion]]:
         """The episodes with their completions: all of them, or none if the engine failed."""
@@ -322,6 +338,17 @@ class ConversationGenerator:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """The messages with which episodes of a group begin, as rendered."""
+
+    messages: list[Message]
+    ids: Tokens
+    last: LastRendered
+    opened: str
+    """See `_EpisodeState.opened`."""
+
+
 @dataclass(slots=True)
 class _EpisodeState:
     """A running episode and the trajectory that it becomes."""
@@ -332,6 +359,11 @@ class _EpisodeState:
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""
+    opened: str = ""
+    """The end of what the model reads next if it opens a block of reasoning, such as "<think>" and a line break."""
+    openings: list[str] = field(default_factory=list)
+    """For each of `answers`: `opened` before it, with which its text begins."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     last_rendered: LastRendered = field(default_factory=LastRendered)
     by_stop_string: bool = False
     """Whether a stop string ended the last turn."""
@@ -361,10 +393,21 @@ class _RenderedTurn:
     """The tokens that the model reads before its next turn."""
 
     ids: list[int]
+    opened: str
+    """See `_EpisodeState.opened`."""
     replaces_context: bool = False
     """Whether `ids` replace the whole context instead of being appended to it."""
     drops_last_token: bool = False
     """Whether the last token that the model sampled is removed first."""
+
+
+def _as_rendered(tokenizer: Any, state: _EpisodeState) -> list[Message]:
+    """The conversation as a chat template takes it: the model's messages without what their prompts opened."""
+    messages = list(state.trajectory.messages)
+    for place, opened in zip(state.answers, state.openings, strict=True):
+        content = message_content(tokenizer, str(messages[place]["content"]).removeprefix(opened), opened)
+        messages[place] = {**messages[place], "content": content}
+    return messages
 
 
 def _max_turns(prompt: Prompt, most: int) -> int:

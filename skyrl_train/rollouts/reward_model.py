@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
@@ -20,8 +21,9 @@ METRIC = "reward_model_score"
 class JudgedRollout:
     """Wraps a rollout and adds `coef` times the judge's score to every reward.
 
-    A group is judged in one call, after all of its episodes have ended. Failed episodes are left as they are; an
-    episode that the judge cannot score becomes a failed one.
+    The judge reads the model's messages without their reasoning (`reasoning.final_answer`). A group is judged in one
+    call, after all of its episodes have ended. Failed episodes are left as they are; an episode that the judge cannot
+    score becomes a failed one.
     """
 
     def __init__(self, rollout: Rollout, judge: Judge, coef: float):
@@ -38,7 +40,7 @@ class JudgedRollout:
                 "of your own must fill Trajectory.messages with the whole conversation."
             )
         if answered:
-            scores = await self._judge([item.messages for item in answered])
+            scores = await self._judge([_without_reasoning(item.messages) for item in answered])
             for item, score in zip(answered, scores, strict=True):
                 self._apply(item, score)
         return group
@@ -49,6 +51,15 @@ class JudgedRollout:
             item.fail(score.kind, score.detail)
             return
         add_score(item, self._coef, score)
+
+
+def _without_reasoning(messages: Sequence[Message]) -> list[Message]:
+    return [
+        {**message, "content": final_answer(message["content"])}
+        if message["role"] == "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
 
 
 def add_score(item: Trajectory, coef: float, score: float) -> None:

@@ -9,12 +9,13 @@ from numpy.typing import ArrayLike
 
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.end_of_turn import end_of_turn_token
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, request_ids
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.wire import Limits
-from skyrl_train.engines.sampling import normalise, request_seed
+from skyrl_train.engines.sampling import normalise, request_seed, with_stop_token
 from skyrl_train.errors import ConfigError, DataError, UnsupportedParameter
 from skyrl_train.skyrl.interface import InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.skyrl.refusals import refuse
@@ -67,14 +68,15 @@ class InferenceEngineClient:
         )
 
     def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParams:
-        """Those of the configuration if none are given."""
+        """Return `given`, or the configured parameters; both also end at the end-of-turn token."""
+        end = end_of_turn_token(self.tokenizer, self._config.generator.chat_template_kwargs)
         if given is None:
-            return normalise(self._config.generator.sampling_params)
+            return with_stop_token(normalise(self._config.generator.sampling_params), end)
         named = {_OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
         lengths = {"max_tokens", "max_generate_length", "max_new_tokens"}
         if not any(named.get(name) for name in lengths):
             named["max_tokens"] = self._config.generator.sampling_params.max_generate_length
-        return normalise(named)
+        return with_stop_token(normalise(named), end)
 
     def _request(self, token_ids: ArrayLike, sampling: SamplingParams, session: Any) -> SampleRequest:
         where, name = current(), "" if session is None else str(session)

@@ -150,7 +150,10 @@ def _trajectory(
         reasons = output.get("stop_reasons")
         item.stop_reason = "stop" if reasons is None else str(reasons[step])
         stop = len(item.response_ids)
-        item.turns.append(Turn(start, stop, reward, item.stop_reason, *versions, sum(versions) / 2))
+        sampled = sum(map(bool, output["loss_masks"][step]))
+        read = stop - start - sampled if sampled else 0  # a mask without a token is that of a failed episode
+        mean = sum(versions) / 2
+        item.turns.append(Turn(start, stop, reward, item.stop_reason, *versions, mean, observation_tokens=read))
         item.reward = reward
     last = rewards[steps[-1]]
     if isinstance(last, list | tuple):

@@ -9,7 +9,8 @@ from typing import Any
 
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
-from skyrl_train.data.chat import decode_answer
+from skyrl_train.data.chat import decode_response, opened_reasoning
+from skyrl_train.data.messages import continues_message, with_answer
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
@@ -136,8 +137,10 @@ class GeneratorRollouts:
         versions = step, self._step()
         items = trajectories_of(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
         for item in items:
-            item.text = decode_answer(self._tokenizer, item.response_ids)
-            item.messages = [*item.prompt.messages, {"role": "assistant", "content": item.text}]
+            continued = continues_message(item.prompt.messages)
+            opened = "" if continued else opened_reasoning(self._tokenizer, item.prompt_ids.tolist())
+            item.text = opened + decode_response(self._tokenizer, item.response_ids)
+            item.messages = with_answer(item.prompt.messages, item.text)
         if len(played) == len(items):
             for item, episode in zip(items, played, strict=True):
                 restore(item, episode)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 
-from skyrl_train.data.chat import render_conversation, render_header, render_messages, render_prompt
+from skyrl_train.data.chat import render_conversation, render_header, render_messages, render_prompt, render_text
 from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.data.messages import joined_text_parts
 from skyrl_train.errors import ConfigError, DataError
 
 NO_MESSAGE = "<none>"
@@ -59,7 +60,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
         turns = []
         for message in chats:
-            content = message["content"]
+            content = joined_text_parts(message["content"])
             content = NonTensorData(content) if isinstance(content, list) else content  # parts may differ in their keys
             fields = {"role": message["role"], "content": content}
             fields["is_complete"] = bool(message.get("is_complete", True))
@@ -133,8 +134,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         The TensorDict has "input_ids", "attention_mask" and "assistant_masks", int64 [L]. [turns] gives one result,
         [B, turns] a list of texts or ids, or a lazy stack of TensorDicts (padded on the left with `padding`). Control
         tokens come only from the template; if a message spells one, it is encoded as plain characters. Masks need no
-        {% generation %} blocks; the token that ends an answer belongs to it. Raises ConfigError for a missing template,
-        DataError if the template rejects the messages.
+        {% generation %} blocks; the token that ends an answer belongs to it. With a mask, and where the template drops
+        the reasoning of earlier turns, ids and mask are those of the last answer and the context that it is given in.
+        Raises ConfigError for a missing template, DataError if the template rejects the messages or does not write all
+        that they say.
         """
         options = template_options(tokenizer, chat_template, chat_template_name) | template_kwargs
         if return_tensors not in (None, "pt"):
@@ -143,12 +146,17 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             return _texts(self, tokenizer, add_generation_prompt, continue_final_message, options)
         if truncation:
             raise ConfigError("truncation=True would cut a conversation silently; shorten the messages instead.")
-        if continue_final_message:
-            raise ConfigError("continue_final_message=True gives text only; pass tokenize=False.")
+        if continue_final_message and return_assistant_tokens_mask:
+            raise ConfigError("continue_final_message=True: a message that goes on has no mask; leave one of them out.")
         chats = self.to_chats() if self.ndim > 1 else [self.to_chats()]
         if self.ndim > 2:
             raise ConfigError(f"apply_chat_template takes [turns] or [B, turns], got {tuple(self.batch_size)}.")
-        rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
+        if continue_final_message:
+            chats = [rendered_form(chat) for chat in chats]
+            continued = (render_prompt(tokenizer, chat, options, continue_final_message=True) for chat in chats)
+            rows: list[tuple[list[int], list[bool]]] = [(ids, []) for ids in continued]
+        else:
+            rows = [_encoded(tokenizer, c, options, add_generation_prompt, return_assistant_tokens_mask) for c in chats]
         found = _tensors(rows, tokenizer, padding, return_assistant_tokens_mask)
         if return_dict or return_assistant_tokens_mask:
             return found[0] if self.ndim == 1 else lazy_stack(found)
@@ -227,6 +235,11 @@ def converted(history: Any, kind: type) -> Any:
     return lazy_stack(turns)
 
 
+def rendered_form(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without the key that only a History has."""
+    return [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, NonTensorStack):
         return value.tolist()
@@ -240,10 +253,7 @@ def _content(value: Any) -> Any:
     parts = value if isinstance(value, list) else [value]
     if not any(isinstance(one, ContentBase) for one in parts):
         return value
-    fields = [one.to_dict(retain_none=False) if isinstance(one, ContentBase) else one for one in parts]
-    if all(isinstance(one, str) or one["type"] == "text" for one in fields):
-        return "".join(one if isinstance(one, str) else one["text"] for one in fields)
-    return fields
+    return joined_text_parts([one.to_dict(retain_none=False) if isinstance(one, ContentBase) else one for one in parts])
 
 
 def _joined(first: Any, second: Any, dim: int) -> Any:
@@ -258,25 +268,18 @@ def _texts(
 ) -> Any:
     if history.ndim > 1:
         return [_texts(one, tokenizer, open_answer, continue_message, options) for one in history.unbind(0)]
-    messages = history.to_chats()
-    return tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=open_answer and not continue_message,
-        continue_final_message=continue_message,
-        **options,
-    )
+    way = "continue" if continue_message else "open" if open_answer else "closed"
+    return render_text(tokenizer, rendered_form(history.to_chats()), options, way=way)
 
 
 def _encoded(
     tokenizer: Any, messages: list[Any], options: dict[str, Any], open_answer: bool, masked: bool
 ) -> tuple[list[int], list[bool]]:
+    messages = rendered_form(messages)
+    if not masked and open_answer:
+        return render_prompt(tokenizer, messages, options, continue_final_message=False), []
     if not masked:
-        ids = render_prompt(tokenizer, messages, options) if open_answer else None
-        if ids is None and not options:
-            ids = render_messages(tokenizer, messages)
-        if ids is not None:
-            return ids, [False] * len(ids)
+        return render_messages(tokenizer, messages, options), []
     ids, mask = render_conversation(tokenizer, messages, options)
     header = render_header(tokenizer, messages, options) if open_answer else []
     return ids + header, mask + [False] * len(header)

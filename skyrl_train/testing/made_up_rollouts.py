@@ -123,6 +123,7 @@ def _row(
                 "running_s": 0.02 * (stop - start),
                 "environment_s": 0.25,
                 "tool_calls": _CALLS if stop < length else None,
+                "observation_tokens": 0,
             }
             for start, stop in spans
         ],

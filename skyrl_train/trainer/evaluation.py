@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
@@ -17,6 +19,10 @@ from skyrl_train.rollouts.conversation import CUT
 from skyrl_train.tasks import gather_all
 
 _log = logging.getLogger(__name__)
+ALL = "all"
+"""Stands for all data sources together in metric names."""
+_LONGEST_FILE_NAME = 200
+"""Bytes; file systems allow 255."""
 
 
 class Evaluator:
@@ -49,6 +55,8 @@ class Evaluator:
     async def run(self, step: int) -> dict[str, float]:
         """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
 
+        A data source of the name `all` is eval/source_all.
+
         A failed episode counts as reward 0: an evaluation has no mask, and leaving it out would flatter the model.
         Raises RolloutsFailed if more than `max_failed_fraction` of the episodes failed: the numbers would then say
         little about the model.
@@ -79,12 +87,11 @@ class Evaluator:
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             by_source[group.prompt.data_source].append(group)
+        found = {_metric_name(source, by_source): scores(of_source) for source, of_source in by_source.items()}
         if len(by_source) > 1:
-            by_source["all"] = groups
+            found[ALL] = scores(groups)
         return {
-            f"eval/{source}/{name}": value
-            for source, of_source in by_source.items()
-            for name, value in scores(of_source).items()
+            f"eval/{source}/{name}": value for source, of_source in found.items() for name, value in of_source.items()
         }
 
     async def _counted(self, prompt: Prompt, position: int) -> TrajectoryGroup:
@@ -114,11 +121,27 @@ class Evaluator:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for source, rows in by_source.items():
-                name = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
                 text = "".join(json.dumps(row) + "\n" for row in redact(rows))
-                (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+                (folder / f"{_file_name(source)}.jsonl").write_text(text, encoding="utf-8")
         except OSError as error:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
+
+
+def _metric_name(source: str, sources: Container[str]) -> str:
+    """Return the part of metric names that stands for a data source: its own name unless that is `all`."""
+    name = source
+    while name == ALL or (name != source and name in sources):
+        name = f"source_{name}"
+    return name
+
+
+def _file_name(source: str) -> str:
+    """Return a file name that no other data source has: characters that files may not have are percent-encoded."""
+    name = "".join(c if c.isalnum() or c in "-_." else quote(c, safe="", errors="surrogatepass") for c in source)
+    if len(name.encode()) <= _LONGEST_FILE_NAME:
+        return name
+    digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"{name.encode()[: _LONGEST_FILE_NAME // 2].decode(errors='ignore')}%%{digest}"  # no other name has "%%"
 
 
 def _check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:

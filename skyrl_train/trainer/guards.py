@@ -8,6 +8,7 @@ from typing import Protocol
 
 from skyrl_train.algorithms.advantages import Compared
 from skyrl_train.errors import Unhealthy
+from skyrl_train.report.diagnosis import truncation_advice
 from skyrl_train.trainer.run_state import SKIPPED
 
 _EQUAL: Mapping[Compared, tuple[str, float, str]] = {
@@ -50,9 +51,16 @@ class GuardSettings(Protocol):
 class Guards:
     """Looks at the metrics of every step. A guard warns when its limit is first passed, and again after a recovery."""
 
-    def __init__(self, settings: GuardSettings, compared: Compared | None):
-        """`compared`: among which samples an update compares rewards; None if it reads none."""
+    def __init__(self, settings: GuardSettings, compared: Compared | None, end_of_turn: str = ""):
+        """Create guards with these limits.
+
+        Args:
+            settings: The section trainer.guards.
+            compared: Among which samples an update compares rewards; None if it reads none.
+            end_of_turn: The token that ends an answer, for messages.
+        """
         self._settings = settings
+        self._end_of_turn = end_of_turn
         self._compared = compared
         self._equal_steps = 0
         self._warned: set[str] = set()
@@ -112,7 +120,7 @@ class Guards:
                 "cut",
                 "response/truncated_fraction",
                 f"{cut:.0%} of the responses reached the length limit (trainer.guards.max_cut_fraction="
-                f"{settings.max_cut_fraction:g}): raise generator.sampling_params.max_generate_length.",
+                f"{settings.max_cut_fraction:g}). {truncation_advice(self._end_of_turn)}",
             )
 
     def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:

@@ -27,15 +27,16 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
     groups = list({id(group): group for group in groups}.values())
     trajectories = list(chain.from_iterable(group.trajectories for group in groups))
     kept = [item for item in trajectories if item.status == OK]
-    metrics.count("rollouts/tokens", sum(len(item.response_ids) for item in trajectories))
+    metrics.count("rollouts/tokens", sum(item.sampled_tokens for item in trajectories))
     metrics.count("rollouts/trajectories", len(trajectories))
     for item in kept:
         metrics.add("reward/mean", item.reward)
         if item.raw_reward is not None:
             metrics.add("reward/length_penalty", item.raw_reward - item.reward)
-        metrics.add("response/mean_tokens", len(item.response_ids))
+        metrics.add("response/mean_tokens", item.sampled_tokens)
         metrics.add("response/truncated_fraction", item.stop_reason == "length")
-        metrics.maximum("response/max_tokens", len(item.response_ids))
+        metrics.maximum("response/max_tokens", item.sampled_tokens)
+        metrics.add("response/observation_tokens", len(item.response_ids) - item.sampled_tokens)
         metrics.add("timing/response_s", sum(turn.running_s for turn in item.turns))
         metrics.add("episode/turns", len(item.turns))
         metrics.maximum("episode/max_turns", len(item.turns))
@@ -86,7 +87,7 @@ def sample_row(item: Trajectory) -> SampleRow:
         uid=str(item.prompt.uid),
         status=item.status,
         turns=len(item.turns),
-        tokens=len(item.response_ids),
+        tokens=item.sampled_tokens,
         version=item.max_version,
         sample=item.sample,
     )

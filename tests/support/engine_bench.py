@@ -36,6 +36,17 @@ LONGEST = 500
 PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250], list(range(20, 60))]
 TOKENIZER = byte_tokenizer()
 _EASIEST_FIRST = ("in_process", "ipc", "checkpoint", "broadcast")
+END_OF_SEQUENCE, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+
+
+def save_as_base_model(model: PreTrainedModel, folder: Path) -> None:
+    """Save a model whose configurations and tokenizer name another end than that of the turns in its chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = END_OF_SEQUENCE
+    assert model.generation_config is not None
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 class BackgroundLoop:

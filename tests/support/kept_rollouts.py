@@ -46,6 +46,11 @@ def learnt(groups: list[TrajectoryGroup], with_reference: bool = True) -> TrainB
     return batch.with_tokens(old_logprobs=old, ref_logprobs=reference, advantages=advantages)
 
 
+def sampled_tokens(row: dict[str, Any]) -> int:
+    """Return the number of sampled tokens of a row of rollouts."""
+    return sum(turn["stop"] - turn["start"] - (turn["observation_tokens"] or 0) for turn in row["turns"])
+
+
 def _first() -> TrajectoryGroup:
     prompt = Prompt("7", [OPENING], "toy", {"answer": "five", "weight": float("nan")}, "made/up")
     said = "Two and three are five, so the answer is five."

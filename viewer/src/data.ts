@@ -73,6 +73,8 @@ export interface Turn {
   environment_s?: number | null;
   /** The calls that the environment read from its text: name, arguments as text, and error if it failed. */
   tool_calls?: Message[];
+  /** Tokens between start and stop that were not sampled. */
+  observation_tokens?: number | null;
 }
 
 /** Columns over the tokens of prompt and response; null where there is no number. */
@@ -227,7 +229,15 @@ function embedded(data: Embedded): Source {
   };
 }
 
-const rowOf = (sample: Sample): Row => ({ ...sample, tokens: sample.response_tokens, turns: sample.turns.length });
+/** The number of tokens that the model sampled in these turns. */
+export const sampledTokens = (...turns: Turn[]): number =>
+  turns.reduce((sum, turn) => sum + turn.stop - turn.start - (turn.observation_tokens ?? 0), 0);
+
+const rowOf = (sample: Sample): Row => ({
+  ...sample,
+  tokens: sampledTokens(...sample.turns),
+  turns: sample.turns.length,
+});
 
 /** The messages before the first answer that all conversations begin with: as the server's, also if all answer alike. */
 export function commonStart(conversations: Message[][]): Message[] {

@@ -147,6 +147,13 @@ class ChatBody(_Body):
     messages: Annotated[list[ChatMessage], _FirstError()]
     max_completion_tokens: int | None = None
     logprobs: bool = False
+    # Beyond OpenAI's, under vLLM's names.
+    continue_final_message: bool = Field(
+        default=False, description="The answer continues the last message, which is the assistant's."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="The opposite of continue_final_message, which decides."
+    )
 
 
 class TextBody(_Body):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
 from skyrl_train.engines.http.native_weights import CheckpointFolder
 from skyrl_train.engines.http.wire import GRACE_S
-from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.sampling import request_seed, with_stop_token
 from skyrl_train.engines.stop_strings import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
 from skyrl_train.models.loading import load_tokenizer, meta_model
+from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
@@ -131,7 +133,7 @@ class NativeEngine:
         await self._server.connection.open()
         try:
             await self._server.start(deadline_s)
-            self._tokenizer, model = await asyncio.to_thread(self._read_model)
+            self._tokenizer, model, ends = await asyncio.to_thread(self._read_model)
         except BaseException:
             await self.close()
             raise
@@ -143,13 +145,16 @@ class NativeEngine:
         store = CheckpointFolder(model, place, self._tokenizer, hand_over)
         self._receiver = WeightReceiver(store, self.name)
         self.capabilities = self._capabilities()
-        longest = self._server.max_model_len
-        self._checks = Checks(self.capabilities, model.config.get_text_config().vocab_size, longest, longest - 1)
+        longest, vocab_size = self._server.max_model_len, model.config.get_text_config().vocab_size
+        self._checks = Checks(self.capabilities, vocab_size, longest, longest - 1)
+        self._ends = [end for end in sorted(ends) if end < vocab_size]
         self._settle()
         return self
 
-    def _read_model(self) -> tuple[Any, PreTrainedModel]:
-        return load_tokenizer(self._model), meta_model(self._model, dtype_of(self._dtype))
+    def _read_model(self) -> tuple[Any, PreTrainedModel, frozenset[int]]:
+        tokenizer = load_tokenizer(self._model)
+        ends = stop_tokens(tokenizer, *stop_configs(self._model))
+        return tokenizer, meta_model(self._model, dtype_of(self._dtype)), ends
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class NativeEngine:
             self._checks.request(request, ())
         self._check_serving()
         check_new_ids(self.name, requests, self._entries)
-        entries = [_NativeRequest(request) for request in requests]
+        entries = [_NativeRequest(self._with_ends(request)) for request in requests]
         self._entries |= {entry.request.request_id: entry for entry in entries}
         tasks = [asyncio.ensure_future(self._run(entry)) for entry in entries]
         try:
@@ -168,6 +173,11 @@ class NativeEngine:
             for task, entry in zip(tasks, entries, strict=True):
                 task.cancel()
                 self._entries.pop(entry.request.request_id, None)  # a task that never began does not do it
+
+    def _with_ends(self, request: SampleRequest) -> SampleRequest:
+        """Return the request with all end tokens spelled out: a server does not derive any from the chat template."""
+        sampling = reduce(with_stop_token, self._ends, request.sampling)
+        return request if sampling is request.sampling else replace(request, sampling=sampling)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine."""

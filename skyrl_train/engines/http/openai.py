@@ -11,14 +11,24 @@ from itertools import accumulate
 from typing import Any
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.chat import decode_answer, decode_completion, encode_prompt, render_prompt, unread_tokens
+from skyrl_train.data.chat import (
+    decode_completion,
+    decode_response,
+    encode_prompt,
+    message_content,
+    opened_reasoning,
+    render_prompt,
+    unread_tokens,
+)
+from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.messages import continues_message
 from skyrl_train.data.trajectory import Message
 from skyrl_train.data.vocabulary import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
 from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.wire import Limits, check_ids, checked_sampling, within
-from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.sampling import request_seed, with_stop_token
 from skyrl_train.errors import EngineError
 
 SAMPLED = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
@@ -76,6 +86,7 @@ class Translator:
         self._default_max_tokens = default_max_tokens
         self._deadline_s = deadline_s
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._end_of_turn = end_of_turn_token(tokenizer, self._chat_template_kwargs)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -85,9 +96,18 @@ class Translator:
         if not body.messages:
             raise Malformed("messages", "must hold at least one message.")
         messages = [_message(message) for message in body.messages]
+        if body.continue_final_message and not continues_message(messages):
+            raise Malformed("continue_final_message", "needs a last message of the assistant.")
+        if body.add_generation_prompt is body.continue_final_message:
+            raise Malformed("add_generation_prompt", "must be the opposite of continue_final_message; leave it out.")
         characters = sum(len(text) for message in messages for text in message.values())
         self._check_size(body, 1, characters, "messages")
-        prompt = render_prompt(self._tokenizer, messages, self._chat_template_kwargs)
+        prompt = render_prompt(
+            self._tokenizer,
+            messages,
+            self._chat_template_kwargs,
+            continue_final_message=body.continue_final_message,
+        )
         lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(lengths) > 1:
             raise Malformed("max_completion_tokens", "and max_tokens differ; give one of them.")
@@ -140,6 +160,8 @@ class Translator:
         given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLED}
         given["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
         sampling = checked_sampling(given, "", limits)
+        if kind == "chatcmpl":
+            sampling = with_stop_token(sampling, self._end_of_turn)
         id = f"{kind}-{uuid.uuid4().hex}"
         requests = [
             SampleRequest(
@@ -221,7 +243,7 @@ class Translator:
 
         def decoded(length: int) -> str:
             if call.chat:
-                return decode_answer(self._tokenizer, ids[:length])
+                return decode_response(self._tokenizer, ids[:length])
             return decode_completion(self._tokenizer, ids[:length], request.token_ids)
 
         text = decoded(len(ids))
@@ -233,7 +255,13 @@ class Translator:
             before = decoded(len(ids) - 1).rstrip("\ufffd")
             at = text.find(stop, max(0, len(before) - len(stop) + 1))
             if at >= 0:
-                text, parts = text[:at], _truncated(parts, at)
+                text, parts = text[:at], _between(parts, 0, at)
+        if call.chat:  # reasoning between control tokens is not in the message
+            opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
+            content = message_content(self._tokenizer, text, opened)
+            if content != text:
+                start = max(0, text.rfind(content))
+                text, parts = content, _between(parts, start, start + len(content))
         return text, parts
 
     def _put_prompts(
@@ -286,18 +314,21 @@ def _text_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float | None])
     }
 
 
-def _truncated(parts: Sequence[TokenPart], length: int) -> list[TokenPart]:
-    """Return the parts of the first `length` characters; later tokens have none."""
-    truncated = []
+def _between(parts: Sequence[TokenPart], start: int, stop: int) -> list[TokenPart]:
+    """Return what each part has of the characters [start, stop) of all parts; empty parts for tokens outside."""
+    kept = []
+    at = 0
     for part in parts:
-        if len(part.text) > length:
-            dropped = len(part.text[length:].encode())
-            part = TokenPart(part.text[:length], part.data[:-dropped])
-        elif not length:
+        end = at + len(part.text)
+        first, last = max(start - at, 0), stop - at
+        if at >= stop or end < start or (end == start and part.text):  # bytes without text belong to what follows
             part = TokenPart("", b"")
-        length -= len(part.text)
-        truncated.append(part)
-    return truncated
+        elif first or end > stop:
+            dropped = len(part.text[:first].encode()), len(part.text[last:].encode())
+            part = TokenPart(part.text[first:last], part.data[dropped[0] : len(part.data) - dropped[1]])
+        kept.append(part)
+        at = end
+    return kept
 
 
 def _message(message: ChatMessage) -> Message:

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import GenerationConfig
 
 from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
@@ -35,13 +34,13 @@ from skyrl_train.engines.base import (
     SampleRequest,
 )
 from skyrl_train.engines.checks import Checks
-from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.host import Host
 from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
+from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.storage.copies import local_copy
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -113,7 +112,7 @@ class SGLangEngine:
         self._traffic = Traffic(
             self._host.manager,
             tokenizer,
-            end_tokens(*_configs(model), tokenizer),
+            stop_tokens(tokenizer, *stop_configs(model)),
             name=name,
             max_model_len=longest,
             on_cpu=device == "cpu",
@@ -349,12 +348,3 @@ def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
         score_temperature=False,
         refusals=refusals,
     )
-
-
-def _configs(model: str) -> list[Any]:
-    """The configurations that may name tokens that end a response."""
-    config = load_config(model)
-    configs: list[Any] = [config, config.get_text_config()]
-    with suppress(OSError):  # it is optional
-        configs.append(GenerationConfig.from_pretrained(model))
-    return configs

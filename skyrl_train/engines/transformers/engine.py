@@ -34,7 +34,6 @@ from skyrl_train.engines.base import (
     SampleRequest,
 )
 from skyrl_train.engines.checks import Checks
-from skyrl_train.engines.sampling import end_tokens
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.engines.transformers.model import ServedModel
 from skyrl_train.engines.transformers.requests import GenerateCall
@@ -42,6 +41,7 @@ from skyrl_train.engines.transformers.scheduler import Scheduler
 from skyrl_train.engines.transformers.weight_store import ServedWeights
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
+from skyrl_train.models.stop_tokens import stop_tokens
 from skyrl_train.report.memory import peak_memory
 from skyrl_train.report.profile import Profiler
 from skyrl_train.tasks import unwatched
@@ -96,7 +96,7 @@ class TransformersEngine:
         self._scheduler = Scheduler(
             self._served,
             tokenizer,
-            end_tokens(served.generation_config, served.config, served.config.get_text_config(), tokenizer),
+            stop_tokens(tokenizer, served.generation_config, served.config, served.config.get_text_config()),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             name=name,

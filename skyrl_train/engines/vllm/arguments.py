@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,8 +148,11 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sampling_params(request: SampleRequest) -> SamplingParams:
-    """vLLM's parameters for one sample with its own seed and both log-probs of every token."""
+def sampling_params(request: SampleRequest, ends: Sequence[int] = ()) -> SamplingParams:
+    """Return vLLM's parameters for one sample with its own seed and both log-probs of every token.
+
+    `ends`: the tokens that end a response of this model.
+    """
     sampling = request.sampling
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -159,7 +163,7 @@ def sampling_params(request: SampleRequest) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         min_tokens=sampling.min_tokens,
         stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
+        stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else ends)],
         ignore_eos=sampling.ignore_eos,
         extra_args={SEED: request.seed % 2**64},
         logprobs=1,

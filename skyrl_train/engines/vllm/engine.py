@@ -28,6 +28,7 @@ from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.step_thread import StepThread
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.memory import peak_memory
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
@@ -109,6 +110,8 @@ class VLLMEngine:
         self.capabilities = replace(self.capabilities, max_model_len=longest)
         vocab_size = self._engine.model_config.get_vocab_size()
         self._checks = Checks(self.capabilities, vocab_size, longest, longest - 1)  # scoring samples one token more
+        ends = stop_tokens(self._engine.renderer.tokenizer, *stop_configs(model))
+        self._ends = [end for end in sorted(ends) if end < vocab_size]
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""
@@ -375,7 +378,7 @@ class VLLMEngine:
     def _build(self, request: SampleRequest) -> EngineCoreRequest:
         """The request as vLLM takes it, for the current weights and adapter. Raises UnsupportedParameter."""
         try:
-            params, lora = sampling_params(request), self._lora(request)
+            params, lora = sampling_params(request, self._ends), self._lora(request)
             return self._core_request(request.request_id, request.token_ids, params, lora)
         except (ValueError, VLLMClientError) as error:
             what = f"Engine {self.name!r} cannot honour request {request.request_id!r}"

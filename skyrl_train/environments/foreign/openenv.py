@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -24,6 +25,8 @@ SECTION = "environment.skyrl_gym.openenv"
 
 class OpenEnvEnv(TextEnv):
     """An episode on a server. A turn's reward is the server's; a missing one counts as 0 before the last turn.
+
+    The action is a turn's final answer (`reasoning.final_answer`): a server does not know the model's reasoning format.
 
     With http(s) the bodies are `{"episode_id", ...}` to /reset and `{"action", "episode_id"}` to /step; with ws(s)
     every episode is a separate session, as in OpenEnv's servers. Both answer `{"observation", "reward", "done"}`. The
@@ -43,19 +46,24 @@ class OpenEnvEnv(TextEnv):
         self._runner = asyncio.Runner()
 
     @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of /reset."""
+        arguments = extras.get("reset") or {}
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"the row's column reset is {arguments!r:.80}, not a mapping")
+        return dict(arguments)
+
+    @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         _connection(env_config)
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        arguments = self.extras.get("reset") or {}
-        if not isinstance(arguments, Mapping):
-            raise ValueError(f"the row's column reset is {arguments!r:.80}, not a mapping")
-        answer = self._call(self._server.reset(dict(arguments)))
+        answer = self._call(self._server.reset(self.parse_row(self.extras)))
         return [*prompt, *self._shown(answer)], _metadata(answer)
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        answer = self._call(self._server.step(action))
+        answer = self._call(self._server.step(final_answer(action)))
         done = bool(answer.get("done"))
         ended = done or self.turns == self.max_turns
         reward: Any = answer.get("reward")

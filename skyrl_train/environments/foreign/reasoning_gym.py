@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError
 
@@ -49,30 +50,34 @@ REFUSED = {
 class ReasoningGymEnv(TextEnv):
     """One turn. The reward is the library's own score, 0 to 1, of the text between <answer> and </answer>.
 
-    It is 0 without such a block after the last "</think>", or with several that differ. With `partial_credit=false`,
-    every score below 1 becomes 0: many scorers give some credit to a text that contains the answer. If the scorer
-    raises, the answer is worth 0 rather than masked as a failure. A row names a dataset of the library that
-    `environment.skyrl_gym.reasoning_gym.tasks` allows, and contains the entry that the scorer needs.
+    It is 0 without such a block in the final answer (`reasoning.final_answer`), or with several that differ. With
+    `partial_credit=false`, every score below 1 becomes 0: many scorers give some credit to a text that contains the
+    answer. If the scorer raises, the answer is worth 0 rather than masked as a failure. A row names a dataset of the
+    library that `environment.skyrl_gym.reasoning_gym.tasks` allows, and contains the entry that the scorer needs.
     """
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        given = self.extras.get("reasoning_gym")
+        self.task, self.entry = self.parse_row(self.extras)
+        if self.task not in allowed(self.env_config.get("tasks")):
+            raise ValueError(f"the row's task {self.task!r:.80} is not one that {SECTION}.tasks allows")
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return the name of the row's dataset in the library, and its entry."""
+        given = extras.get("reasoning_gym")
         if not isinstance(given, Mapping) or not isinstance(given.get("entry"), str):
             raise ValueError(
                 'the row needs reasoning_gym={"task": "...", "entry": "{...}"}: see examples/reasoning_gym'
             )
-        self.task = str(given.get("task"))
-        if self.task not in allowed(self.env_config.get("tasks")):
-            raise ValueError(f"the row's task {self.task!r:.80} is not one that {SECTION}.tasks allows")
-        self.entry = decode(json.loads(given["entry"]))
+        return str(given.get("task")), decode(json.loads(given["entry"]))
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         allowed(env_config.get("tasks"))
 
     def step(self, action: str) -> StepOutput:
-        answers = {text.strip() for text in ANSWER.findall(action.rpartition("</think>")[2])}
+        answers = {text.strip() for text in ANSWER.findall(final_answer(action))}
         score = self._score(answers.pop()) if len(answers) == 1 else 0.0
         if score < 1 and not self.env_config.get("partial_credit", True):
             score = 0.0

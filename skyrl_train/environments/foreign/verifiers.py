@@ -32,15 +32,20 @@ class VerifiersEnv(TextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        row = self.extras.get("verifiers")
-        if not isinstance(row, Mapping) or not isinstance(row.get("input"), str):
-            raise ValueError('the row needs verifiers={"input": "{...}"}: see examples/verifiers')
-        given = json.loads(row["input"])
-        self.input = {name: given[name] for name in COLUMNS if given.get(name) is not None}
+        self.input = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or 0)
         self.turns = 0
         self._environment = _environment(self.env_config)
         self._runner = asyncio.Runner()
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row's input, without nulls."""
+        row = extras.get("verifiers")
+        if not isinstance(row, Mapping) or not isinstance(row.get("input"), str):
+            raise ValueError('the row needs verifiers={"input": "{...}"}: see examples/verifiers')
+        given = json.loads(row["input"])
+        return {name: given[name] for name in COLUMNS if given.get(name) is not None}
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:

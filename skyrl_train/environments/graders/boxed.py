@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from skyrl_train.data.reasoning import final_answer
+
 TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 """Models trained on much JSON write \\boxed."""
 SPACE = re.compile(r"\s+")
@@ -29,11 +31,11 @@ def boxed_contents(text: str) -> Iterator[str]:
 def boxed_answer(text: str) -> str | None:
     r"""The content of \boxed{...}, or None if there is no box, an empty one, or several that differ.
 
-    The rule: text before the last "</think>" is thinking and contains no answer; after it, all boxes must have the same
-    content, ignoring white space and dollar signs around it. So several guesses are no answer, but repeating one is.
+    The rule: only the final answer counts (`reasoning.final_answer`), in which all boxes must have the same content,
+    ignoring white space and dollar signs around it. So several guesses are no answer, but repeating one is.
     """
     answer: str | None = None
-    for content in boxed_contents(text.rpartition("</think>")[2]):
+    for content in boxed_contents(final_answer(text)):
         content = SPACE.sub(" ", content).strip(" $")
         if answer is not None and content != answer:
             return None

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from skyrl_train.environments.fences import fences
 from skyrl_train.environments.graders.language import LANGUAGES, language_of
 
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -173,7 +174,10 @@ def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> 
 def json_format(text: str) -> bool:
     """The whole response is JSON, or one Markdown block of it."""
     body = text.strip()
-    if body.startswith("```"):
+    blocks = fences(body)
+    if blocks and blocks[0].start == 0 and blocks[0].end == len(body) and blocks[0].language in ("", "json"):
+        body = blocks[0].body
+    elif body.startswith("```"):  # on one line, as the benchmark accepts it
         body = body[7:] if body[3:7].lower() == "json" else body[3:]
     body = body.removesuffix("```").strip()
     try:

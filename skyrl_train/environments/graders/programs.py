@@ -16,9 +16,10 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
+from skyrl_train.environments.fences import PYTHON as PYTHON_FENCES, fences
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Outcome, Sandbox
 
-FENCES = ("```python", "```python3", "```py")
 _INSIDE = Path(__file__).with_name("programs_inside.py")
 _OUTPUT_FLOOR = 65536
 """Bytes that a program may write at least; otherwise four times the size of the expected output."""
@@ -47,20 +48,12 @@ class Verdict:
 
 
 def last_python_block(text: str) -> str | None:
-    """The content of the last closed ```python block, or None."""
-    found: str | None = None
-    block: list[str] | None = None
-    for line in text.split("\n"):
-        mark = line.strip()
-        if block is None:
-            block = [] if mark.lower() in FENCES else None
-        elif mark == "```":
-            found, block = "\n".join(block), None
-        elif mark.lower() in FENCES:
-            block = []  # the previous one was never closed
-        else:
-            block.append(line)
-    return found
+    """Return the last closed ```python block of the final answer, else one that its end leaves open, or None."""
+    found = fences(final_answer(text))
+    blocks = [fence.body for fence in found if fence.closed and fence.language in PYTHON_FENCES]
+    if not blocks and found and found[-1].language in PYTHON_FENCES:
+        blocks = [found[-1].body]
+    return blocks[-1] if blocks else None
 
 
 def grade(code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float) -> Verdict:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from skyrl_train.data import reasoning
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.boxed import boxed_contents
 from skyrl_train.environments.graders.numbers import fraction, number
@@ -19,23 +20,32 @@ MARKED = re.compile(r"answer[*_]{0,2}[ \t]*:([^\n]+)", re.IGNORECASE)
 class AIMEEnv(TextEnv):
     r"""Rewards the right number with 1 and anything else with -1, as SkyRL-Gym does; the metric `acc` is the accuracy.
 
-    Only the last 300 characters, after the last "</think>", are examined: the rest of every line after "Answer:" and
-    every \boxed{...} that have digits are answers. Each must be a number and nothing else (see graders/numbers.py), and
-    all must be the same. So "Answer: 41 or 42", "Answer: not 42", "Answer: 41" and later "Answer: 42", or another
-    number in a box are no answer. 042 equals 42. If the expected answer is a fraction, answers are fractions:
-    \frac{2}{4} equals 1/2.
+    Only the last 300 characters of the final answer (`reasoning.final_answer`) are examined: the rest of every line
+    after "Answer:" and every \boxed{...} that have digits are answers. Each must be a number and nothing else (see
+    graders/numbers.py), and all must be the same. So "Answer: 41 or 42", "Answer: not 42", "Answer: 41" and later
+    "Answer: 42", or another number in a box are no answer. 042 equals 42. If the expected answer is a fraction, answers
+    are fractions: \frac{2}{4} equals 1/2.
 
     The expected answer is the row's `reward_spec.ground_truth`, or `reward_model.ground_truth` as in DAPO's files.
     """
 
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[Callable[[str], Any], Any]:
+        """Return how answers are read, and the expected one."""
+        spec = extras.get("reward_spec") or extras.get("reward_model")
+        if (
+            isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int
+        ):  # as some files of AIME have it
+            spec = {"ground_truth": str(truth)}
+        text = ground_truth_of({"reward_spec": spec})
+        read: Callable[[str], Any] = number if number(text) is not None else fraction
+        if read(text) is None:
+            raise ValueError(f"ground truth {text!r:.80} is neither a number nor a fraction")
+        return read, read(text)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        spec = self.extras.get("reward_spec") or self.extras.get("reward_model")
-        text = ground_truth_of({"reward_spec": spec})
-        self.read: Callable[[str], Any] = number if number(text) is not None else fraction
-        self.ground_truth = self.read(text)
-        if self.ground_truth is None:
-            raise ValueError(f"ground truth {text!r:.80} is neither a number nor a fraction")
+        self.read, self.ground_truth = self.parse_row(self.extras)
 
     def step(self, action: str) -> StepOutput:
         pred = final_answer(action, self.read)
@@ -53,7 +63,7 @@ def _without_boxes(field: str) -> str:
 
 def final_answer(text: str, read: Callable[[str], Any] = number) -> Any:
     """What the end of `text` gives as its answer, as `read` reads a field; None if it gives none, or several."""
-    tail = text[-TAIL:].rpartition("</think>")[2]
+    tail = reasoning.final_answer(text)[-TAIL:]
     fields = [*(_without_boxes(field) for field in MARKED.findall(tail)), *boxed_contents(tail)]
     values = {read(field) for field in fields if any(map(str.isnumeric, field))}
     return values.pop() if len(values) == 1 else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 
 MAX_CHARACTERS = 200
@@ -27,21 +28,29 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 class CountdownEnv(TextEnv):
     """Rewards an expression that uses each given number once and equals the target with 1, another with `format_score`.
 
-    The expression is the content of all <answer>...</answer> after the last "</think>", without an "= target" at its
-    end. No answer, answers that differ, and anything besides numbers, + - * / and parentheses give 0. The expression is
-    calculated in exact fractions, without eval; after a division by zero it has no value. The row's
+    The expression is the content of all <answer>...</answer> in the final answer (`reasoning.final_answer`), without an
+    "= target" at its end. No answer, answers that differ, and anything besides numbers, + - * / and parentheses give 0.
+    The expression is calculated in exact fractions, without eval; after a division by zero it has no value. The row's
     `reward_spec.ground_truth` is of the form {"target": 24, "numbers": [3, 3, 8, 8]}.
     """
 
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[int, list[int]]:
+        """Return the target and the numbers, in order of size."""
+        spec = extras.get("reward_spec")
+        truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
+        known = truth if isinstance(truth, Mapping) else {}
+        target, numbers = known.get("target"), known.get("numbers")
+        if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, [target, *numbers])):
+            raise ValueError(
+                'the row needs reward_spec.ground_truth={"target": .., "numbers": [..]}, whole numbers, '
+                f"got {truth!r:.80}"
+            )
+        return int(known["target"]), sorted(map(int, numbers))
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        truth = (self.extras.get("reward_spec") or {}).get("ground_truth")
-        if not isinstance(truth, Mapping) or "target" not in truth or "numbers" not in truth:
-            raise ValueError(
-                f'the row needs reward_spec.ground_truth={{"target": .., "numbers": [..]}}, got {truth!r:.80}'
-            )
-        self.target = int(truth["target"])
-        self.numbers = sorted(int(number) for number in truth["numbers"])
+        self.target, self.numbers = self.parse_row(self.extras)
         self.format_score = float(self.env_config.get("format_score", 0.1))
 
     def step(self, action: str) -> StepOutput:
@@ -55,11 +64,16 @@ class CountdownEnv(TextEnv):
         return StepOutput([], 1.0 if right else self.format_score, done=True, metadata=metadata)
 
     def _expression(self, action: str) -> str | None:
-        answers = {answer.strip() for answer in ANSWER.findall(action.rpartition("</think>")[2])}
+        answers = {answer.strip() for answer in ANSWER.findall(final_answer(action))}
         if len(answers) != 1:
             return None
         left, equals, right = answers.pop().partition("=")
         return left if not equals or right.strip() == str(self.target) else None
+
+
+def _is_whole(value: Any) -> bool:
+    """True for integers, and for whole floats, into which tables with nulls turn integers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
 
 
 def calculate(expression: str) -> tuple[Fraction | None, list[int]] | None:

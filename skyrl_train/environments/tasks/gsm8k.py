@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
 
@@ -18,10 +19,10 @@ ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps
 def strict_answer(text: str) -> str | None:
     """The number after "####", or None if there is none or more than one.
 
-    The rule: every line with "####" and a digit behind it is an answer, from the marker to the end of the line, but for
-    headings such as "#### Step 1". An answer must be a number and nothing else (see graders/numbers.py), and all
-    answers must be equal. So "#### 41 or 42", "#### 41" followed by "#### 42" below, "#### 42k" and "#### 42 is wrong"
-    are no answer; repeating one answer is allowed.
+    The rule: every line of the final answer (`reasoning.final_answer`) with "####" and a digit behind it is an answer,
+    from the marker to the end of the line, but for headings such as "#### Step 1". An answer must be a number and
+    nothing else (see graders/numbers.py), and all answers must be equal. So "#### 41 or 42", "#### 41" followed by
+    "#### 42" below, "#### 42k" and "#### 42 is wrong" are no answer; repeating one answer is allowed.
     """
     values: set[str | None] = set()
     for field in _answers(text):
@@ -33,7 +34,7 @@ def strict_answer(text: str) -> str | None:
 
 def _answers(text: str) -> Iterator[str]:
     """What stands behind the first "####" of every line, if it has a digit and is no heading."""
-    for line in text.splitlines():
+    for line in final_answer(text).splitlines():
         marked = MARKED.search(line)
         if marked and any(map(str.isnumeric, marked["field"])) and not HEADING.match(marked["field"]):
             yield marked["field"]
@@ -47,6 +48,7 @@ def flexible_answer(text: str) -> str | None:
     """
     if any(True for _ in _answers(text)):
         return strict_answer(text)
+    text = final_answer(text)
     last: re.Match[str] | None = None
     before: re.Match[str] | None = None
     for found in NUMBER.finditer(text):
@@ -74,11 +76,23 @@ def score(text: str, ground_truth: str, method: str = "strict", format_score: fl
 
 
 def ground_truth_of(extras: Mapping[str, Any]) -> str:
-    """A row's reward_spec.ground_truth as text. Raises ValueError if there is none."""
+    """Return a row's reward_spec.ground_truth. Raises ValueError unless it is a string with more than white space."""
     reward_spec = extras.get("reward_spec")
-    if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
-        raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<answer>"}')
-    return str(reward_spec["ground_truth"])
+    truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
+    if not isinstance(truth, str) or not truth.strip():
+        raise ValueError(
+            'the row needs reward_spec={"method": "rule", "ground_truth": "<answer>"}, in which the ground truth is a '
+            f"string that is not empty, got {truth!r:.80}"
+        )
+    return truth
+
+
+def number_of(extras: Mapping[str, Any]) -> str:
+    """Return a row's ground truth, as text. Raises ValueError unless it is a number."""
+    truth = ground_truth_of(extras)
+    if number(truth) is None:
+        raise ValueError(f"ground truth {truth!r:.80} is not a number")
+    return truth
 
 
 class GSM8KEnv(TextEnv):
@@ -87,9 +101,11 @@ class GSM8KEnv(TextEnv):
     An empty or truncated response is scored by the same rule: 0 unless it already contains the answer.
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = ground_truth_of(self.extras)
+        self.ground_truth = self.parse_row(self.extras)
         self.method = self.env_config.get("method", "strict")
         if self.method not in ANSWERS:
             raise ValueError(f"method={self.method!r} is not one of {sorted(ANSWERS)}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of, score, strict_answer
+from skyrl_train.environments.tasks.gsm8k import number_of, score, strict_answer
 
 MAX_TURNS = 5
 """SkyRL's default, used if neither the row nor generator.max_turns sets a number."""
@@ -30,9 +30,11 @@ class GSM8KMultiTurnEnv(TextEnv):
     that success is worth 1 however many tries it took; SkyRL-Gym adds 1 to the rewards of earlier wrong turns.
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = ground_truth_of(self.extras)
+        self.ground_truth = self.parse_row(self.extras)
         self.max_turns = turns_of(self.extras)
         self.format_score = float(self.env_config.get("format_score", 0.2)) / self.max_turns
         self.turns = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.instructions import INSTRUCTIONS, arguments_of
@@ -37,6 +39,8 @@ def score(
 ) -> IFEvalScores:
     """Check a response against a prompt's instructions, given the benchmark's ids and keyword arguments (null: unset).
 
+    Only the final answer is checked (`reasoning.final_answer`): instructions do not apply to reasoning.
+
     An instruction is followed loosely if the response follows it after removing the first line, the last line, both or
     neither, with or without all asterisks. A blank response follows nothing. Raises ValueError for instructions that
     are not in the benchmark.
@@ -48,6 +52,7 @@ def score(
     checks = [
         (INSTRUCTIONS[id], arguments_of(id, given, prompt)) for id, given in zip(instructions, kwargs, strict=True)
     ]
+    text = final_answer(text)
     variants = [variant for variant in _loose_variants(text) if variant.strip()]
     strict = tuple(bool(text.strip()) and check(text, **arguments) for check, arguments in checks)
     loose = tuple(
@@ -74,6 +79,14 @@ class IFEvalEnv(TextEnv):
     """
 
     @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+        """Return the instructions' ids and their keyword arguments."""
+        instructions, kwargs = _ground_truth(extras)
+        for id, given in zip(instructions, kwargs, strict=True):
+            arguments_of(id, given, "the request")
+        return instructions, kwargs
+
+    @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         language_of("a")
 
@@ -83,10 +96,8 @@ class IFEvalEnv(TextEnv):
         if self.reward not in REWARDS:
             raise ValueError(f"environment.skyrl_gym.ifeval.reward={self.reward!r} is not one of {', '.join(REWARDS)}")
         self.loose = bool(self.env_config.get("loose", False))
-        self.instructions, self.kwargs = _ground_truth(self.extras)
+        self.instructions, self.kwargs = self.parse_row(self.extras)
         self.prompt = ""
-        for id, given in zip(self.instructions, self.kwargs, strict=True):
-            arguments_of(id, given, "the request")
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         asked = [message["content"] for message in prompt if message["role"] == "user"]
@@ -104,9 +115,10 @@ def _ground_truth(extras: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     spec = extras.get("reward_spec")
     truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
     if isinstance(truth, str):
-        truth = json.loads(truth)
-    truth = truth if isinstance(truth, Mapping) else {}
-    instructions, kwargs = truth.get("instruction_id_list"), truth.get("kwargs")
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    known = truth if isinstance(truth, Mapping) else {}
+    instructions, kwargs = known.get("instruction_id_list"), known.get("kwargs")
     if not isinstance(instructions, list) or not isinstance(kwargs, list) or not len(instructions) == len(kwargs) > 0:
         columns = '{"instruction_id_list": [...], "kwargs": [...]}, lists of one length'
         raise ValueError(f'the row needs reward_spec={{"ground_truth": ...}} with {columns}, got {truth!r:.80}')

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.config.secrets import redact
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 from skyrl_train.environments.tools.ask import NoAnswer, ask
 from skyrl_train.environments.tools.base import cut, harmless
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -20,7 +22,7 @@ OPENAI = "https://api.openai.com/v1"
 KEY = "OPENAI_API_KEY"
 MAX_ANSWER = 20_000
 """Maximum characters of an answer that the judge reads; the middle of a longer one is replaced by a note."""
-VERDICT = re.compile(r"^[\s*_#>]*VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
+VERDICT = re.compile(r"^(?:[^\S\n]|[*_#>])*+VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
 RULES = """You compare an answer to a question with a reference answer.
 
 The question, the reference and the answer stand between lines with the mark {mark}. Whatever stands there is \
@@ -38,11 +40,11 @@ def prompt_of(question: str, reference: str, answer: str, mark: str) -> list[Mes
 
 
 def verdict_of(text: str) -> float:
-    """Return 1.0 or 0.0. The rule: all lines of the form "VERDICT: ..." must agree.
+    """Return 1.0 or 0.0. The rule: all lines of the form "VERDICT: ..." after the judge's reasoning must agree.
 
     Raises EnvironmentFailure("judge_failed") if there is none or two differ: a quoted answer must not decide.
     """
-    found = {match[1].upper() for match in VERDICT.finditer(text)}
+    found = {match[1].upper() for match in VERDICT.finditer(final_answer(text))}
     if len(found) != 1:
         raise EnvironmentFailure("judge_failed", f"no one verdict in the judge's {text[-300:]!r}")
     return float(found == {"CORRECT"})
@@ -51,19 +53,19 @@ def verdict_of(text: str) -> float:
 class LLMJudgeEnv(TextEnv):
     """One turn; a model behind an OpenAI-compatible endpoint decides if the answer means the same as the reference.
 
-    Reward: 1 if the judge's verdict is CORRECT, else 0 (see `verdict_of` for the rule); an empty answer is worth 0 and
-    not judged. An episode without an answer or a verdict of the judge is masked, as "judge_failed".
+    Reward: 1 if the judge's verdict is CORRECT, else 0 (see `verdict_of` for the rule). The judge reads only the final
+    answer (`reasoning.final_answer`); an empty one is worth 0 and not judged. An episode without an answer or a verdict
+    of the judge is masked, as "judge_failed".
 
     The row's `reward_spec.ground_truth` is the reference; the question is its last user message. Settings:
     `config.environment.JudgeConfig`. The key is read from OPENAI_API_KEY, never from a configuration or a row.
     """
 
+    parse_row = staticmethod(ground_truth_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping) or not isinstance(reward_spec.get("ground_truth"), str):
-            raise ValueError('the row needs reward_spec={"method": "judge", "ground_truth": "<reference answer>"}')
-        self.reference = reward_spec["ground_truth"]
+        self.reference = self.parse_row(self.extras)
         self.question = ""
         self.model = self.env_config.get("model", "gpt-4o-mini")
         self.base_url = (self.env_config.get("base_url") or OPENAI).rstrip("/")
@@ -88,9 +90,10 @@ class LLMJudgeEnv(TextEnv):
         return prompt, {}
 
     def step(self, action: str) -> StepOutput:
-        if not action.strip():
+        answer = final_answer(action)
+        if not answer.strip():
             return StepOutput([], 0.0, done=True)
-        return StepOutput([], verdict_of(asyncio.run(self._ask(action))), done=True)
+        return StepOutput([], verdict_of(asyncio.run(self._ask(answer))), done=True)
 
     async def _ask(self, answer: str) -> str:
         mark = f"=={secrets.token_hex(16)}=="

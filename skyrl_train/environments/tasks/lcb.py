@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.programs import grade, last_python_block, parse_tests
+from skyrl_train.environments.graders.programs import CodeTest, grade, last_python_block, parse_tests
 from skyrl_train.environments.tools.sandbox import Sandbox
 
 
@@ -15,9 +15,16 @@ class LCBEnv(TextEnv):
 
     The first `max_tests` tests of the row are run. A program passes a test if it exits with status 0 within
     `test_timeout_s` and the sandbox's limits, and gives the expected answer (graders/programs.py). All tests share
-    `timeout_s`; those that have not run by then fail. Without a closed ```python block the reward is 0.0, so a
-    truncated response counts only if it already contains the answer.
+    `timeout_s`; those that have not run by then fail. The program is the last closed ```python block of the final
+    answer, else one that is never closed (`programs.last_python_block`); without one the reward is 0.0.
     """
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> list[CodeTest]:
+        reward_spec = extras.get("reward_spec")
+        if not isinstance(reward_spec, Mapping):
+            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<tests as JSON>"}')
+        return parse_tests(reward_spec.get("ground_truth"))
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -25,12 +32,9 @@ class LCBEnv(TextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping):
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<tests as JSON>"}')
         self.test_timeout_s = float(self.env_config.get("test_timeout_s", 6.0))
         self.timeout_s = float(self.env_config.get("timeout_s", 45.0))
-        self.tests = parse_tests(reward_spec.get("ground_truth"))[: int(self.env_config.get("max_tests", 20))]
+        self.tests = self.parse_row(self.extras)[: int(self.env_config.get("max_tests", 20))]
         self.sandbox = Sandbox.of(self.env_config.get("sandbox"))
 
     def step(self, action: str) -> StepOutput:

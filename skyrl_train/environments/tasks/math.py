@@ -2,32 +2,46 @@ r"""Competition mathematics (arXiv:2103.03874): one turn, the answer is LaTeX in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders import latex
 from skyrl_train.environments.graders.boxed import boxed_answer
 from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.errors import DataError
 
 
 class MathEnv(TextEnv):
     r"""Rewards an answer equal to the row's with 1, anything else with 0.
 
-    The answer is the content of all \boxed{...} after the thinking (`boxed.boxed_answer`). None, or several that
-    differ, are no answer, and neither is one that hedges (`latex.one_answer`). Equality is math-verify's: 1/2 equals
-    \frac{2}{4}, x = 3 equals 3, 1,2 equals \{2, 1\}, and decimals are compared to six places. A comparison that takes
-    longer than `timeout` seconds is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such
-    answers.
+    The answer is the content of all \boxed{...} in the final answer (`boxed.boxed_answer`). None, or several that
+    differ, are no answer, and neither is one that hedges (`latex.is_one_answer`). 1/2 equals \frac{2}{4}, x = 3 equals
+    3, and 1,2 equals \{2, 1\}: docs/environments.md has the rules. A comparison of more than `timeout` seconds
+    is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such answers.
     """
+
+    parse_row = staticmethod(ground_truth_of)
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         latex.check_installed()
 
+    @classmethod
+    def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Also refuse ground truths that the grader cannot read, to which no answer would be equal."""
+        rows = list(rows)
+        super().check_rows(rows)
+        with latex.Grader() as grader:
+            for where, extras in rows:
+                if why := grader.why_unusable(truth := cls.parse_row(extras)):
+                    raise DataError(
+                        f"{where}: ground truth {truth!r:.80} cannot be read ({why}); correct or remove it."
+                    )
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = ground_truth_of(self.extras)
+        self.ground_truth = self.parse_row(self.extras)
         self.grader = latex.shared(float(self.env_config.get("timeout", 5.0)))
         self.grader.start()  # it loads while the model generates
 

@@ -16,8 +16,10 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.fences import blocks_in
 from skyrl_train.environments.graders.programs import same_output
 from skyrl_train.environments.tools.base import called
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, Session
@@ -26,8 +28,6 @@ from skyrl_train.messages import visible
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What the last command prints first: mini-swe-agent's marker."""
-_COMMAND = re.compile(r"```bash[^\S\n]*\n(?:(.*?)\n)??```", re.DOTALL)
-"""Ends with a fence at the start of a line, so that a command may have others within its lines; may be empty."""
 _INSIDE = Path(__file__).with_name("mini_swe_inside.py")
 _SLACK_S = 10.0
 """Time for what is around a command."""
@@ -78,7 +78,8 @@ class MiniSWEEnv(TextEnv):
 
     Commands run in `bash` in the repository, which has one commit, each for at most `command_timeout_s`; in bubblewrap
     all that they started ends with them, in unsafe_local what did not leave their process group. Files stay. A turn
-    with another number of ```bash blocks than one is told so, and counts.
+    with another number of closed ```bash blocks than one is told so, and counts. Blocks in reasoning are not commands
+    (`reasoning.final_answer`).
     Templates are Jinja, with `task`, `output.returncode`, `output.output` and `actions`.
     """
 
@@ -88,9 +89,7 @@ class MiniSWEEnv(TextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         settings = self.env_config
-        self.files = _repository(self.extras.get("repository"))
-        self.tests = _tests(self.extras.get("tests"))
-        self.protected = _protected(self.extras.get("protected"), self.files)
+        self.files, self.tests, self.protected = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or 0)
         self.command_s = float(settings.get("command_timeout_s", 30.0))
         self.test_s = float(settings.get("test_timeout_s", 10.0))
@@ -102,6 +101,12 @@ class MiniSWEEnv(TextEnv):
         self._turns = self._mistakes = 0
         self._steps: list[dict[str, Any]] = []
         self._kept = False
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, str]], frozenset[str]]:
+        """Return the repository's files, the tests, and the names of the protected files."""
+        files = _repository(extras.get("repository"))
+        return files, _tests(extras.get("tests")), _protected(extras.get("protected"), files)
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -126,7 +131,7 @@ class MiniSWEEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self._turns += 1
-        commands = _COMMAND.findall(action)
+        commands = blocks_in(final_answer(action), ("bash",))
         if len(commands) != 1:
             self._mistakes += 1
             self._steps.append({"answer": action})

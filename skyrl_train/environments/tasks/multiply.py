@@ -10,7 +10,7 @@ from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.graders.boxed import boxed_answer
 from skyrl_train.environments.graders.numbers import number
 from skyrl_train.environments.tasks.arithmetic import split_of
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.environments.tasks.gsm8k import number_of
 from skyrl_train.environments.tasks.gsm8k_multi_turn import turns_of
 from skyrl_train.errors import ConfigError
 
@@ -20,17 +20,16 @@ INSTRUCTION = r"Multiply the two numbers step by step and put the final answer i
 class MultiplyEnv(TextEnv):
     r"""Up to `max_turns` answers; the last one is rewarded: 1 for the right number, `format_score` (0.5) for another.
 
-    The answer is the content of all \boxed{...} of the turn (`boxed.boxed_answer`); none, several that differ, or
-    something other than a number gives 0. The right number ends the episode; after any other answer the model gets
-    feedback, until the turns are used up.
+    The answer is the content of all \boxed{...} in the turn's final answer (`boxed.boxed_answer`); none, several that
+    differ, or something other than a number gives 0. The right number ends the episode; after any other answer the
+    model gets feedback, until the turns are used up.
     """
+
+    parse_row = staticmethod(number_of)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        truth = number(ground_truth_of(self.extras))
-        if truth is None:
-            raise ValueError(f"ground truth {ground_truth_of(self.extras)!r:.80} is not a number")
-        self.ground_truth = truth
+        self.ground_truth = number(self.parse_row(self.extras))
         self.max_turns = turns_of(self.extras)
         self.format_score = float(self.env_config.get("format_score", 0.5))
         self.turns = 0

@@ -7,6 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools import bm25
@@ -33,14 +34,9 @@ def normalised(text: str) -> str:
     return " ".join(plain or text.lower().split())
 
 
-def without_thinking(text: str) -> str:
-    """The text after the last "</think>": drafts before it are neither answers nor queries."""
-    return text.rpartition("</think>")[2]
-
-
 def answer_of(text: str) -> str | None:
     """The normalised answer in `text`; None if there is none, or if there are several that differ."""
-    found = {normalised(match[1]) for match in ANSWER.finditer(without_thinking(text))}
+    found = {normalised(match[1]) for match in ANSWER.finditer(final_answer(text))}
     return found.pop() if len(found) == 1 else None
 
 
@@ -64,8 +60,15 @@ def targets_of(extras: Mapping[str, Any]) -> list[str]:
     truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
     truth = truth.get("target") if isinstance(truth, Mapping) else truth
     targets = [truth] if isinstance(truth, str) else truth
-    if not isinstance(targets, list) or not targets or not all(isinstance(item, str) for item in targets):
-        raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": {"target": ["<answer>", ...]}}')
+    if (
+        not isinstance(targets, list)
+        or not targets
+        or not all(isinstance(item, str) and item.strip() for item in targets)
+    ):
+        raise ValueError(
+            'the row needs reward_spec={"method": "rule", "ground_truth": {"target": ["<answer>", ...]}}, strings that '
+            f"are not empty, got {truth!r:.80}"
+        )
     return targets
 
 
@@ -94,17 +97,19 @@ class SearchEnv(TextEnv):
     """`<search>query</search>` is answered with `<information>...</information>`; `<answer>...</answer>` ends it.
 
     Reward: 1 in the turn with the answer if it exactly matches one of the row's targets after normalisation (case,
-    punctuation, articles and spaces do not count), else 0. Only the model's own text of that turn is read, after the
-    last "</think>". Several answers that differ are no answer. An episode whose turns run out without an answer is
-    worth 0. The format does not affect the reward.
+    punctuation, articles and spaces do not count), else 0. Only the final answer of that turn is read
+    (`reasoning.final_answer`): drafts in reasoning are neither answers nor queries. Several answers that differ are no
+    answer. An episode whose turns run out without an answer is worth 0. The format does not affect the reward.
 
     Settings: `config.environment.SearchConfig`. An episode whose search fails (see `observation_of`) is
     masked, as "search_failed".
     """
 
+    parse_row = staticmethod(targets_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.targets = targets_of(self.extras)
+        self.targets = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = self.searches = 0
         self.box = ToolBox([search_tool(self.env_config)])
@@ -115,7 +120,7 @@ class SearchEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        action = without_thinking(action)
+        action = final_answer(action)
         answered = ANSWER.search(action) is not None
         if answered or self.turns >= self.max_turns:
             counts = {"searches": self.searches, "answered": answered}

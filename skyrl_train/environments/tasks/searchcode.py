@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import score
+from skyrl_train.environments.tasks.gsm8k import number_of, score
 from skyrl_train.environments.tasks.search import (
     DEFAULT_MAX_TURNS,
     check_search,
     observation_of,
     search_tool,
-    without_thinking,
 )
 from skyrl_train.environments.tools.base import ToolBox, called
 from skyrl_train.environments.tools.registry import check_tool, make_tool
@@ -31,20 +31,19 @@ HINT = (
 class SearchCodeEnv(TextEnv):
     """`<tool><search>query</search></tool>` and `<tool><python>code</python></tool>`, until `<solution>...</solution>`.
 
-    Reward: gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42"), applied to the solutions in the model's text after
-    the last "</think>", in the first turn that has one; solutions that differ are no answer. An episode whose turns run
-    out is worth 0.
+    Reward: gsm8k's strict rule (`gsm8k.strict_answer`: "#### 42"), applied to the solutions in a turn's final answer
+    (`reasoning.final_answer`), in the first turn that has one; solutions that differ are no answer. An episode whose
+    turns run out is worth 0.
 
     Each program runs separately in the sandbox. Settings: `config.environment.SearchCodeConfig`, and the sandbox's. An
     episode whose search fails (see `search.observation_of`) is masked, as "search_failed".
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
-        self.ground_truth = str(reward_spec["ground_truth"])
+        self.ground_truth = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = 0
         self.calls = {"search": 0, "python": 0}
@@ -58,7 +57,7 @@ class SearchCodeEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        action = without_thinking(action)
+        action = final_answer(action)
         solutions = SOLUTION.findall(action)
         if solutions or self.turns >= self.max_turns:
             reward = score("\n".join(solutions), self.ground_truth)

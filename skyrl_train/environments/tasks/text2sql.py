@@ -9,7 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 from skyrl_train.environments.tools.base import called, cut, harmless
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
 from skyrl_train.errors import ConfigError, DataError
@@ -66,13 +68,22 @@ class Text2SQLEnv(TextEnv):
     1.0 if the only <solution>query</solution> gives the same result as the row's gold query: the same rows equally
     often, and in the same order if the gold query orders them (see `same_result`); 0.0 if its result differs or it
     fails; -1.0 unless there is exactly one solution: several in a turn are no answer, and neither is none when the
-    turns end or the response is truncated. Text before a turn's last "</think>" contains neither queries nor solutions.
+    turns end or the response is truncated. Only a turn's final answer (`reasoning.final_answer`) contains queries and
+    solutions.
 
     In earlier turns, the first <sql>query</sql> is run; its rows, or SQLite's error, are the observation. Queries can
     only read a single database, and each has a deadline. The row names the database by `db_id`, and also by `data` if
     it is in SkyRL-SQL's archive; it must be within the folder `db_path`. The number of turns is `max_turns` of the row
     or of the generator.
     """
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the gold query and the name of the database."""
+        name = extras.get("db_id")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f'the row needs db_id="<database>", got {name!r:.80}')
+        return ground_truth_of(extras), name
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -82,11 +93,7 @@ class Text2SQLEnv(TextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        spec, name = self.extras.get("reward_spec"), self.extras.get("db_id")
-        gold = spec.get("ground_truth") if isinstance(spec, Mapping) else None
-        if not isinstance(gold, str) or not isinstance(name, str) or not name:
-            raise ValueError('the row needs db_id="<database>" and reward_spec={"ground_truth": "<gold query>"}')
-        self.gold = gold
+        self.gold, name = self.parse_row(self.extras)
         folder = FOLDERS.get(str(self.extras.get("data")))
         self.database = find_database(
             Path(str(self.env_config.get("db_path"))).expanduser(), f"{folder}/{name}" if folder else name
@@ -96,7 +103,7 @@ class Text2SQLEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        action = action.rpartition("</think>")[2]
+        action = final_answer(action)
         solutions = between(action, "solution")
         if solutions or self.turns >= self.max_turns:
             reward = self._score(solutions[0]) if len(solutions) == 1 else -1.0

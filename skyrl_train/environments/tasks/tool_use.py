@@ -10,7 +10,7 @@ from typing import Any
 from skyrl_train.config.environment import ToolUseConfig
 from skyrl_train.data.trajectory import Message, ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import score
+from skyrl_train.environments.tasks.gsm8k import number_of, score
 from skyrl_train.environments.tools.base import ToolBox, ToolResult, called
 from skyrl_train.environments.tools.parsers import ParseError, ToolCall, parse_calls, render_tools, tags_of
 from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
@@ -35,12 +35,11 @@ class ToolUseEnv(TextEnv):
     tool allows a row to choose (`Tool.from_row`). Settings: `config.environment.ToolUseConfig`, and the sandbox's.
     """
 
+    parse_row = staticmethod(number_of)
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        reward_spec = self.extras.get("reward_spec")
-        if not isinstance(reward_spec, Mapping) or reward_spec.get("ground_truth") is None:
-            raise ValueError('the row needs reward_spec={"method": "rule", "ground_truth": "<number>"}')
-        self.ground_truth = str(reward_spec["ground_truth"])
+        self.ground_truth = self.parse_row(self.extras)
         self.settings, self.sandbox = _settings(self.env_config)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = self.worked = self.failed = 0

@@ -4,13 +4,14 @@ Three styles:
 
     xml     <python>print(6 * 7)</python>             a tag named after a tool, for tools that take one text; and
             <tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
-    json    {"name": "python", "arguments": {...}}    in a ```json fence, or from a line that begins with it to the end
+    json    {"name": "python", "arguments": {...}}    in a ```json fence, or else from the first line outside of other
+            fences that begins with it
     native  the tokenizer's own format: Hermes and Qwen (<tool_call>), Llama 3 (the whole message is
             {"name": ..., "parameters": {...}}), Mistral ([TOOL_CALLS] [{"name": ..., "arguments": {...}}])
 
-Text before "</think>", or after a "<think>" that is not closed, is reasoning and never contains a call. A call that
-cannot be read becomes a `ParseError`, which the environment shows to the model; everything else is plain text. The text
-is untrusted: parsing takes time linear in its length and raises nothing.
+Reasoning never contains a call (`reasoning.final_answer`). A call that cannot be read becomes a `ParseError`, which the
+environment shows to the model; everything else is plain text. The text is untrusted: parsing takes time linear in its
+length and raises nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.data.reasoning import final_answer
+from skyrl_train.environments.fences import fences, outside
+
 MAX_CALLS = 16
 """Maximum number of calls in one message; one more is an error and ends parsing."""
 STYLES = ("xml", "json", "native")
 DIALECTS = ("hermes", "llama", "mistral")
-THINKING = ("<think>", "</think>")
-FENCE = re.compile(r"^```(?:json|tool_call|tool_code)?[ \t]*$", re.MULTILINE)
+CALL_FENCES = ("", "json", "tool_call", "tool_code")
+"""Languages of a fence that may contain calls; what others contain is code."""
 OBJECT_LINE = re.compile(r"^[ \t]*(?=[{\[])", re.MULTILINE)
 NOT_BETWEEN_CALLS = re.compile(r"[^\s;,]")
 
@@ -56,7 +60,7 @@ def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) ->
     Args:
         tags: For style "xml", tag -> name of the argument that the tag's text is passed as; see `tags_of`.
     """
-    text = _without_reasoning(text)
+    text = final_answer(text)
     if style == "xml":
         found = _tagged(text, {**(tags or {}), "tool_call": ""})
     elif style == "json":
@@ -85,12 +89,6 @@ def tags_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return tags
 
 
-def _without_reasoning(text: str) -> str:
-    begin, end = THINKING
-    text = text[text.rfind(end) + len(end) :] if end in text else text
-    return text.partition(begin)[0]
-
-
 def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseError]:
     """Blocks of <tag>...</tag>. Blocks inside a block are not parsed."""
     opening = re.compile(f"<({'|'.join(map(re.escape, tags))})>")
@@ -110,13 +108,16 @@ def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseErro
 
 
 def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
-    """The calls in closed fences; without a fence, those from the first line that begins with an object or a list."""
-    pieces = FENCE.split(text)
-    if len(pieces) > 2:
-        for body in pieces[1::2]:
-            yield from _calls_in(body, body, strict=False)
-    elif begun := OBJECT_LINE.search(text):
-        yield from _calls_in(text[begun.end() :], text[begun.end() :], strict=False)
+    """The calls in fences; without any, those from the first line outside that begins with an object or a list."""
+    found, fenced = False, fences(text)
+    for fence in fenced:
+        if fence.language in CALL_FENCES:
+            for call in _calls_in(fence.body, fence.body, strict=False):
+                found = True
+                yield call
+    rest = "" if found else outside(text, fenced)
+    if begun := OBJECT_LINE.search(rest):
+        yield from _calls_in(rest[begun.end() :], rest[begun.end() :], strict=False)
 
 
 def _native(text: str) -> Iterator[ToolCall | ParseError]:

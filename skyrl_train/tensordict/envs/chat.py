@@ -9,7 +9,8 @@ from typing import Any, Self
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
-from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.chat import render_prompt, render_text
+from skyrl_train.data.messages import continues_message
 from skyrl_train.data.rows import read_hub, read_rows
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
@@ -19,6 +20,8 @@ from skyrl_train.tensordict.envs.conversation import (
     conversation,
     full_messages,
     history_of,
+    is_continued,
+    messages_of,
     part,
     question_of,
     text_of,
@@ -26,6 +29,7 @@ from skyrl_train.tensordict.envs.conversation import (
 )
 from skyrl_train.tensordict.envs.primer import DataLoadingPrimer, batches
 from skyrl_train.tensordict.envs.text import IncrementalTokenizer
+from skyrl_train.tensordict.history import History, rendered_form
 
 QUESTION_KEYS = ("query", "text")
 OF_THE_CLASS: Any = object()
@@ -36,9 +40,10 @@ class ChatEnv(TensorDictEnv):
     """A conversation without a reward of its own: transforms add rewards, tools and an end.
 
     `reset` reads a question from `data_key` ("query"; "text" is also accepted, and stored under "query") and writes
-    (input_mode, "prompt"). A question is a string, or a conversation that goes on: a History [turns], or messages. An
-    action is (input_mode, "full"), or "response" of the same container, or a string "text_response" ("tokens_response"
-    in tokens mode). `step` appends it to form the next prompt.
+    (input_mode, "prompt"). A question is a string, or a conversation that goes on: a History [turns], or messages. If
+    its last message has the policy's role, the policy continues that message. An action is (input_mode, "full"), or
+    "response" of the same container, or a string "text_response" ("tokens_response" in tokens mode). `step` appends it
+    to form the next prompt.
 
     Modes "text" and "tokens" render the prompt with the tokenizer's chat template. Without a tokenizer, a text prompt
     consists of the messages' contents, separated by blank lines.
@@ -95,7 +100,11 @@ class ChatEnv(TensorDictEnv):
 
     def opening(self, question: str | Sequence[Message]) -> list[Message]:
         """The messages with which a conversation begins."""
-        asked = [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
+        asked: list[Message] = (
+            [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
+        )
+        if continues_message(asked, self.policy_role):
+            asked[-1] = {**asked[-1], "is_complete": False}
         return asked if self.system_prompt is None else [self._system(), *asked]
 
     def _system(self) -> Message:
@@ -123,12 +132,13 @@ class ChatEnv(TensorDictEnv):
         if self.input_mode == "history":
             return conversation(messages)
         if self.input_mode == "tokens":
-            ids = torch.tensor(render_prompt(self.tokenizer, messages, self.template_kwargs))
+            ids = torch.tensor(render_prompt(self.tokenizer, rendered_form(messages), self.template_kwargs))
             return Tokens(prompt=ids, padded=False, batch_size=[])
         if self.tokenizer is None:
             return Text(prompt="\n\n".join(str(message["content"]) for message in messages), batch_size=[])
-        options = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
-        return Text(prompt=self.tokenizer.apply_chat_template(messages, **options), batch_size=[])
+        way = "continue" if is_continued(messages, self.policy_role) else "open"
+        text = render_text(self.tokenizer, rendered_form(messages), self.template_kwargs, way=way)
+        return Text(prompt=text, batch_size=[])
 
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         following = {"history": self._after_history, "text": self._after_text, "tokens": self._after_tokens}
@@ -148,7 +158,15 @@ class ChatEnv(TensorDictEnv):
             full = None if messages is None else history_of(messages)
             if full is not None:
                 root["history"].full = full
-        return None if full is None else ChatHistory(prompt=full, batch_size=[])
+        return None if full is None else ChatHistory(prompt=self._next_prompt(full), batch_size=[])
+
+    def _next_prompt(self, full: History) -> History:
+        """Return the conversation for the next answer, which does not go on with a truncated one."""
+        last = full[-1]
+        if last.is_complete:
+            return full
+        *before, answer = messages_of(full)
+        return history_of([*before, {**answer, "is_complete": True}])
 
     def _after_text(self, root: TensorDictBase) -> Text | None:
         full = part(root, "text", "full")

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
-from skyrl_train.data.chat import decode_answer, plain_text
+from skyrl_train.data.chat import decode_response, opened_reasoning, plain_text
+from skyrl_train.data.messages import continues_message, joined_text_parts
+from skyrl_train.data.reasoning import opening_at_end
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History
@@ -36,7 +38,9 @@ def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
     if not isinstance(messages, list | tuple) or not messages:
         return None
     fit = all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
-    return [dict(message) for message in messages] if fit else None
+    if not fit:
+        return None
+    return [{**message, "content": joined_text_parts(message["content"])} for message in messages]
 
 
 def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:
@@ -62,9 +66,17 @@ def messages_of(history: History) -> list[Message]:
     return list(history.to_chats())
 
 
-def rendered_form(messages: Sequence[Message]) -> list[Message]:
-    """Messages in the form that chat templates expect."""
-    return [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+def is_continued(messages: Sequence[Message], role: str = "assistant") -> bool:
+    """True if the model's next text continues the last message, which is its own and not complete."""
+    return continues_message(messages, role) and not messages[-1].get("is_complete", True)
+
+
+def with_response(prompt: Sequence[Message], response: Sequence[Message], role: str = "assistant") -> list[Message]:
+    """Return a conversation and the model's messages; the first of these may continue its last message."""
+    if not is_continued(prompt, role) or not response:
+        return [*prompt, *response]
+    first = {**response[0], "content": plain_text(prompt[-1]) + plain_text(response[0])}
+    return [*prompt[:-1], first, *response[1:]]
 
 
 def conversation(prompt: Sequence[Message]) -> ChatHistory:
@@ -93,16 +105,38 @@ def full_messages(row: TensorDictBase, policy_role: str = "assistant") -> list[M
     if prompt is None:
         return None
     if response is not None:
-        return messages_of(prompt) + messages_of(response)
+        return with_response(messages_of(prompt), messages_of(response), policy_role)
     text = text_of(row, "text_response")
-    return None if text is None else [*messages_of(prompt), {"role": policy_role, "content": text}]
+    answer = {"role": policy_role, "content": text}
+    return None if text is None else with_response(messages_of(prompt), [answer], policy_role)
 
 
 def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str = "assistant") -> str | None:
-    """The model's text of this step, without the prompt; None if the row has no action.
+    """The model's text of this step; None if the row has no action.
 
-    Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response").
+    Read from the history, else from ("text", "response") or "text_response", else from ("tokens", "response"). The end
+    of the prompt precedes it if that opens a block of reasoning, as in `TextEnv.step`. A message of the prompt that the
+    model continued is part of it.
     """
+    said, history = _said(row, tokenizer, policy_role), part(row, "history", "prompt")
+    continued = history is not None and is_continued(messages_of(history), policy_role)  # opens reasoning itself
+    return said if said is None or continued else _opened(row, tokenizer) + said
+
+
+def _opened(row: TensorDictBase, tokenizer: Any) -> str:
+    """The end of the row's prompt that opens reasoning, from ("text", "prompt"), "text" or ("tokens", "prompt")."""
+    prompt = part(row, "text", "prompt")
+    if prompt is None and row.get("history", None) is None:  # else "text" is the question
+        prompt = text_of(row, "text")
+    if isinstance(prompt, str):
+        return opening_at_end(prompt)
+    tokens = part(row, "tokens", "prompt")
+    if tokens is None or tokenizer is None:
+        return ""
+    return opened_reasoning(tokenizer, unpadded(row, tokens, response=False).tolist())
+
+
+def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
     messages = full_messages(row, policy_role)
     if messages is not None:
         said = messages and messages[-1]["role"] in (policy_role, "assistant")  # wrappers write the latter
@@ -117,7 +151,7 @@ def last_response(row: TensorDictBase, tokenizer: Any = None, policy_role: str =
     tokens = part(row, "tokens", "response")
     if tokens is None or tokenizer is None:
         return None
-    return decode_answer(tokenizer, unpadded(row, tokens, response=True).tolist())
+    return decode_response(tokenizer, unpadded(row, tokens, response=True).tolist())
 
 
 def unpadded(row: TensorDictBase, tokens: torch.Tensor, *, response: bool) -> torch.Tensor:

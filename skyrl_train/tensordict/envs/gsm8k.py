@@ -7,12 +7,13 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from skyrl_train.data.reasoning import reasoning_blocks
 from skyrl_train.environments.graders.numbers import number
 from skyrl_train.environments.tasks.gsm8k import strict_answer
 from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import last_response, set_texts, text_of
-from skyrl_train.tensordict.envs.rewards import ANSWER, add_rewards, answers_in, end, thoughts_in
+from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end
 
 REWARD_KEYS = ("reward_answer", "reward_think", "reward_right", "reward", "success")
 SYSTEM_PROMPT = (
@@ -57,9 +58,10 @@ def true_answer(answer: str) -> str:
 class GSM8KRewardParser(Transform):
     """Rewards the model's text of this step by the row's "answer"; the prompt is never examined.
 
-    Writes, each [B, 1, 1]: "reward_answer", 1 for exactly one answer; "reward_think", 1 for exactly one <think> block;
-    "reward_right", 1 for the right answer; "success", the same as a boolean; and "reward": `correct_reward` for the
-    right answer, `format_reward` for another single one, else 0, added to the rewards of other transforms in this step.
+    Writes, each [B, 1, 1]: "reward_answer", 1 for exactly one answer; "reward_think", 1 for exactly one block of
+    reasoning; "reward_right", 1 for the right answer; "success", the same as a boolean; and "reward": `correct_reward`
+    for the right answer, `format_reward` for another single one, else 0, added to the rewards of other transforms in
+    this step.
 
     Args:
         tokenizer: For tokens mode; the environment's by default.
@@ -117,7 +119,7 @@ class GSM8KRewardParser(Transform):
 
     def _scores(self, text: str, answer: str) -> tuple[float, float, float, float, float]:
         text = text.removesuffix(self.eos_token) if self.eos_token else text
-        thought = float(len(thoughts_in(text)) == 1)
+        thought = float(len(reasoning_blocks(text)) == 1)
         given: str | None
         if self._own_rules:
             thoughts, said = self.extract_tags(text)
@@ -137,8 +139,8 @@ class GSM8KRewardParser(Transform):
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """The contents of the first <think> and of the first <answer> of a text; "" for one that is missing."""
-        return next(iter(thoughts_in(text)), ""), next((found.strip() for found in ANSWER.findall(text)), "")
+        """The contents of the first block of reasoning and of the first <answer> after it; "" for a missing one."""
+        return next(iter(reasoning_blocks(text)), ""), next(iter(answers_in(text)), "")
 
     @staticmethod
     def normalize_answer(answer: str) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from tensordict import TensorClass, TensorDictBase, lazy_stack
 
+from skyrl_train.data.reasoning import reasoning_blocks
 from skyrl_train.environments.tasks.ifeval import score
 from skyrl_train.tensordict.envs.base import StepCounter, Transform
 from skyrl_train.tensordict.envs.chat import QUESTION_KEYS, ChatEnv, DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import full_messages, last_response, text_of, value_of
-from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end, thoughts_in
+from skyrl_train.tensordict.envs.rewards import add_rewards, answers_in, end
 
 log = logging.getLogger(__name__)
 ONE_ANSWER, ONE_THOUGHT = 0.1, 0.05
@@ -39,7 +40,7 @@ class IfEvalScorer(Transform):
     Scores the content of a single <answer> block, else the whole response after its reasoning. Writes the accuracies
     under `score_key` (`IFEvalScoreData`), and "reward" [B, 1, 1]: the weighted sum of the accuracies (strict prompt,
     strict instructions, loose prompt, loose instructions), + 0.1 for exactly one <answer>, + 0.05 for exactly one
-    <think>; 0 to 1.15.
+    block of reasoning; 0 to 1.15.
 
     Args:
         instruction_ids_key, keyword_args_key, prompt_key: Columns of the row; the prompt may also be under the question
@@ -85,14 +86,14 @@ class IfEvalScorer(Transform):
         scores, rewards, answered = [], [], []
         role = getattr(self.environment, "policy_role", "assistant")
         for row in root.unbind(0):
-            text = last_response(row, policy_role=role)
+            text = last_response(row, getattr(self.environment, "tokenizer", None), role)
             if text is None:
                 raise ValueError("IfEvalScorer: the history does not end in an answer of the model")
             blocks = answers_in(text)
-            found = self._score(row, blocks[0] if len(blocks) == 1 else text.rpartition("</think>")[2])
+            found = self._score(row, blocks[0] if len(blocks) == 1 else text)
             scores.append(found)
             answered.append(len(blocks) == 1)
-            rewards.append(self._reward(row, found, thoughts_in(text), blocks))
+            rewards.append(self._reward(row, found, reasoning_blocks(text), blocks))
             if self.verbose:
                 log.info("row %s: reward %.3f", value_of(row, self.id_key), rewards[-1])
         following.set(self.score_key, lazy_stack(scores))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.fences import fences
 from skyrl_train.environments.foreign.openenv import OpenEnvEnv
 from skyrl_train.tensordict.envs.base import keys_of
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response
 
-CODE_BLOCK = re.compile(r"^```\w*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 WRONG_FORMAT = "Your answer must hold exactly one block of code between ``` and ```; nothing was run."
 
 
@@ -35,8 +35,9 @@ class MLGymWrapper(ChatEnv):
     Args:
         env: A function that makes a new episode: `environments.make(...)`, an OpenEnv server's (`make_mlgym`) or your
             own. Or an object with `init`, `step` and `close`, for a batch of one row.
-        reward_wrong_format: If given, the action is the single fenced block of an answer; an answer without a block, or
-            with several, gets this reward and is not passed to the environment. Otherwise, it is the whole answer.
+        reward_wrong_format: If given, the action is the single fenced block of the final answer
+            (`reasoning.final_answer`); an answer without a block, or with several, gets this reward and is not passed
+            to the environment. Otherwise, the action is the model's whole text with its reasoning.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MLGymWrapper(ChatEnv):
 
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
         row = super()._step_row(root)
-        text = last_response(root, policy_role=self.policy_role)
+        text = last_response(root, self.tokenizer, self.policy_role)
         if text is None:
             raise ValueError("MLGymWrapper.step found no answer of the model at the end of the history")
         episode = self._running.get(int(root["episode"]))
@@ -94,7 +95,7 @@ class MLGymWrapper(ChatEnv):
     def _answered(self, episode: TextEnvLike, text: str) -> StepOutput:
         if self.reward_wrong_format is None:
             return checked_step_output(episode.step(text))
-        blocks = CODE_BLOCK.findall(text)
+        blocks = [fence.body for fence in fences(final_answer(text)) if fence.closed]
         if len(blocks) != 1:
             observation: Message = {"role": self.user_role, "content": WRONG_FORMAT}
             return StepOutput([observation], self.reward_wrong_format, done=False)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from skyrl_train.data.chat import is_control, render_continuation, render_prompt
+from skyrl_train.data.chat import decode_response, is_control, render_continuation, render_prompt, render_text
+from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.base import Transform
 from skyrl_train.tensordict.envs.conversation import (
     full_messages,
+    is_continued,
     messages_of,
     part,
-    rendered_form,
     set_texts,
     text_of,
     unpadded,
 )
-from skyrl_train.tensordict.history import template_options
+from skyrl_train.tensordict.history import rendered_form, template_options
 
 HEADER = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -34,6 +36,7 @@ class Tokenizer(Transform):
 
     Args:
         tokenizer: A Hugging Face tokenizer, or the name of one.
+        skip_special_tokens: Decode ids without special tokens, except those that mark reasoning.
         missing_tolerance: Ignore missing keys, which otherwise raise KeyError.
         additional_tokens: Added to the tokenizer.
         call_before_reset: Tokenise the input of a reset before the environment sees it.
@@ -105,8 +108,8 @@ class Tokenizer(Transform):
                 self._missing(source)
                 continue
             rows = [row.get(source).tolist() for row in root.unbind(0)]
-            options = {"skip_special_tokens": self.skip_special_tokens}
-            set_texts(root, out, [str(self.tokenizer.decode(ids, **options)) for ids in rows])
+            decode = partial(decode_response, self.tokenizer) if self.skip_special_tokens else self.tokenizer.decode
+            set_texts(root, out, [str(decode(ids)) for ids in rows])
         return root
 
     def _missing(self, key: NestedKey) -> None:
@@ -171,8 +174,7 @@ class IncrementalTokenizer(Transform):
     def after_reset(self, given: TensorDictBase, root: TensorDictBase) -> TensorDictBase:
         rows = []
         for row in root.unbind(0):
-            messages = rendered_form(messages_of(part(row, "history", "prompt")))
-            rows.append(self._with(row, render_prompt(self.tokenizer, messages, self.template_kwargs)))
+            rows.append(self._with(row, self._rendered(messages_of(part(row, "history", "prompt")))))
         return lazy_stack(rows)
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
@@ -180,7 +182,8 @@ class IncrementalTokenizer(Transform):
         return lazy_stack([self._with(after, self._ids(before, after)) for before, after in pairs])
 
     def _ids(self, before: TensorDictBase, after: TensorDictBase) -> list[int]:
-        messages = rendered_form(messages_of(part(after, "history", "prompt")))
+        written = messages_of(part(after, "history", "prompt"))
+        messages = rendered_form(written)
         role = getattr(self.environment, "policy_role", "assistant")
         full, answered = part(before, "tokens", "full"), rendered_form(full_messages(before, role) or [])
         if full is not None and answered and messages[: len(answered)] == answered:
@@ -193,7 +196,12 @@ class IncrementalTokenizer(Transform):
                 if continuation and ids and is_control(self.tokenizer, continuation[0]) and ids[-1] == continuation[0]:
                     continuation = continuation[1:]  # the model already ended its turn
                 return ids + continuation
-        return render_prompt(self.tokenizer, messages, self.template_kwargs)
+        return self._rendered(written)
+
+    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+        goes_on = is_continued(messages, getattr(self.environment, "policy_role", "assistant"))
+        messages = rendered_form(messages)
+        return render_prompt(self.tokenizer, messages, self.template_kwargs, continue_final_message=goes_on)
 
     def _with(self, row: TensorDictBase, ids: list[int]) -> TensorDictBase:
         return row.set("tokens", Tokens(prompt=torch.tensor(ids), padded=False, batch_size=[]))
@@ -226,9 +234,7 @@ class TemplateTransform(Transform):
         if self.tokenizer is not None:
             options = {"chat_template": self.chat_template} if self.chat_template else {}
             messages = [{"role": self.role, "content": text}]
-            return str(
-                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-            )
+            return render_text(self.tokenizer, messages, options)
         start, end, stop = HEADER
         return f"{start}{self.role}{end}\n\n{text}{stop}{start}assistant{end}\n\n"
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
+from skyrl_train.data.reasoning import final_answer
 from skyrl_train.data.trajectory import Message
+from skyrl_train.environments.fences import PYTHON, blocks_in
 from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult
 from skyrl_train.environments.tools.browser import BrowserTool
 from skyrl_train.environments.tools.mcp import McpTool, shown_tools
@@ -27,8 +29,7 @@ MAX_WORKERS = 16
 """Maximum number of rows whose tools run concurrently."""
 SERVICE_NAME = "python_executor"
 """TorchRL's default."""
-PYTHON_BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n(.*?)</tool>", re.DOTALL)
+TOOL_BLOCK = re.compile(r"<tool>\s*([\w.-]+)[ \t]*\n((?:(?!<tool>).)*?)</tool>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,10 @@ class ParsedCall:
 class ToolTransform(Transform, ABC):
     """Runs the calls of the model's last answer, and appends a message of role `tool_name` for each.
 
-    Every episode has its own tools, which are closed when it ends; rows run concurrently. A model's mistakes and a
-    tool's exceptions become texts for the model. Rows without a call, and rows that are done, get no message.
-    Subclasses define `make_tools`, `calls` and `told`.
+    A call in the answer's reasoning does not count (`reasoning.final_answer`). Every episode has its own tools, which
+    are closed when it ends; rows run concurrently. A model's mistakes and a tool's exceptions become texts for the
+    model. Rows without a call, and rows that are done, get no message. Subclasses define `make_tools`, `calls` and
+    `told`.
 
     Attaching it to anything but a ChatEnv in history mode raises RuntimeError.
     """
@@ -88,11 +90,11 @@ class ToolTransform(Transform, ABC):
 
     def after_step(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         rows = list(following.unbind(0))
-        role = getattr(self.environment, "policy_role", "assistant")
+        role, tokenizer = (getattr(self.environment, name, None) for name in ("policy_role", "tokenizer"))
         work: list[tuple[TensorDictBase, int, list[ParsedCall]]] = []
         for before, row in zip(root.unbind(0), rows, strict=True):
-            text = None if bool(row["done"].any()) else last_response(before, policy_role=role)
-            if found := self.calls(_without_reasoning(text)) if text else []:
+            text = None if bool(row["done"].any()) else last_response(before, tokenizer, role or "assistant")
+            if found := self.calls(final_answer(text)) if text else []:
                 work.append((row, int(row["episode"]), found))
         if not work:
             return following
@@ -124,7 +126,7 @@ class ToolTransform(Transform, ABC):
 
 
 class PythonInterpreter(ToolTransform):
-    """Runs every ```python block of the last answer in a sandbox, separately or, with `persistent`, in one session.
+    """Runs each closed ```python block of the last answer in a sandbox, alone or, with `persistent`, in one session.
 
     The messages are "Code block 1 executed successfully:" or "Code block 1 failed:", followed by the block's output. A
     block fails if it raises, exits with a status other than 0, or exceeds a limit; a warning on stderr is just output.
@@ -161,7 +163,7 @@ class PythonInterpreter(ToolTransform):
         return [_Blocks(persistent=self.persistent, wall_s=self.timeout, sandbox=self.sandbox)]
 
     def calls(self, text: str) -> list[ParsedCall]:
-        blocks = PYTHON_BLOCK.findall(text)
+        blocks = blocks_in(text, PYTHON)
         return [ParsedCall(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
 
     def told(self, call: ParsedCall, result: ToolResult) -> str:
@@ -312,8 +314,3 @@ def _with_system(messages: list[Message], words: str) -> list[Message]:
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{words}"}, *messages[1:]]
     return [{"role": "system", "content": words}, *messages]
-
-
-def _without_reasoning(text: str) -> str:
-    """Remove <think> blocks: a call in one is not meant to run."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]

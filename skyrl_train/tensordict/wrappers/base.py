@@ -15,9 +15,10 @@ from tensordict.nn import TensorDictModuleBase
 
 from skyrl_train.data.chat import is_control
 from skyrl_train.engines.base import InferenceEngine
-from skyrl_train.engines.sampling import check_supported, end_tokens
+from skyrl_train.engines.sampling import check_supported, with_stop_token
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.stop_tokens import end_tokens
 from skyrl_train.tensordict.history import pad_id
 from skyrl_train.tensordict.ragged import rows_of
 from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher
@@ -179,6 +180,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             return call(scoring, f"{what}.score", self.timeout)
         check_supported(generation.sampling, self.engine.capabilities)
         copies = [row.copy for row in rows]
+        generation = replace(generation, sampling=with_stop_token(generation.sampling, self._reader.end_of_turn))
         requests = sample_requests([row.ids for row in rows], generation, self.engine.capabilities, copies)
         count = generation.num_samples or 1
         done = call(self.engine.generate(requests), f"{what}.generate", self.timeout)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from skyrl_train.data.chat import is_control, render_conversation, render_prompt
+from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.messages import continues_message
 from skyrl_train.errors import ConfigError
-from skyrl_train.tensordict.history import History, pad_id, template_options
+from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options
 
 MODES = ("history", "text", "tokens")
 
@@ -58,6 +62,15 @@ class Reader:
                 raise ConfigError(f"row {place} at {self.key} has no token; give a prompt that is not empty.")
         return found
 
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token with which the template that renders histories closes an answer; None if it renders none."""
+        if self.mode == "history":
+            with suppress(ConfigError):  # rows that hold tokens need no template
+                options = template_options(self.tokenizer, self.template, self.template_name)
+                return end_of_turn_token(self.tokenizer, options)
+        return None
+
     def _value(self, row: TensorDictBase) -> Any:
         value = lookup(row, self.key)
         if value is None:
@@ -79,9 +92,11 @@ class Reader:
                     return EngineInput(self._real(tokens, row, name == "full"), history=history)
         messages = history.to_chats()
         options = template_options(self.tokenizer, self.template, self.template_name)
-        plain = [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+        plain = rendered_form(messages)
         if not self.whole:
-            return EngineInput(render_prompt(self.tokenizer, plain, options), history=history)
+            goes_on = continues_message(plain) and messages[-1].get("is_complete") is False
+            ids = render_prompt(self.tokenizer, plain, options, continue_final_message=goes_on)
+            return EngineInput(ids, history=history)
         ids, mask = render_conversation(self.tokenizer, plain, options)
         if messages and messages[-1].get("is_complete") is False and any(mask):
             last = max(place for place, one in enumerate(mask) if one)

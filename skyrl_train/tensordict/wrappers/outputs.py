@@ -11,6 +11,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch import Tensor
 from torch.nested import nested_tensor
 
+from skyrl_train.data.chat import decode_response
+from skyrl_train.data.messages import text_content
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.containers import ChatHistory, LogProbs, Masks, Text, Tokens, nested_stack, ragged
 from skyrl_train.tensordict.history import History
@@ -53,7 +55,7 @@ def generated(
     if tokenizer is None:
         return out
     prompts = [tokenizer.decode(row.ids) if row.text is None else row.text for row in rows]
-    texts = [tokenizer.decode(answer.ids, skip_special_tokens=at.skip_special_tokens) for answer in answers]
+    texts = [_decoded(tokenizer, answer.ids, at) for answer in answers]
     full = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     out["text"] = text_container({"prompt": prompts, "response": texts, "full": full}, at.shape)
     if rows[0].history is not None:
@@ -158,6 +160,11 @@ def _spread_full(out: dict[str, Any], rows: Sequence[EngineInput], fields: Seque
         setattr(out["masks"], name, spread([f[2][name] for f in fields], False))
 
 
+def _decoded(tokenizer: Any, ids: Sequence[int], at: Layout) -> str:
+    """Graders need the markers of reasoning, also where special tokens are skipped."""
+    return decode_response(tokenizer, ids) if at.skip_special_tokens else str(tokenizer.decode(ids))
+
+
 def _histories(
     rows: Sequence[EngineInput], answers: Sequence[Answer], tokenizer: Any, ends: frozenset[int], at: Layout
 ) -> Any:
@@ -165,13 +172,23 @@ def _histories(
     found = []
     for row, answer in zip(rows, answers, strict=True):
         ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in ends else answer.ids
-        said = tokenizer.decode(ids, skip_special_tokens=at.skip_special_tokens)
+        said = _decoded(tokenizer, ids, at)
         assert row.history is not None
         turn = _turn("assistant", said, answer.ended)
         before = row.history._tensordict.unbind(0)
-        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation([*before, turn])}
+        full = [*before, turn]
+        if before and (begun := _open_content(before[-1])) is not None:
+            full = [*before[:-1], _turn("assistant", begun + said, answer.ended)]
+        histories = {"prompt": row.history, "response": _conversation([turn]), "full": _conversation(full)}
         found.append(TensorDict(histories))
     return ChatHistory.from_tensordict(nested_stack(found, at.shape))
+
+
+def _open_content(turn: Any) -> str | None:
+    """Return the text of an answer that is not complete, which the model continues; None for another message."""
+    fields = (getattr(value := turn.get(name, None), "data", value) for name in ("role", "is_complete", "content"))
+    role, complete, content = fields
+    return text_content(content) if role == "assistant" and complete is not None and not complete else None
 
 
 def _turn(role: str, content: str, complete: bool) -> TensorDict:

@@ -23,7 +23,7 @@ from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.wire import ROUTES
-from tests.support.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, TOKENIZER, BackgroundLoop, Bench
+from tests.support.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, BackgroundLoop, Bench, save_as_base_model
 from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.overlapped_vllm import overlap_steps
 from tests.support.reference_sampler import Reference
@@ -128,8 +128,7 @@ class Starter:
             self._close_current()
             model = tiny_model(architecture, tied=tied)
             path = self.folder / wanted
-            model.save_pretrained(path)
-            TOKENIZER.save_pretrained(path)
+            save_as_base_model(model, path)
             self._current = Started(wanted, self._start(name, str(path), adapters=architecture == "qwen3"), model)
         return self._current
 

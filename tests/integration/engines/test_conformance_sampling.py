@@ -10,6 +10,8 @@ import pytest
 from skyrl_train.engines.sampling import normalise
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 from tests.support.engine_bench import (
+    END_OF_SEQUENCE,
+    END_OF_TURN,
     MAX_MODEL_LEN,
     TOKENIZER,
     TOLERANCE,
@@ -21,7 +23,6 @@ from tests.support.engine_bench import (
 from tests.support.reference_sampler import Reference
 
 PROMPTS = [(50, 60, 70, 80, 90), tuple(range(100, 131)), (9,)]
-EOS = 2
 
 
 @pytest.fixture
@@ -226,32 +227,38 @@ def test_min_tokens_forbids_a_stop_token(speller: Bench):
     assert len(completion.token_ids) >= 6
 
 
-def ending_model(bench: Bench) -> Any:
-    """Spells "ab", then the end of sequence, and "a" again where that is ignored."""
-    return bench.spelling_model("ab<|im_end|>")
+@pytest.fixture(params=[END_OF_SEQUENCE, END_OF_TURN])
+def end(bench: Bench, request: pytest.FixtureRequest) -> str:
+    """A token that ends responses; the model spells "ab", then this token, and "a" again where it is ignored."""
+    bench.serve(bench.spelling_model(f"ab{request.param}"), f"ending in {request.param}")
+    return str(request.param)
 
 
-def test_the_end_of_sequence_ends_and_is_kept(bench: Bench):
-    bench.serve(ending_model(bench), "ending")
+def test_an_end_token_ends_and_is_kept(bench: Bench, end: str):
     completion = spelled(bench, ignore_eos=False)
-    assert completion.token_ids.tolist() == [*spell("b"), EOS]
-    assert (completion.stop_reason, completion.stop_text) == ("stop", "<|im_end|>")
+    assert completion.token_ids.tolist() == spell(f"b{end}")
+    assert (completion.stop_reason, completion.stop_text) == ("stop", end)
 
 
-def test_ignore_eos_goes_on(bench: Bench):
-    bench.serve(ending_model(bench), "ending")
+def test_an_end_token_ends_beside_own_stop_tokens(bench: Bench, end: str):
+    completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("x")))
+    assert completion.token_ids.tolist() == spell(f"b{end}")
+    completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("b")))
+    assert completion.token_ids.tolist() == spell("b")
+
+
+def test_ignore_eos_goes_on(bench: Bench, end: str):
     completion = spelled(bench, ignore_eos=True, max_tokens=7)
-    assert completion.token_ids.tolist() == [*spell("b"), EOS, *spell("ab"), EOS, *spell("ab")]
+    assert completion.token_ids.tolist() == spell(f"b{end}ab{end}ab")
     assert completion.stop_reason == "length"
 
 
-def test_min_tokens_forbids_the_end_of_sequence(bench: Bench):
-    bench.serve(ending_model(bench), "ending")
+def test_min_tokens_forbids_end_tokens(bench: Bench, end: str):
     if "min_tokens" not in bench.capabilities.sampling:
         refused(bench, "min_tokens", min_tokens=6)
         return
     completion = spelled(bench, ignore_eos=False, min_tokens=6)
-    assert EOS not in completion.token_ids[:5]
+    assert spell(end)[0] not in completion.token_ids[:5]
     assert len(completion.token_ids) >= 6
 
 

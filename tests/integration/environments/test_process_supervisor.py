@@ -105,6 +105,14 @@ def test_steps_do_not_wait_for_a_stderr_reader(logs: list[str], tmp_path: Path):
         assert process.wait(60) == 0
 
 
+def test_only_asyncio_reaps_supervisors(monkeypatch: pytest.MonkeyPatch):
+    """asyncio logs a process that `Popen.poll` has reaped. Where nobody reads stderr, that line stopped the driver."""
+    polled: list[int] = []
+    monkeypatch.setattr(subprocess.Popen, "poll", lambda process: polled.append(process.pid))
+    assert play("Printing", "dies") == ["environment_died"]
+    assert polled == []
+
+
 def fill(reader: int) -> None:
     """Write to a pipe until nothing more fits in."""
     writer = os.open(f"/proc/self/fd/{reader}", os.O_WRONLY | os.O_NONBLOCK)

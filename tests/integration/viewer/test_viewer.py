@@ -16,14 +16,15 @@ import pytest
 from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.testing.made_up_rollouts import made_up_vocabulary
 from tests.integration.viewer.conftest import Shown, reported, shown, sync_api
+from tests.support.kept_rollouts import sampled_tokens
 from tests.support.viewed_runs import write_run
 
 STATUS = ".pager [role=status]"
 FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "step_from=2&step_to=2": lambda row: row["step"] == 2,
     "reward_min=0.5&reward_max=0.75": lambda row: row["status"] == "ok" and 0.5 <= row["reward"] <= 0.75,
-    "tokens_min=60": lambda row: row["response_tokens"] >= 60,
-    "tokens_max=20&source=math": lambda row: row["response_tokens"] <= 20 and row["data_source"] == "math",
+    "tokens_min=60": lambda row: sampled_tokens(row) >= 60,
+    "tokens_max=20&source=math": lambda row: sampled_tokens(row) <= 20 and row["data_source"] == "math",
     "status=failed": lambda row: row["status"] == "failed",
     "stop_reason=length&source=tools": lambda row: row["stop_reason"] == "length" and row["data_source"] == "tools",
     "text=3+TIMES": lambda row: row["step"] == 3,

@@ -15,6 +15,7 @@ from skyrl_train.assembly.publisher import pause_mode
 from skyrl_train.assembly.run import build_generator
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
+from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
@@ -138,3 +139,14 @@ def test_old_samples_without_a_correction_are_warned_of(override: str, warns: bo
     with caplog.at_level(logging.WARNING):
         policy_learning(config(*AHEAD, *override.split()))
     assert ("off_policy_correction.tis_ratio_type=token" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_requests_end_at_the_templates_end_of_turn(evaluation: bool):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES["chatml"].replace("<|im_end|>", "<|endoftext|>")
+    client: Any = EngineClient([engine := ScriptedEngine()], deadline_s=5)
+    generator = build_generator(config(), tokenizer, client, OneTurn(), evaluation=evaluation)  # type: ignore[arg-type]
+    asyncio.run(generator.rollout(Prompt("7", [{"role": "user", "content": "go"}], "one turn"), position=3))
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert {request.sampling.stop_token_ids for request in engine.batches[0]} == {(end,)}

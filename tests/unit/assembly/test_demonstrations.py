@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.assembly.data import build_demonstrations
+from skyrl_train.assembly.data import build_demonstrations, build_prompts
 from skyrl_train.config.hydra import load
+from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -49,3 +52,73 @@ def test_a_row_that_is_no_demonstration_is_named(tmp_path: Path, messages: Any, 
         file.write(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(DataError, match=rf"chats\.jsonl, line 3: .*{says}"):
         build_demonstrations(load([f"data.train_data=['{rows}']"]), tokenizer)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}]
+CALLING = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.train_data=['{path}']"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_calls_and_tools_of_a_row_are_trained_on(tmp_path: Path, suffix: str):
+    other = {"type": "function", "function": {"name": "sub", "arguments": {"b": "x"}}}
+    rows = [
+        {
+            "tools": TOOLS,
+            "messages": [
+                {"role": "user", "content": "one plus one"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "2"},
+                {"role": "assistant", "content": "two"},
+            ],
+        }
+        for call in (CALL, other)
+    ]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLING
+    (found, _), _ = build_demonstrations(load([write_rows(tmp_path / f"rows{suffix}", rows)]), tokenizer)
+    trained = [token for token, learns in zip(found.input_ids, found.loss_mask, strict=True) if learns]
+    text = str(tokenizer.decode(trained)).replace(
+        '"arguments": {"a": 1}, "name": "add"', '"name": "add", "arguments": {"a": 1}'
+    )
+    assert text == '{"name": "add", "arguments": {"a": 1}}<|im_end|>two<|im_end|>'
+    assert "parameters" in tokenizer.decode(found.input_ids)
+
+
+def test_a_row_whose_calls_the_template_drops_is_named(tmp_path: Path):
+    answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    rows = [{"messages": [{"role": "user", "content": "?"}, answer]}]
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: messages\[1\]\.tool_calls\[0\]\.function\.name"):
+        build_demonstrations(load([write_rows(tmp_path / "rows.jsonl", rows)]), byte_tokenizer())
+
+
+def test_answers_become_rows_where_history_is_rewritten(tmp_path: Path):
+    said = [("user", "q"), ("assistant", "<think>t</think>a"), ("user", "r"), ("assistant", "b")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in said]}]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = QWEN3_WITHOUT_THINKING
+    found, _ = build_demonstrations(load([write_rows(tmp_path / "rows.jsonl", rows)]), tokenizer)
+    assert len(found) == 2
+
+
+def test_prompts_with_tools_and_parts_are_loaded(tmp_path: Path):
+    rows = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}], "tools": TOOLS}]
+    cfg = load([write_rows(tmp_path / "rows.jsonl", rows), "environment.env_class=chat"])
+    tokenizer = byte_tokenizer()
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: column 'prompt': tools\[0\]\.function\.name"):
+        build_prompts(cfg, tokenizer, cfg.data.train_data, "data.train_data")
+    tokenizer.chat_template = CALLING
+    (prompt,) = build_prompts(cfg, tokenizer, cfg.data.train_data, "data.train_data").prompts
+    assert prompt.messages == [{"role": "user", "content": "one?"}]

@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.assembly.export import Export, _appearing, export
 from skyrl_train.config.run_folder import config_of_run
+from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.learner.export_check import check_model
 from skyrl_train.learner.saved_policy import open_policy
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.testing.tiny_models import save_tiny_model
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from tests.support.engine_bench import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
 from tests.support.hub_server import TOKEN, hub_server
 from tests.support.saved_runs import save_run
 
@@ -330,3 +332,20 @@ def test_a_repository_is_private_whole_in_one_commit_and_replaced_only_when_aske
     assert "hub:me/other cannot be written" in said and "set HF_TOKEN" in said
     assert TOKEN not in said and not any(TOKEN.encode() in content for content in here.values())
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_exports_have_the_template_of_the_run(adapter: bool, tmp_path: Path, tiny_model_path: str):
+    template = "generator.chat_template.name_or_path=mistral"
+    checkpoint = save_run(tmp_path / "run", tiny_model_path, template, *(LORA if adapter else ()))
+    folder = written(checkpoint, tmp_path / "export", adapter=adapter)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
+
+
+def test_exports_name_the_end_of_turn(tmp_path: Path):
+    model = tmp_path / "model"
+    save_as_base_model(tiny_model(), model)
+    folder = written(save_run(tmp_path / "run", str(model)), tmp_path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_ids_to_tokens(ends) == [END_OF_SEQUENCE, END_OF_TURN]

@@ -11,7 +11,6 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from skyrl_train.config.hydra import compose
-from skyrl_train.config.preset_files import PresetSource
 from skyrl_train.errors import ConfigError
 
 
@@ -61,9 +60,23 @@ def test_a_preset_that_ends_in_yml_is_refused_with_what_to_do(entry: str, tmp_pa
             compose([], name, str(tmp_path))
 
 
-def test_a_folder_of_presets_is_listed_as_hydra_lists_its_own(tmp_path: Path):
-    source = PresetSource("command-line", f"preset://{folder_of(tmp_path, 'presets', 1)}")
-    assert source.available() and source.is_group("mine") and not source.is_group("own")
-    assert source.list("", None) == ["mine", "own"] and source.list("mine", None) == ["lower"]
-    assert source.is_config("mine/lower") and source.is_config("own.yaml") and not source.is_config("mine")
-    assert not PresetSource("command-line", f"preset://{tmp_path}/none").available()
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"a: [1, 2", r"while parsing a flow sequence in .*mine\.yaml"),
+        (b"\x80\x04", "'utf-8' codec can't decode byte 0x80"),
+        (b"trainer: &t {again: *t}", "a YAML alias refers to itself"),
+        (b"trainer: {seed: !!int abc}", "invalid literal for int"),
+    ],
+)
+def test_broken_preset_is_a_configuration_error(content: bytes, reason: str, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^The configuration mine cannot be composed: .*{reason}"):
+        compose([], "mine", str(tmp_path))
+
+
+def test_presets_that_include_each_other_are_refused(tmp_path: Path):
+    (tmp_path / "one.yaml").write_text("defaults: [two]\n")
+    (tmp_path / "two.yaml").write_text("defaults: [one]\n")
+    with pytest.raises(ConfigError, match="one cannot be composed: presets include each other"):
+        compose([], "one", str(tmp_path))

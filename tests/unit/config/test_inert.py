@@ -34,6 +34,27 @@ def test_defaults_warn_about_nothing_also_when_spelt_out():
     assert warnings("generator.async_engine=true", "trainer.use_sample_packing=true", "trainer.bf16=true") == []
 
 
+SAMPLES = "generator.eval_n_samples_per_prompt=4"
+STOP, EVALUATION_STOP = "generator.sampling_params.stop=['</a>',b]", "generator.eval_sampling_params.stop"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ((SAMPLES,), ["eval_n_samples_per_prompt=4", "temperature=0.0: all samples of a prompt are equal"]),
+        ((SAMPLES, "generator.eval_sampling_params.temperature=0.6"), []),
+        ((SAMPLES, "data.val_data=[]"), []),
+        ((STOP,), ["stop=null lacks ['</a>', 'b'] of generator.sampling_params.stop"]),
+        ((STOP, f"{EVALUATION_STOP}=[b,c]"), ["stop=['b', 'c'] lacks ['</a>'] of"]),
+        ((STOP, f"{EVALUATION_STOP}=[c,b,'</a>']"), []),
+        ((STOP, "data.val_data=[]"), []),
+    ],
+)
+def test_evaluation_that_measures_something_else_is_named(overrides: tuple[str, ...], parts: list[str]):
+    lines = warnings(*overrides)
+    assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts)
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -265,3 +286,22 @@ def test_a_bound_beside_use_tis_alone_is_named():
     beside = "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=5"
     (line,) = warnings("trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.0", beside)
     assert "tis_imp_ratio_cap" in line
+
+
+def test_unusual_number_is_accepted_with_a_warning():
+    assert warnings("trainer.policy.optimizer_config.lr=1", "generator.max_turns=2") == [
+        "trainer.policy.optimizer_config.lr=1.0 is unusual. Most runs use 1e-09 to 0.1; check the number."
+    ]
+    (line,) = warnings("generator.sampling_params.temperature=10")
+    assert line.startswith("generator.sampling_params.temperature=10.0 is unusual.")
+
+
+@pytest.mark.parametrize("value", ["0", "0.01"])
+def test_zero_and_usual_numbers_cause_no_warning(value: str):
+    assert warnings(f"trainer.policy.optimizer_config.lr={value}") == []
+
+
+def test_defaults_are_usual():
+    for name, key in leaves().items():
+        if (usual := key.facts.usual) is not None and not str(key.default).startswith("${"):
+            assert key.default == 0 or key.default in usual, name

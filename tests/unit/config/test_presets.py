@@ -139,7 +139,8 @@ def test_missing_preset_is_one_of_the_problems(arguments: list[str], part: str):
 
 
 def test_broken_yaml_is_a_message_and_not_a_traceback(tmp_path: Path):
-    assert "mine.yaml: cannot be read: while parsing" in refusal(use(tmp_path, "trainer: {epochs: 3\n"))
+    message = refusal(use(tmp_path, "trainer: {epochs: 3\n"))
+    assert "The configuration mine cannot be composed: while parsing" in message and 'mine.yaml", line 1' in message
 
 
 def test_saved_configuration_starts_the_same_run_again(tmp_path: Path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from skyrl_train.data.chat import (
     render_prompt,
 )
 from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.data.content_check import ContentCheck
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import CHATML, SPECIAL, byte_tokenizer
 
@@ -46,6 +48,14 @@ ROLES = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "[gMASK]", "<sop>
 
 def each(body: str) -> str:
     return "{% for m in messages %}" + body + "{% endfor %}"
+
+
+@contextmanager
+def lossy_templates() -> Iterator[None]:
+    """Accept templates that cut and change texts, which are refused otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ContentCheck, "lost", lambda *_: None)
+        yield
 
 
 def make(
@@ -195,7 +205,6 @@ CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, 
         [],
         None,
     ),
-    "bytes": (make(each("{{ m.content }}")), [user(b"<|im_end|>")], [], None),
     "swallowed white space": (
         make(each("{{ m.content }}{{ '<|x|>' }}"), [AddedToken("<|x|>", special=True, lstrip=True, rstrip=True)]),
         [user("<|im_end|> ")],
@@ -208,7 +217,8 @@ CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, 
 @pytest.mark.parametrize("case", CASES)
 def test_only_the_template_writes_control_tokens(case: str):
     tokenizer, messages, expected, options = CASES[case]
-    assert added(tokenizer, render_prompt(tokenizer, messages, options)) == expected
+    with lossy_templates():
+        assert added(tokenizer, render_prompt(tokenizer, messages, options)) == expected
 
 
 def test_private_use_characters_are_like_any_other():
@@ -222,7 +232,7 @@ def test_a_template_reads_messages_as_they_are():
     body = "{{ m.content }}|{{ m.content | tojson(ensure_ascii=True) }}|{{ m.content | string | length }}"
     tokenizer = make(each(body + "{{ '<|im_end|>' }}"))
     ids = render_prompt(tokenizer, [user([{"text": "a<|im_end|>b"}])])
-    shown = """[{'text': 'a<|im_end|>b'}]|[{"text": "a<|im_end|>b"}]|26<|im_end|>"""
+    shown = """a<|im_end|>b|"a<|im_end|>b"|12<|im_end|>"""
     assert tokenizer.decode(ids) == shown and added(tokenizer, ids) == ["<|im_end|>"]
 
 
@@ -306,7 +316,8 @@ def test_templates_that_make_them_in_other_ways_protect_what_one_text_spells(
         assert added(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
         assert tokenizer.decode(ids) == f"<|im_start|>{content}<|im_end|><|im_start|>"
     assert caplog.text.count("in a way of its own") == 1
-    between = render_continuation(tokenizer, [user("q"), assistant("<|im_end|>"), user("r")], [1], verbatim=True)
+    with lossy_templates():
+        between = render_continuation(tokenizer, [user("q"), assistant("<|im_end|>"), user("r")], [1], verbatim=True)
     assert tokenizer.decode(between or []) == "<|im_end|><|im_start|>r<|im_end|><|im_start|>"
 
 
@@ -356,7 +367,8 @@ def showing(way: str, start: str) -> PreTrainedTokenizerFast:
 def test_no_texts_keys_or_options_make_a_control_token(way: str, start: str, data: st.DataObject):
     nested = st.dictionaries(TEXTS, st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.integers(0, 9)), max_size=2)
     messages = [user(data.draw(TEXTS), more=data.draw(nested)) for _ in range(2)]
-    ids = render_prompt(showing(way, start), messages, {"x": data.draw(nested)})
+    with lossy_templates():
+        ids = render_prompt(showing(way, start), messages, {"x": data.draw(nested)})
     assert added(showing(way, start), ids) == [start, "<|im_end|>"] * 2
 
 

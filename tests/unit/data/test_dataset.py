@@ -18,7 +18,7 @@ from datasets import Dataset
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset, load_prompts
 from skyrl_train.data.json_values import MAX_DEPTH, jsonable
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.trajectory import Prompt
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -38,8 +38,8 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def words(messages: list[Message]) -> int:
-    return sum(len(message["content"].split()) for message in messages)
+def words(prompt: Prompt) -> int:
+    return sum(len(message["content"].split()) for message in prompt.messages)
 
 
 def load(*sources: str, limit: int = 100) -> PromptDataset:
@@ -70,7 +70,8 @@ def test_keys_that_only_some_messages_have_do_not_come_back_as_null(tmp_path: Pa
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     messages = [{"role": "user", "content": "hi"}, call]
     path = write(tmp_path / "data.parquet", {"prompt": messages})
-    assert load_prompts([path], lambda _: 1, 10, "gsm8k")[0].messages == messages
+    normal = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
+    assert load_prompts([path], lambda _: 1, 10, "gsm8k")[0].messages == [messages[0], normal]
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
@@ -93,7 +94,9 @@ def test_a_prompt_of_ten_megabytes_is_too_long_without_being_tokenised(tmp_path:
     path = write(tmp_path / "data.jsonl", row("fine"), row("x " * (5 * 2**20)))
     tokenizer = byte_tokenizer()
     start = time.process_time()
-    dataset = load_prompts([path], lambda messages: len(tokenizer(messages[0]["content"])["input_ids"]), 512, "gsm8k")
+    dataset = load_prompts(
+        [path], lambda prompt: len(tokenizer(prompt.messages[0]["content"])["input_ids"]), 512, "gsm8k"
+    )
     assert (len(dataset), dataset.too_long) == (1, 1)
     assert time.process_time() - start < 10.0
 
@@ -215,8 +218,10 @@ def test_a_dataset_that_fails_at_a_row_is_named_with_it(monkeypatch: pytest.Monk
 def test_half_a_surrogate_pair_in_a_row_is_named(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "a \\ud800"}]}\n')
     tokenizer = byte_tokenizer()
-    with pytest.raises(DataError, match=r"data\.jsonl, line 1: half a surrogate pair at character \d+ of the messages"):
-        load_prompts([str(tmp_path / "data.jsonl")], lambda m: len(render_prompt(tokenizer, m)), 512, "gsm8k")
+    with pytest.raises(DataError, match=r"line 1: column 'prompt': half a surrogate pair at character \d+ of the"):
+        load_prompts(
+            [str(tmp_path / "data.jsonl")], lambda prompt: len(render_prompt(tokenizer, prompt.messages)), 512, "gsm8k"
+        )
 
 
 @pytest.mark.fault("F07")
@@ -304,11 +309,11 @@ def test_a_name_on_the_hub_is_loaded_with_its_split(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_error_of_the_length_function_names_the_row(tmp_path: Path):
-    def length(messages: list[Message]) -> int:
+    def length(prompt: Prompt) -> int:
         raise DataError("roles must alternate")
 
     path = write(tmp_path / "data.jsonl", row())
-    with pytest.raises(DataError, match=r"data\.jsonl, line 1: roles must alternate"):
+    with pytest.raises(DataError, match=r"data\.jsonl, line 1: column 'prompt': roles must alternate"):
         load_prompts([path], length, 10, "gsm8k")
 
 
@@ -336,7 +341,7 @@ def test_loading_prompts_imports_no_torch(tmp_path: Path):
     path = write(tmp_path / "data.parquet", row())
     code = (
         "import sys; from skyrl_train.data.dataset import load_prompts; "
-        f"print(len(load_prompts([{path!r}], len, 9, 'gsm8k')), 'torch' in sys.modules)"
+        f"print(len(load_prompts([{path!r}], lambda prompt: 1, 9, 'gsm8k')), 'torch' in sys.modules)"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.split() == ["1", "False"]

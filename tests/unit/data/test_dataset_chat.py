@@ -100,7 +100,8 @@ JOINING = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}"
     "{% for part in m['content'] %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
-    "{% for call in m['tool_calls'] or [] %}{% for key, value in call['function']['arguments'].items() %}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] }}"
+    "{% for key, value in call['function']['arguments'].items() %}"
     "{{ key }}{{ value }}{% endfor %}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -181,8 +182,8 @@ def test_many_messages_that_end_like_a_control_token_are_read_once():
 
 
 def test_template_options_reach_the_template():
-    tokenizer = with_template("{{ '<|im_start|>' }}{% if thinking %}{{ 'think' }}{% endif %}")
-    assert tokenizer.decode(render_prompt(tokenizer, [user("a")], {"thinking": True})) == "<|im_start|>think"
+    tokenizer = with_template("{{ '<|im_start|>' + messages[0].content }}{% if thinking %}{{ 'think' }}{% endif %}")
+    assert tokenizer.decode(render_prompt(tokenizer, [user("a")], {"thinking": True})) == "<|im_start|>athink"
 
 
 def test_messages_that_a_template_refuses_are_an_error_in_the_data():
@@ -195,13 +196,13 @@ def test_messages_that_a_template_refuses_are_an_error_in_the_data():
 
 
 @pytest.mark.defect("answers-nested-too-deeply")
-@pytest.mark.parametrize("shown", ["messages[0]['content']", "messages | tojson", "7.5 * 10 ** 400", "1 / 0"])
+@pytest.mark.parametrize("shown", ["messages[0]['more']", "messages | tojson", "7.5 * 10 ** 400", "1 / 0"])
 def test_whatever_a_template_raises_for_messages_is_an_error_in_the_data(shown: str):
-    content: list[Any] = []
+    nested: list[Any] = []
     for _ in range(2000):
-        content = [content]
+        nested = [nested]
     with pytest.raises(DataError, match="the chat template does not take these messages"):
-        render_prompt(with_template("{{ " + shown + " }}"), [{"role": "user", "content": content}])
+        render_prompt(with_template("{{ " + shown + " }}"), [{"role": "user", "content": "a", "more": nested}])
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
@@ -329,10 +330,3 @@ def test_a_conversation_without_an_answer_has_nothing_to_learn():
     ids, mask = render_conversation(TOKENIZER, [user("a")])
     assert ids
     assert not any(mask)
-
-
-def test_a_template_that_rewrites_history_is_refused_rather_than_masked_wrongly():
-    tokenizer = with_template(FORGETFUL)
-    render_conversation(tokenizer, [user("a"), assistant("<think>hm</think>b")])
-    with pytest.raises(DataError, match=r"message 1 differently.*one row per assistant message"):
-        render_conversation(tokenizer, [user("a"), assistant("<think>hm</think>b"), user("c"), assistant("d")])

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.chat import decode_answer, decode_completion, unread_tokens
+from skyrl_train.data.chat import decode_completion, decode_response, unread_tokens
 from skyrl_train.data.vocabulary import TokenAligner, token_text, vocabulary_texts
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from tests.support.tokenizers import KINDS, sentencepiece_tokenizer
@@ -65,7 +65,7 @@ def test_a_single_token_reads_as_within_a_text(kind: str):
 def test_parts_joined_are_the_text_of_any_tokens(kind: str, data: st.DataObject):
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=12))
-    for text in (decode_answer(tokenizer, ids), decode_completion(tokenizer, ids, [5])):
+    for text in (decode_response(tokenizer, ids), decode_completion(tokenizer, ids, [5])):
         parts = ALIGNERS[kind].align(text, ids, unread_tokens(tokenizer))
         assert len(parts) == len(ids)
         assert "".join(part.text for part in parts) == text

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -247,3 +248,16 @@ def test_a_deadline_keeps_who_was_waited_for():
 @pytest.mark.parametrize("answer", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
 def test_an_error_without_form_is_an_engine_error(answer: Any):
     assert type(raised(500, answer, "remote")) is EngineError
+
+
+def test_chat_content_has_no_reasoning_between_special_tokens():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    translator = Translator(tokenizer, limits=LIMITS, default_max_tokens=16, deadline_s=5)
+    ids = np.array(tokenizer.encode("[THINK]a[/THINK]b", add_special_tokens=False), np.int32)
+    zeros = np.zeros(len(ids), np.float32)
+    done = Completion("0", ids, zeros, zeros, "stop", [])
+    chat = translator.chat({"model": "m", "messages": [{"role": "user", "content": "?"}]}, None)
+    assert translator.answer(chat, [done])["choices"][0]["message"]["content"] == "b"
+    text = translator.text({"model": "m", "prompt": "?"}, None)
+    assert translator.answer(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"

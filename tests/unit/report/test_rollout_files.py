@@ -102,9 +102,13 @@ def test_files_of_a_version_with_fewer_columns_are_read(tmp_path: Path):
     assert found["uid"].equals(table["uid"]) and found["ref_logprobs"].null_count == 4
 
 
+LATER = ("environment_s", "tool_calls", "observation_tokens")
+"""Fields of turns that files of earlier versions lack."""
+
+
 def test_turns_of_a_version_that_knew_less_are_read_and_those_of_one_that_knows_more(tmp_path: Path):
     turn = COLUMNS.field("turns").type.value_type
-    older = pa.list_(pa.struct([field for field in turn if field.name not in ("environment_s", "tool_calls")]))
+    older = pa.list_(pa.struct([field for field in turn if field.name not in LATER]))
     table = made_up_rollouts(20)
     step_file(tmp_path, 9).parent.mkdir()
     old = table.set_column(table.column_names.index("turns"), "turns", table["turns"].cast(older))
@@ -112,7 +116,7 @@ def test_turns_of_a_version_that_knew_less_are_read_and_those_of_one_that_knows_
     for known, read in zip(
         table["turns"].to_pylist(), RolloutFiles(tmp_path).table(columns=["turns"])["turns"].to_pylist(), strict=True
     ):
-        assert read == [one | {"environment_s": None, "tool_calls": None} for one in known]
+        assert read == [one | dict.fromkeys(LATER) for one in known]
     newer = pa.list_(pa.struct([*turn, pa.field("more", pa.int32())]))
     pq.write_table(table.set_column(table.column_names.index("turns"), "turns", table["turns"].cast(newer)),
                    step_file(tmp_path, 9))  # fmt: skip

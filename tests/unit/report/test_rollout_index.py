@@ -27,6 +27,7 @@ from skyrl_train.report.rollout_packing import pack_messages
 from skyrl_train.report.rollout_query import ORDERS, Query
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run, made_up_vocabulary
+from tests.support.kept_rollouts import sampled_tokens
 from tests.support.run_folders import HOSTILE
 
 STEPS, COUNT = 5, 80
@@ -82,7 +83,7 @@ FILTERS: dict[str, tuple[dict[str, str], Callable[[dict[str, Any]], bool]]] = {
     "cut": ({"stop_reason": "length"}, lambda row: row["stop_reason"] == "length"),
     "rewards": ({"reward_min": "0.25", "reward_max": "0.5"}, lambda row: within(reward(row), 0.25, 0.5)),
     "no reward": ({"reward_max": "0"}, lambda row: within(reward(row), -9, 0)),
-    "tokens": ({"tokens_min": "10", "tokens_max": "20"}, lambda row: 10 <= row["response_tokens"] <= 20),
+    "tokens": ({"tokens_min": "10", "tokens_max": "20"}, lambda row: 10 <= sampled_tokens(row) <= 20),
     "text": ({"text": "bada"}, lambda row: "bada" in conversation(row)),
     "capitals": ({"text": "BaDa"}, lambda row: "bada" in conversation(row)),
     "prompt": ({"text": "4 times 2 is what?"}, lambda row: "4 times 2 is what?" in conversation(row)),
@@ -97,7 +98,7 @@ FILTERS: dict[str, tuple[dict[str, str], Callable[[dict[str, Any]], bool]]] = {
             row["step"] >= 2
             and row["data_source"] == "tools"
             and within(reward(row), 0.5, 9)
-            and row["response_tokens"] <= 40
+            and sampled_tokens(row) <= 40
             and "da" in conversation(row)
         ),
     ),
@@ -121,7 +122,7 @@ def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[
 def test_rollouts_come_in_the_order_that_is_asked_for(views: RolloutViews, rows: list[dict[str, Any]], order: str):
     found = views.rollouts(Query.parsed({"order": order, "text": "da", "limit": "500"}))["rows"]
     sign, name = (-1 if order[0] == "-" else 1), order.lstrip("-")
-    value = {"step": lambda row: row["step"], "reward": reward, "tokens": lambda row: row["response_tokens"]}[name]
+    value = {"step": lambda row: row["step"], "reward": reward, "tokens": sampled_tokens}[name]
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
         number = value(row)
@@ -141,10 +142,27 @@ def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: Rollou
             **{name: kept[name] for name in ("step", "uid", "group", "sample", "status", "stop_reason")},
             "source": kept["data_source"],
             "reward": reward(kept),
-            "tokens": kept["response_tokens"],
+            "tokens": sampled_tokens(kept),
             "turns": len(kept["turns"]),
             "preview": kept["text"][:240],
         }
+
+
+def test_index_counts_sampled_tokens(tmp_path: Path):
+    table = made_up_rollouts(20)
+    turns = table["turns"].to_pylist()
+    turns[0][0]["observation_tokens"] = 3
+    for step, length in (1, 12), (2, 8):
+        part = table.slice(0, length).set_column(
+            table.column_names.index("turns"), "turns", pa.array(turns[:length], table["turns"].type)
+        )
+        write_rollouts(tmp_path, step, part)
+    rows: list[dict[str, Any]] = RolloutFiles(tmp_path).table().to_pylist()
+    index = RolloutIndex(tmp_path)
+    index.refresh()
+    assert index.table["tokens"].to_pylist() == [sampled_tokens(row) for row in rows]
+    read = [row["response_tokens"] - sampled_tokens(row) for row in rows]
+    assert read == [*([3] + [0] * 8 + [1] + [0] * 2), *([3] + [0] * 7)]
 
 
 def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(

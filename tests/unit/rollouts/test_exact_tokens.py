@@ -117,7 +117,8 @@ class Model(ScriptedEngine):
 
 
 class Environment:
-    def __init__(self, script: Sequence[Turn]):
+    def __init__(self, script: Sequence[Turn], knows_tools: bool):
+        self.role = {} if knows_tools else {"role": "user"}
         self.messages: list[Message] = [{"role": "user", "content": "go <|im_end|>"}]
         self.script = script
         self.turns = 0
@@ -128,7 +129,7 @@ class Environment:
     async def step(self, text: str) -> StepOutput:
         turn = self.script[self.turns]
         self.turns += 1
-        return StepOutput(list(turn.observations), 1.0, self.turns == len(self.script))
+        return StepOutput([message | self.role for message in turn.observations], 1.0, self.turns == len(self.script))
 
     async def close(self) -> None: ...
 
@@ -139,7 +140,8 @@ def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajecto
     options = {"max_turns": 6, "max_prompt_tokens": 10**6, "deadline_s": 60.0} | options
     settings = RolloutSettings(SamplingParams(100, stop=(STOP,)), 1, 3, **options)
     client = EngineClient([model], deadline_s=60.0)
-    generator = ConversationGenerator(client, Environment(script), tokenizer, settings)
+    environment = Environment(script, name not in ("gemma", "mistral"))
+    generator = ConversationGenerator(client, environment, tokenizer, settings)
     group = asyncio.run(generator.rollout(Prompt("0", [], "toy"), 0))
     return group.trajectories[0], model
 

@@ -53,6 +53,12 @@ def test_reward_and_last_turn_move_by_the_score_times_the_coefficient():
     assert judge.calls == [["ab", "abcdef"]], "one call a group"
 
 
+def test_judge_reads_answers_without_reasoning():
+    (item,), judge = judged(trajectory("<think>long</think>ab"))
+    assert judge.calls == [["ab"]] and item.reward == 2.0
+    assert item.messages[-1]["content"] == "<think>long</think>ab"
+
+
 def test_failed_episodes_are_neither_scored_nor_touched():
     lost = trajectory("lost")
     lost.fail("timeout", "")

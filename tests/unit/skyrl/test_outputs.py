@@ -90,6 +90,11 @@ def test_an_output_becomes_the_batch_that_it_says():
     assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.temperature[0] == pytest.approx(0.7)
 
 
+def test_masked_tokens_of_a_turn_are_not_sampled_tokens():
+    groups = groups_of(output())
+    assert [item.sampled_tokens for group in groups for item in group.trajectories] == [2, 1, 2, 1]
+
+
 def test_a_generator_may_use_its_memory_again():
     given = output()
     ids = np.array(given["response_ids"][0], np.int32)

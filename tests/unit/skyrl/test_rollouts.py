@@ -206,3 +206,30 @@ def test_parts_of_skyrl_s_generator_that_nothing_calls_may_not_be_replaced():
     made = SkyRLGymGenerator(config(SYNCHRONOUS).generator, None, None, TOKENIZER, "m")
     with pytest.raises(RuntimeError, match="from get_generator"):
         asyncio.run(made.generate({"prompts": []}))  # type: ignore[typeddict-item]
+
+
+def test_text_begins_with_the_reasoning_that_the_prompt_opened():
+    class Opening(Plain):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            output = await super().generate(input_batch)
+            opening = TOKENIZER.encode("assistant\n<think>\n", add_special_tokens=False)
+            return {**output, "prompt_token_ids": [opening] * len(output["response_ids"])}
+
+    async def run() -> None:
+        (group,) = await all_of(rollouts(Opening(), SYNCHRONOUS), 1)
+        assert group.trajectories[0].messages[-1]["content"] == f"<think>\n{TOKENIZER.decode([70, 71])}"
+
+    asyncio.run(run())
+
+
+def test_completions_end_at_the_templates_end_of_turn():
+    engines = Engines()
+    client = InferenceEngineClient(engines, TOKENIZER, config(SYNCHRONOUS))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        await client.generate({"prompt_token_ids": [[9]]})
+        await client.generate({"prompt_token_ids": [[9]], "sampling_params": {"max_tokens": 4, "stop_token_ids": [9]}})
+
+    asyncio.run(run())
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    assert [request.sampling.stop_token_ids for request in engines.asked] == [(end,), (9, end)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.tensordict.containers import ChatHistory, LLMData, Text
 from skyrl_train.tensordict.history import ContentBase, History, add_chat_template
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -92,8 +92,8 @@ def test_a_template_is_the_given_the_named_or_the_tokenizers_own_never_guessed_f
 
 
 def test_templates_can_be_added_once():
-    add_chat_template("shouting", "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", lambda text: [])
-    assert History.from_chats(CHAT[:1]).apply_chat_template(tokenizer=TOKENIZER, chat_template_name="shouting") == "HI"
+    add_chat_template("shouting", "{% for m in messages %}{{ m['content'] }}!{% endfor %}", lambda text: [])
+    assert History.from_chats(CHAT[:1]).apply_chat_template(tokenizer=TOKENIZER, chat_template_name="shouting") == "hi!"
     with pytest.raises(ConfigError, match="shouting"):
         add_chat_template("shouting", "other")
     with pytest.raises(RuntimeError, match="no turn"):
@@ -149,7 +149,21 @@ def test_calls_of_tools_go_round_as_they_were_written():
     text = history.apply_chat_template(tokenizer=TOKENIZER, chat_template_name="qwen", add_generation_prompt=False)
     assert History.from_text(text, chat_template_name="qwen").to_chats() == history.to_chats()
     unargued = {"role": "assistant", "content": "", "tool_calls": [{"name": "now"}]}
-    assert History.from_chats([unargued]).apply_chat_template(tokenizer=TOKENIZER).startswith("<|im_start|>assistant")
+    with pytest.raises(DataError, match=r"messages\[0\].tool_calls\[0\].function.name: .* does not write 'now'"):
+        History.from_chats([unargued]).apply_chat_template(tokenizer=TOKENIZER)
+
+
+def test_text_parts_are_text_and_the_last_message_can_be_continued():
+    chat = [{"role": "user", "content": [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 2?"}]}]
+    history = History.from_chats([*chat, {"role": "assistant", "content": "The answer"}])
+    assert history.content[0] == "2 + 2?"
+    text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
+    options: dict[str, Any] = {"tokenizer": TOKENIZER, "continue_final_message": True, "add_generation_prompt": False}
+    assert history.apply_chat_template(**options) == text
+    ids = history.apply_chat_template(tokenize=True, return_dict=True, **options)["input_ids"]
+    assert TOKENIZER.decode(ids.flatten()) == text
+    with pytest.raises(ConfigError, match="continue_final_message=True"):
+        history.apply_chat_template(tokenize=True, return_assistant_tokens_mask=True, return_dict=True, **options)
 
 
 def test_containers_hold_their_fields():

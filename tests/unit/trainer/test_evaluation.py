@@ -45,7 +45,7 @@ def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_p
     assert found["eval/one/x/num_failed"] == 1
     assert found["eval/unknown/avg_score"] == 1.0
     assert found["eval/all/avg_score"] == pytest.approx(0.5)
-    dumped = tmp_path / "global_step_7_evals" / "one_x.jsonl"
+    dumped = tmp_path / "global_step_7_evals" / "one%2Fx.jsonl"
     assert [json.loads(line)["reward"] for line in dumped.read_text().splitlines()] == [1.0, 0.0, 0.0, 0.0]
 
 
@@ -152,3 +152,21 @@ def test_at_most_a_batch_of_prompts_is_in_flight():
     prompts = [Prompt(str(i), [], "x") for i in range(7)]
     asyncio.run(Evaluator(rollout, prompts, batch_size=3, dump_to=None).run(0))
     assert most == 3
+
+
+def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
+    long = "x" * 300
+    sources = ["math/500", "math 500", "math_500", "math%2F500", "all", "source_all", long, f"{long}y", "\ud83d", "é"]
+    prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
+    rewards: dict[str, list[float | None]] = {str(number): [float(number)] for number in range(len(sources))}
+    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, batch_size=4, dump_to=tmp_path).run(step=0))
+    files = [path.read_text().splitlines() for path in tmp_path.rglob("*.jsonl")]
+    assert sorted(json.loads(line)["uid"] for (line,) in files) == [str(number) for number in range(len(sources))]
+    names = {name: value for name, value in found.items() if name.endswith("/avg_score")}
+    assert names.pop("eval/all/avg_score") == 4.5
+    assert sorted(names.values()) == [float(number) for number in range(len(sources))]
+
+
+def test_a_source_named_all_is_not_all_sources():
+    found = asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x", data_source="all")], 1, None).run(0))
+    assert found["eval/source_all/avg_score"] == 0.5 and "eval/all/avg_score" not in found

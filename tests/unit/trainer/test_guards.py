@@ -40,6 +40,11 @@ def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
     assert not caplog.records
 
 
+def test_truncation_advice_names_the_end_of_turn(caplog: pytest.LogCaptureFixture):
+    Guards(GuardsConfig(), None, "<|im_end|>").check(UNHEALTHY["cut"], 7)
+    assert "the end-of-turn token of the chat template, '<|im_end|>'" in caplog.text
+
+
 def test_equal_rewards_count_steps_in_a_row():
     guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]), "group")
     for step, metrics in enumerate([UNHEALTHY["equal_rewards"]] * 2 + [HEALTHY] + [UNHEALTHY["equal_rewards"]] * 2):

@@ -52,7 +52,7 @@ def test_what_is_said_of_a_rollout(tmp_path: Path):
     assert (one["reward"], one["raw_reward"], one["min_version"], one["max_version"]) == (1.0, 1.5, 3, 4)
     (turn,) = item.turns
     known = {name: getattr(turn, name) for name in one["turns"][0]}
-    assert one["turns"] == [known | {"tool_calls": None}] and len(known) == 10
+    assert one["turns"] == [known | {"tool_calls": None}] and len(known) == 11
     assert [turn["environment_s"] for turn in two["turns"]] == [0.5, None]
     assert json.loads(two["turns"][0]["tool_calls"]) == [CALLED] and two["turns"][1]["tool_calls"] is None
     assert (one["prompt_tokens"], one["response_tokens"]) == (2, 3)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
-from skyrl_train.trainer.rollout_metrics import TABLE_CHARACTERS, TABLE_ROWS, sample_rows, table_rows
+from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.metrics import Metrics
+from skyrl_train.trainer.rollout_metrics import (
+    TABLE_CHARACTERS,
+    TABLE_ROWS,
+    add_rollout_metrics,
+    sample_rows,
+    table_rows,
+)
+from tests.support.trajectories import trajectory_from
 
 
 def groups_of(*lengths: int, count: int, prompt: str = "what?") -> list[TrajectoryGroup]:
@@ -44,3 +52,23 @@ def test_the_longest_texts_of_a_table_are_cut_until_all_fit(lengths: tuple[int, 
         assert bool(mark) == (len(item.text) > 1000 and sum(lengths) * count + 5 > TABLE_CHARACTERS)
     assert TABLE_CHARACTERS - 64 < kept <= TABLE_CHARACTERS or not any("[... " in row.response for row in rows)
     assert sample_rows(groups)[0].response == groups[0].trajectories[0].text, "the few are whole"
+
+
+def test_lengths_count_sampled_tokens():
+    prompt = Prompt("0", [{"role": "user", "content": "?"}], "toy")
+    masks = [1] * 4 + [0] * 500 + [1] * 4, [1, 1]
+    turns = [[Turn(0, 4, 0.0, "stop", 1, 1), Turn(504, 508, 1.0, "stop", 1, 1)], [Turn(0, 2, 1.0, "stop", 1, 1)]]
+    items = [
+        trajectory_from(prompt, sample, [1], mask, mask, [0.0] * len(mask), turns[sample], 1.0, "stop", 1.0)
+        for sample, mask in enumerate(masks)
+    ]
+    metrics = Metrics()
+    add_rollout_metrics([TrajectoryGroup(prompt, items)], 1, metrics)
+    found = {name: value for name, value in metrics.flush().items() if "tokens" in name}
+    assert found == {
+        "rollouts/tokens": 10,
+        "response/mean_tokens": 5,
+        "response/max_tokens": 8,
+        "response/observation_tokens": 250,
+    }
+    assert [row.tokens for row in table_rows([TrajectoryGroup(prompt, items)])] == [8, 2]

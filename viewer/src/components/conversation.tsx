@@ -1,4 +1,4 @@
-import type { Message, Sample, Turn } from "../data";
+import { type Message, type Sample, sampledTokens, type Turn } from "../data";
 import { count, short } from "../format";
 import { answeredBy, contentOf, otherFields, type ToolCall, toolCallsOf, turnsOf } from "../messages";
 import { Text, TextBlock } from "./text";
@@ -94,7 +94,7 @@ function TurnFacts({ turn }: { turn: Turn }) {
     turn.min_version === turn.max_version ? `${turn.min_version}` : `${turn.min_version} to ${turn.max_version}`;
   return (
     <p class="turn muted">
-      reward {short(turn.reward)} · {count(turn.stop - turn.start)} tokens · <Text value={turn.stop_reason} /> · weights
+      reward {short(turn.reward)} · {count(sampledTokens(turn))} tokens · <Text value={turn.stop_reason} /> · weights
       of step {versions}
       {turn.running_s ? ` · sampled in ${short(turn.running_s)} s` : ""}
       {turn.environment_s ? ` · environment ${short(turn.environment_s)} s` : ""}

@@ -1,4 +1,4 @@
-import { commonStart, isSame } from "../data";
+import { commonStart, isSame, sampledTokens } from "../data";
 import { group } from "../state";
 import { count } from "../format";
 import { asView, go, openKey, view } from "../view";
@@ -30,7 +30,7 @@ export function GroupView() {
               </button>{" "}
               <Reward row={sample} />{" "}
               <span class="muted">
-                {count(sample.response_tokens)} tokens · <Text value={sample.stop_reason} />
+                {count(sampledTokens(...sample.turns))} tokens · <Text value={sample.stop_reason} />
               </span>
             </h3>
             <Conversation sample={sample} from={commonStart([found.prompt, sample.messages]).length} />

@@ -1,5 +1,5 @@
 import type { ComponentChildren } from "preact";
-import type { Sample } from "../data";
+import { type Sample, sampledTokens } from "../data";
 import { count, short } from "../format";
 import { go, view } from "../view";
 import { Conversation } from "./conversation";
@@ -43,6 +43,13 @@ export function SampleView({ sample }: { sample: Sample }) {
   );
 }
 
+/** The tokens of a sample: sampled, read between turns (tool results, headers of messages), and those of the prompt. */
+function tokensOf({ turns, response_tokens, prompt_tokens }: Sample): string {
+  const sampled = sampledTokens(...turns);
+  const read = response_tokens - sampled;
+  return `${count(sampled)} sampled, ${read ? `${count(read)} between turns, ` : ""}${count(prompt_tokens)} of the prompt`;
+}
+
 function Facts({ sample }: { sample: Sample }) {
   const { turns } = sample;
   const versions = turns.flatMap((turn) => [turn.min_version, turn.max_version]);
@@ -50,7 +57,7 @@ function Facts({ sample }: { sample: Sample }) {
   const facts: [string, ComponentChildren][] = [
     ["source", <Text value={sample.source} />],
     ["stop", <Text value={sample.stop_reason} />],
-    ["tokens", `${count(sample.response_tokens)} after ${count(sample.prompt_tokens)} of the prompt`],
+    ["tokens", tokensOf(sample)],
     ["turns", String(turns.length)],
   ];
   if (versions.length) facts.push(["weights of step", oldest === newest ? String(oldest) : `${oldest} to ${newest}`]);

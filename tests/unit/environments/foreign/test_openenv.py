@@ -236,3 +236,9 @@ def test_wrong_settings_stop_the_run(settings: dict[str, Any], says: str, monkey
     monkeypatch.setenv("TEST_ENV_TOKEN", TOKEN)
     with pytest.raises(ConfigError, match=says):
         play("http://127.0.0.1:1", [], **settings)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{}", "ws://127.0.0.1:{}/ws"])
+def test_server_gets_the_answer_without_reasoning(server: Server, address: str):
+    play(address.format(server.port), ["<think>done?</think>one", "<think>done", "done"])
+    assert [*server.episodes.values()] == [["one", "", "done"]]

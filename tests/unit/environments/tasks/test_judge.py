@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -97,6 +99,14 @@ def test_no_one_verdict_is_the_judges_failure_and_no_reward(text: str):
         play(server, "Paris")
 
 
+def test_reading_a_verdict_takes_linear_time():
+    began = time.process_time()
+    for unit in ("\n", " ", "VERDICT:\n", "VERDICT: CORRECT\n*"):
+        with suppress(EnvironmentFailure):
+            verdict_of(unit * (10**5 // len(unit)) + "x")
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize("answer", [Response(b"x"), Response(b"{}"), Response(status=401), says(None)])
 def test_a_judge_that_does_not_answer_is_a_failed_episode(answer: Response):
     with web_server(lambda request: answer) as server, pytest.raises(EnvironmentFailure, match="judge_failed"):
@@ -139,5 +149,5 @@ def test_openais_own_server_needs_a_key_at_the_start(monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_without_a_reference_is_refused():
-    with pytest.raises(ValueError, match="reference answer"):
+    with pytest.raises(ValueError, match="string that is not empty"):
         LLMJudgeEnv({}, {"reward_spec": {"method": "judge"}})

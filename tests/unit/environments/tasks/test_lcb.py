@@ -144,16 +144,24 @@ def test_a_test_and_all_tests_have_deadlines():
     [
         ("```python\na = 1\n```", "a = 1"),
         ("```python\na\n```\ntext\n```Python3\nb\nc\n```\nbye", "b\nc"),
-        ("  ```py\n  a\n  ```", "  a"),
+        ("  ```py\n  a\n  ```", "a"),
         ("```python\na\n```\n```python\nb", "a"),  # the last one was cut off
         ("```python\na\n```python\nb\n```", "b"),
+        ("```python\na", "a"),
+        ("text\n```python\na\n```\n```sh\nls", "a"),
+        ("```python\na\n```sh\nls\n```", None),
+        ('```Python title="x"\na\n```', "a"),
+        ("~~~py\na\n~~~", "a"),
+        ("````python\n'''\n```\n'''\n````", "'''\n```\n'''"),
+        ("<think>```python\na\n```</think>```python\nb\n```", "b"),
+        ("<think>```python\na\n```", None),
         ("```\na\n```", None),
         ("```python\n```", ""),
         ("print(1)", None),
         ("", None),
     ],
 )
-def test_the_last_closed_python_block_counts(text: str, code: str | None):
+def test_last_python_block_of_the_answer_counts(text: str, code: str | None):
     assert last_python_block(text) == code
 
 
@@ -237,9 +245,10 @@ def test_the_reward_is_all_or_nothing():
     outputs = [LCBEnv({}, row).step(f"So:\n```python\n{code}\n```") for code in (right, half)]
     outputs.append(LCBEnv({"max_tests": 1}, row).step(f"```python\n{half}\n```"))
     outputs.append(LCBEnv({}, row).step(f"```python\n{right}"))
-    assert [output.reward for output in outputs] == [1.0, 0.0, 1.0, 0.0]
-    assert [output.metadata["tests_passed"] for output in outputs] == [1.0, 0.5, 1.0, 0.0]
-    assert [output.metadata["has_code"] for output in outputs] == [True, True, True, False]
+    outputs.append(LCBEnv({}, row).step(right))
+    assert [output.reward for output in outputs] == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert [output.metadata["tests_passed"] for output in outputs] == [1.0, 0.5, 1.0, 1.0, 0.0]
+    assert [output.metadata["has_code"] for output in outputs] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize(

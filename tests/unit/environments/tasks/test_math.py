@@ -10,7 +10,8 @@ import pytest
 
 from skyrl_train.environments import registry
 from skyrl_train.environments.graders import latex
-from skyrl_train.environments.graders.latex import Grader, one_answer
+from skyrl_train.environments.graders.latex import Grader, is_one_answer
+from skyrl_train.environments.graders.math_text import normalise
 from skyrl_train.errors import ConfigError
 
 DEADLINE_S = 1.0
@@ -87,8 +88,8 @@ def test_an_answer_that_hedges_is_not_right(grader: Grader, answer: str):
 
 @pytest.mark.fault("F13")
 def test_digits_side_by_side_are_not_added():
-    assert one_answer("4 2", "6") is None
-    assert one_answer(r"5 \quad 1", "6") is None
+    assert not is_one_answer(normalise("4 2"), "6")
+    assert not is_one_answer(normalise(r"5 \quad 1"), "6")
 
 
 @pytest.mark.fault("F14")
@@ -96,6 +97,7 @@ def test_digits_side_by_side_are_not_added():
     "answer",
     [
         "9^{9^{9}}",
+        "9^{9^{9^9}}",
         "10000000!",
         "{" * 450 + "}" * 450,
         "(" * 900,
@@ -105,17 +107,18 @@ def test_digits_side_by_side_are_not_added():
     ],
     ids=lambda answer: answer[:12],
 )
-def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(grader: Grader, answer: str):
+def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(answer: str):
     took = []
-    for _ in range(4):  # again, should the machine have been busy with something else
-        assert grader.grade("42.0", "42") == (True, "graded")
-        start = time.monotonic()
-        grader.deadline_s = DEADLINE_S
-        assert grader.grade(answer, "42")[0] is False
-        grader.deadline_s = PATIENCE_S
-        took.append(time.monotonic() - start)
-        if took[-1] < DEADLINE_S + 1:
-            break
+    with Grader(PATIENCE_S) as grader:
+        for _ in range(4):  # again, should the machine have been busy with something else
+            assert grader.grade("42.0", "42") == (True, "graded")
+            start = time.monotonic()
+            grader.deadline_s = DEADLINE_S
+            assert grader.grade(answer, "42")[0] is False
+            grader.deadline_s = PATIENCE_S
+            took.append(time.monotonic() - start)
+            if took[-1] < DEADLINE_S + 1:
+                break
     assert min(took) < DEADLINE_S + 1
 
 
@@ -128,15 +131,15 @@ def test_a_megabyte_is_no_answer(grader: Grader):
 def test_a_server_that_was_killed_or_hangs_is_replaced():
     with Grader(PATIENCE_S) as grader:
         assert grader.grade("42.0", "42") == (True, "graded")
-        assert grader._server is not None
-        os.kill(grader._server.pid, signal.SIGKILL)
+        assert grader._child is not None
+        os.kill(grader._child.pid, signal.SIGKILL)
         assert grader.grade("42.0", "42") == (True, "graded"), "the answer was not to blame"
-        server = psutil.Process(grader._server.pid)
+        server = psutil.Process(grader._child.pid)
         server.suspend()
         grader.deadline_s = DEADLINE_S
         assert grader.grade("42.0", "42") == (False, "timeout")
         assert not server.is_running()
-        assert grader._server is None
+        assert grader._child is not None and grader._child.pid != server.pid
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +159,7 @@ def test_the_environment_scores_the_box_and_says_why_it_paid_nothing():
         assert (output.reward, output.done, output.observations) == (1.0, True, [])
         grader.deadline_s = DEADLINE_S
         for text, metric in (
-            (r"\boxed{10000000!}", "timeout"),
+            (r"\boxed{9^{9^{9^9}}}", "timeout"),
             (r"\boxed{\frac12}\boxed{2}", "no_answer"),
             ("", "no_answer"),
         ):

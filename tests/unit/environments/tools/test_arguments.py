@@ -1,9 +1,8 @@
-"""A tool's arguments against its schema: what is refused, how a model is told, and what a hostile schema cannot do."""
+"""Tests of the check of tool arguments: accepted values, messages to the model, and limits for what a model writes."""
 
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.environments.tools.arguments import MAX_SCHEMA, Arguments, Unusable
+from skyrl_train.environments.tools.arguments import Arguments, Unusable
 from skyrl_train.environments.tools.base import ToolBox
 from skyrl_train.environments.tools.registry import check_tool, tools
 from skyrl_train.errors import ConfigError
@@ -46,6 +45,7 @@ NESTED = {
         "pair": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": False},
         "gone": False,
         "step": {"multipleOf": 0.5},
+        "pairs": {"minProperties": 2, "maxProperties": 3},
     },
 }
 
@@ -60,7 +60,7 @@ NESTED = {
         {"pair": ["a", 1], "step": 1.5},
     ],
 )
-def test_what_fits_a_nested_schema_passes(arguments: Any):
+def test_valid_nested_arguments_are_accepted(arguments: Any):
     assert Arguments(NESTED).wrong(arguments) is None
 
 
@@ -88,7 +88,7 @@ def test_what_fits_a_nested_schema_passes(arguments: Any):
             {"by": {"field": "year", "tags": ["a", "long"]}},
             """the argument 'by.tags[1]' must have at most 3 characters, not "long".""",
         ),
-        ({"by": {"field": "year", "tags": ["a", "a"]}}, "must not hold an item twice"),
+        ({"by": {"field": "year", "tags": ["a", "a"]}}, "must not contain an item twice"),
         (
             {"limit": "3"},
             """the argument 'limit' must be of type integer or null, not string: "3".""",
@@ -111,15 +111,17 @@ def test_what_fits_a_nested_schema_passes(arguments: Any):
             """the argument 'any.x-a' must be of type integer, not string: "1".""",
         ),
         ({"any": {"y": 1}}, "there is no argument 'any.y'; there are: none."),
-        ({"pair": ["a", 1, 2]}, "the argument 'pair' must be shorter"),
-        ({"gone": 1}, "the arguments must leave out what has the value 1."),
+        ({"pair": ["a", 1, 2]}, "the argument 'pair' cannot be accepted: Expected at most 2 items but found 1 extra"),
+        ({"gone": 1}, "the arguments cannot be accepted: False schema does not allow 1."),
         ({"step": 0.7}, "the argument 'step' must be a multiple of 0.5, not 0.7."),
+        ({"pairs": {"a": 1}}, """the argument 'pairs' must have at least 2 members, not {"a": 1}."""),
+        ({"pairs": dict.fromkeys("abcd")}, "the argument 'pairs' must have at most 3 members, not"),
         ({"limits": 3}, "there is no argument 'limits'; there are: filters, by, limit,"),
         ([], "arguments must be an object, not array."),
         (None, "arguments must be an object, not null."),
     ],
 )
-def test_a_mistake_is_told_with_its_place_what_is_allowed_and_what_was_given(arguments: Any, told: str):
+def test_mistake_is_described_with_place_and_allowed_values(arguments: Any, told: str):
     assert told in str(Arguments(NESTED).wrong(arguments))
 
 
@@ -135,7 +137,7 @@ def test_a_mistake_is_told_with_its_place_what_is_allowed_and_what_was_given(arg
         ({"$ref": "#/$defs/b", "$defs": {"b": {"required": ["c"]}}}, True, False),
     ],
 )
-def test_names_that_a_schema_leaves_open_are_refused_where_it_is_closed(schema: Any, closed: bool, fits: bool):
+def test_closed_schema_refuses_unknown_names(schema: Any, closed: bool, fits: bool):
     assert (Arguments(schema, closed=closed).wrong({"b": 1}) is None) == fits
 
 
@@ -148,7 +150,7 @@ def test_names_that_a_schema_leaves_open_are_refused_where_it_is_closed(schema: 
         ("https://json-schema.org/draft/2020-12/schema", 0, 1),
     ],
 )
-def test_a_schema_is_read_as_its_own_draft(dialect: str, good: int, bad: int):
+def test_schema_is_read_as_its_own_draft(dialect: str, good: int, bad: int):
     bound: dict[str, Any] = {"minimum": 0, "exclusiveMinimum": True} if "04" in dialect else {"exclusiveMaximum": 1}
     check = Arguments({"$schema": dialect, "properties": {"x": bound}})
     assert check.wrong({"x": good}) is None
@@ -189,10 +191,9 @@ def listening() -> Iterator[tuple[str, list[str]]]:
         {"$defs": {"x": {"$id": "URL/a", "$ref": "b"}}, "properties": {"x": {"$ref": "URL/a"}}},
         {"properties": {"x": {"$dynamicRef": "URL/a"}}},
         {"properties": {"x": {"$ref": "file:///etc/passwd"}}},
-        {"properties": {"x": {"$ref": "#/elsewhere"}}, "elsewhere": {"$ref": "URL/a"}},
     ],
 )
-def test_nothing_that_a_schema_refers_to_is_fetched(schema: Any):
+def test_references_are_never_fetched(schema: Any):
     with listening() as (url, asked):
         with pytest.raises(Unusable, match=r"refers to .*nothing is fetched"):
             Arguments(json.loads(json.dumps(schema).replace("URL", url)))
@@ -205,107 +206,19 @@ def test_nothing_that_a_schema_refers_to_is_fetched(schema: Any):
         {"examples": [{"$schema": "x"}], "default": {"$schema": "x"}, "const": {"$schema": "x"}},
         {"enum": [{"patternProperties": 1}], "properties": {"unevaluatedProperties": {}}},
         {"properties": {"patternProperties": {}, "unevaluatedProperties": {}}},
-        {"enum": list(map(str, range(20_000)))},
-        {"enum": [None, *map(str, range(20_000))]},
-        {
-            "oneOf": [{"const": f"c{i}", "title": f"t{i}"} for i in range(820)],
-            "examples": [{"a": i} for i in range(2000)],
-        },
-        {"patternProperties": {"a": {}}, "unevaluatedProperties": False},
+        {"properties": {"x": {"$schema": "http://json-schema.org/draft-07/schema#"}}},
+        {"patternProperties": {r"^\p{L}+$": {}}, "unevaluatedProperties": False},
         {"$id": "https://example.com/a", "$defs": {"d": {"$anchor": "here"}}, "properties": {"x": {"$ref": "a#here"}}},
         {"$defs": {"d": {"$id": "b", "$anchor": "at"}}, "properties": {"x": {"$ref": "b#at"}, "y": {"$ref": "b"}}},
     ],
 )
-def test_a_schema_that_only_looks_hostile_is_taken(schema: Any):
+def test_unusual_valid_schema_is_accepted(schema: Any):
     assert Arguments({"properties": {"a": schema}}).wrong({}) is None
     Arguments(schema)
 
 
-def test_a_list_of_several_kinds_is_not_compared_pair_by_pair():
-    enum = {"enum": [None, *range(36_000)]}
-    begun = time.process_time()
-    Arguments({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": enum}})
-    check = Arguments({"properties": {"x": {"uniqueItems": True}}})
-    assert check.wrong({"x": [{"a": i} for i in range(20_000)]}) is None
-    assert time.process_time() - begun < 5.0
-
-
-@pytest.mark.parametrize(
-    ("items", "twice"),
-    [
-        ([1, 1.0], True),
-        ([1, True, 0, False, "1", None, [1], [True], {}, [], ""], False),
-        ([{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}], True),
-        ([{"a": 1}, {"a": "1"}, ["a", 1], {"a": None}], False),
-        ([None, None], True),
-    ],
-)
-def test_an_item_is_twice_in_a_list_if_json_says_so(items: list[Any], twice: bool):
-    assert (Arguments({"properties": {"x": {"uniqueItems": True}}}).wrong({"x": items}) is not None) == twice
-    assert Arguments({"properties": {"x": {"uniqueItems": False}}}).wrong({"x": items}) is None
-
-
-A: dict[str, Any] = {"properties": {"a": {}}}
-B = {"properties": {"b": {"type": "integer"}}}
-D2019 = "https://json-schema.org/draft/2019-09/schema"
-
-
-@pytest.mark.parametrize(
-    ("schema", "good", "bad"),
-    [
-        ({"$ref": "#/$defs/a", **B}, {"a": 1, "b": 1}, {"c": 1}),
-        ({"anyOf": [A, B]}, {"a": 1, "b": 1}, {"a": 1, "b": "x"}),
-        ({"if": {"required": ["a"], **A}, "then": B, "else": {"properties": {"c": {}}}}, {"a": 1, "b": 1}, {"b": 1}),
-        ({"if": {"required": ["a"], **A}, "then": B, "else": {"properties": {"c": {}}}}, {"c": 1}, {"a": 1, "c": 1}),
-        ({"dependentSchemas": {"a": {**A, **{"required": ["b"]}}}, **B}, {"b": 1}, {"a": 1}),
-        ({"patternProperties": {"^x-": {}}}, {"x-a": 1}, {"a": 1}),
-        ({"allOf": [{"additionalProperties": {"type": "integer"}}]}, {"a": 1}, {"a": "1"}),
-        ({"allOf": [{"unevaluatedProperties": True}]}, {"a": 1}, None),
-        ({"prefixItems": [True]}, [1], [1, 2]),
-        ({"allOf": [{"prefixItems": [True]}, {"prefixItems": [True, True]}]}, [1, 2], [1, 2, 3]),
-        ({"prefixItems": [True], "contains": {"type": "string"}}, [1, "2", "3"], [1, "2", 3]),
-        ({"$ref": "#/$defs/all"}, [1, 2], None),
-        ({"$schema": D2019, "allOf": [{"items": [True]}]}, [1], [1, 2]),
-        ({"$schema": D2019, "allOf": [{"items": [True], "additionalItems": True}]}, [1, 2], None),
-        ({"$schema": D2019, "prefixItems": [True]}, [], [1]),
-        ({"$schema": D2019, "allOf": [{"items": {"type": "integer"}}]}, [1, 2], ["1"]),
-    ],
-)
-def test_what_no_part_of_a_schema_knows_is_refused_where_it_asks_for_that(schema: Any, good: Any, bad: Any):
-    dialect = {"$schema": schema.pop("$schema", "https://json-schema.org/draft/2020-12/schema")}
-    part = {"unevaluatedItems": False, "unevaluatedProperties": False, **schema}
-    check = Arguments({**dialect, "$defs": {"a": A, "all": {"items": True}}, "properties": {"x": part}})
-    assert check.wrong({"x": good}) is None
-    assert bad is None or check.wrong({"x": bad}) is not None
-
-
-def test_a_part_that_refers_to_the_whole_knows_what_the_whole_knows():
-    whole = {"$schema": D2019, "$recursiveAnchor": True, "properties": {"x": {"$ref": "#/$defs/n"}}}
-    part = {"unevaluatedProperties": False, "$recursiveRef": "#", "properties": {"y": {}}}
-    check = Arguments({**whole, "$defs": {"n": part}}, closed=False)
-    assert check.wrong({"x": {"x": {"y": 1}, "y": 1}}) is None
-    assert check.wrong({"x": {"z": 1}}) is not None
-
-
-@pytest.mark.parametrize("draft", ["04", "06", "07"])
-def test_dependencies_on_names_may_stand_beside_those_on_schemas(draft: str):
-    dependencies = {"a": {"properties": {"b": {"type": "string"}}}, "b": ["c"], "d": {"required": ["e"]}}
-    schema = {"$schema": f"http://json-schema.org/draft-{draft}/schema#", "dependencies": dependencies}
-    check = Arguments({"$schema": schema.pop("$schema"), "properties": {"x": schema}})
-    assert check.wrong({"x": {"b": 1, "c": 2}}) is None
-    assert check.wrong({"x": {"b": 1}}) == "the argument 'x.c' is missing."
-    assert check.wrong({"x": {"d": 1}}) == "the argument 'x.e' is missing."
-
-
-def test_anchors_are_gathered_once():
-    anchors = {f"d{i}": {"$anchor": f"n{i}"} for i in range(1500)}
-    used = {f"p{i}": {"$ref": f"#n{i}"} for i in range(1500)}
-    begun = time.process_time()
-    assert Arguments({"$defs": anchors, "properties": used}).wrong(dict.fromkeys(used, 1)) is None
-    assert time.process_time() - begun < 5.0
-
-
-DEEP: Any = {"type": "string"}
+DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DEEP: Any = {}
 for _ in range(5000):
     DEEP = {"not": DEEP}
 
@@ -319,93 +232,53 @@ for _ in range(5000):
         ({"required": "x"}, "at required"),
         ({"properties": {"x": {"$ref": "#/$defs/none"}}}, "/$defs/none', which is not in it"),
         ({"properties": {"x": {"pattern": "("}}}, "'(', which is no regular expression"),
-        ({"properties": {"x": {"pattern": "a" * 2000}}}, "a regular expression of 2000 characters"),
         ({"properties": {"x": {"patternProperties": {"[": {}}}}}, "'[', which is no regular expression"),
         ({"$schema": "https://example.com/mine"}, '$schema="https://example.com/mine" is none of'),
-        ({"properties": {"x": {"$schema": "http://json-schema.org/draft-07/schema#"}}}, "$schema of its own"),
-        ({"description": "x" * MAX_SCHEMA}, f"at most {MAX_SCHEMA}"),
-        ({"$id": "x" * 2000}, "an identifier of 2000 characters; at most 1000"),
-        ({"$id": "http://["}, "an identifier or another part that cannot be read: Invalid IPv6 URL"),
-        ({"not": {"$schema": "http://json-schema.org/draft-04/schema", "id": 5}}, "$schema of its own"),
-        ({"properties": {"x": {"$ref": "\t#/def\tault"}}, "default": {"$schema": "x"}}, "$schema of its own"),
-        ({"$ref": "#/%64efault/a", "default": {"a": {"$schema": "x"}}}, "$schema of its own"),
-        ({"$ref": "#/allOf/x", "allOf": [{}]}, "it refers to '#/allOf/x', which cannot be read"),
-        ({"$ref": "#/a/b", "a": True}, "it refers to '#/a/b', which cannot be read"),
-        ({"$ref": "#/allOf", "allOf": [{}]}, "it refers to '#/allOf', which is no schema: [{}]"),
-        ({"$ref": "#/default", "default": {"allOf": 5}}, """it has {"allOf": 5}, which cannot be read as a schema"""),
-        (
-            {"$ref": "#/default", "default": {"pattern": 5}},
-            """it has {"pattern": 5}, which cannot be read as a schema""",
-        ),
-        ({"$schema": "http://json-schema.org/draft-04/schema#", "properties": {"x": {"$ref": 5}}}, "$ref 5, which"),
-        ({"properties": {"x": {"type": [None, *range(36_000)]}}}, "at properties/x/type: [None, 0, 1, 2"),
-        (DEEP, "cannot be written as JSON"),
         ({"properties": {"x": {"enum": [object()]}}}, "cannot be written as JSON"),
+        (DEEP, "cannot be written as JSON"),
+        ({"$schema": DRAFT_4, "properties": {"x": {"$ref": 5}}}, "it refers to 5, which cannot be read"),
+        ({"$ref": "#/allOf/x", "allOf": [{}]}, """it refers to "#/allOf/x", which cannot be read"""),
+        ({"$ref": "#/allOf", "allOf": [{}]}, """it refers to "#/allOf", which is not a schema: [{}]"""),
     ],
 )
-def test_a_schema_that_is_none_is_refused_with_its_place(schema: Any, told: str):
+def test_invalid_schema_is_refused_with_place(schema: Any, told: str):
     with pytest.raises(Unusable) as refused:
         Arguments(schema)
     assert told in str(refused.value) and len(str(refused.value)) < 1000
 
 
-def test_a_schema_that_takes_too_long_to_read_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("skyrl_train.environments.tools.arguments.READ_S", 0.05)
-    with pytest.raises(Unusable, match=r"takes too long to read \(more than 0.05 CPU-seconds\); make it smaller"):
-        Arguments({"anyOf": [{"title": str(i)} for i in range(2000)]})
-
-
-DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}
-NEXT = [{"$ref": f"#/$defs/b{i + 1}"} for i in range(40)]
-UNEVALUATED: dict[str, Any] = {f"b{i}": {**NEXT[i], "if": True, "then": NEXT[i]} for i in range(40)}
-ELEMENTS: dict[str, Any] = {"items": {}, "contains": {}, "propertyNames": {}, "additionalProperties": {}}
-HIDDEN = {"$schema": "http://json-schema.org/draft-07/schema", "propertyNames": {"pattern": "^(a|a)*$"}}
+SLOW: dict[str, Any] = {"patternProperties": {"^(a|a)*$": {}}}
+OPERATORS = [
+    {"properties": {"op": {"const": op}, "of": {"items": {"$ref": "#/$defs/condition"}}}, "required": ["op", "of"]}
+    for op in ("and", "or", "not")
+]
+CONDITION: Any = {"op": "field"}
+for _ in range(30):
+    CONDITION = {"op": "not", "of": [CONDITION]}
 
 
 @pytest.mark.parametrize(
     ("schema", "value", "told"),
     [
         ({"pattern": "^(a|a)*$"}, "a" * 40 + "!", "take too long"),
-        ({"patternProperties": {"^(a|a)*$": {}}}, {"a" * 40 + "!": 1}, "take too long"),
-        ({"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False}, {"a" * 40 + "!": 1}, "take too long"),
-        ({"patternProperties": {"^(a|a)*$": {}}, "unevaluatedProperties": False}, {"a" * 40 + "!": 1}, "take too long"),
+        (SLOW, {"a" * 40 + "!": 1}, "take too long"),
+        ({**SLOW, "additionalProperties": False}, {"a" * 40 + "!": 1}, "take too long"),
+        ({"unevaluatedProperties": False, "allOf": [SLOW]}, {"a" * 40 + "!": 1}, "take too long"),
         ({"propertyNames": {"pattern": "^(a|a)*$"}}, {"a" * 40 + "!": 1}, "take too long"),
         ({"items": {"pattern": "^(a|a)*$"}}, ["a" * 16 + "!"] * 1000, "take too long"),
-        ({"$ref": "#/$defs/a0"}, 1, "take too long"),
-        ({"$ref": "#/$defs/self"}, 1, "nested too deeply"),
-        ({"unevaluatedProperties": False, "$ref": "#/$defs/b0"}, {"a": 1}, "take too long"),
-        ({"unevaluatedItems": False, "$ref": "#/$defs/b0"}, [1], "take too long"),
-        ({"uniqueItems": True}, [i * (2**61 - 1) for i in range(30_000)], "take too long"),  # all of one hash
+        ({"$ref": "#/$defs/condition"}, CONDITION, "take too long"),
         ({"items": {"enum": list(range(5000))}}, [4999] * 50_000, "take too long"),
         ({"multipleOf": 0.3}, 10**4000, "cannot be checked"),
     ],
 )
-def test_no_schema_and_no_value_keeps_a_check_busy(schema: Any, value: Any, told: str, monkeypatch: pytest.MonkeyPatch):
-    definitions = {**DOUBLING, **UNEVALUATED, "b40": {}, "self": {"$ref": "#/$defs/self"}}
+def test_expensive_check_ends_in_time(schema: Any, value: Any, told: str, monkeypatch: pytest.MonkeyPatch):
+    definitions = {"condition": {"anyOf": OPERATORS}}
     assert told in str(checked_in_time({"$defs": definitions, "properties": {"x": schema}}, {"x": value}, monkeypatch))
 
 
-@pytest.mark.parametrize("keyword", ELEMENTS)
-def test_what_is_done_for_each_element_ends_too(keyword: str, monkeypatch: pytest.MonkeyPatch):
-    leaf = {keyword: ELEMENTS[keyword]}
-    value: Any = dict.fromkeys(map(str, range(5000)), 0) if "ropert" in keyword else [0] * 5000
-    doubling = {f"a{i}": {"anyOf": [{"not": {"$ref": f"#/$defs/a{i + 1}"}}] * 2} for i in range(18)}
-    schema = {"$defs": {**DOUBLING, **doubling, "a18": leaf}, "properties": {"x": {"$ref": "#/$defs/a0"}}}
-    assert "take too long" in str(checked_in_time(schema, {"x": value}, monkeypatch))
-
-
-def test_items_that_a_schema_knows_again_and_again_take_no_memory(monkeypatch: pytest.MonkeyPatch):
-    part = {"unevaluatedItems": False, "$ref": "#/$defs/b0"}
-    schema = {"$defs": {**UNEVALUATED, "b15": {"items": True}, "b40": {}}, "properties": {"x": part}}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert "take too long" in str(checked_in_time(schema, {"x": [0] * 5000}, monkeypatch))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10  # KiB
-
-
-def test_a_schema_of_another_draft_where_none_is_looked_for_is_in_bounds_too(monkeypatch: pytest.MonkeyPatch):
-    default = {"dependencies": {"a": ["b"], "x": HIDDEN}}  # of which `referencing` reads none, after a list
-    schema = {"$schema": HIDDEN["$schema"], "allOf": [{"$ref": "#/default"}], "default": default}
-    assert "take too long" in str(checked_in_time(schema, {"x": 1, "a" * 40 + "!": 1}, monkeypatch))
+def test_part_with_own_schema_keyword_has_the_deadline_too(monkeypatch: pytest.MonkeyPatch):
+    part = {"$schema": "http://json-schema.org/draft-07/schema#", "pattern": "^(a|a)*$"}
+    assert "too long" in str(checked_in_time({"properties": {"x": part}}, {"x": "a" * 40 + "!"}, monkeypatch))
 
 
 def checked_in_time(schema: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
@@ -415,6 +288,38 @@ def checked_in_time(schema: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch
     told = check.wrong(arguments)
     assert time.process_time() - begun < 1.5
     return told
+
+
+def test_unique_items_are_compared_in_linear_time(monkeypatch: pytest.MonkeyPatch):
+    items: list[Any] = [{"a": i} for i in range(20_000)]
+    schema = {"properties": {"x": {"uniqueItems": True}}}
+    assert checked_in_time(schema, {"x": items}, monkeypatch) is None
+    assert "twice" in str(checked_in_time(schema, {"x": [*items, items[0]]}, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("items", "unique"),
+    [
+        ([1, 1.0], False),
+        ([{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}], False),
+        ([None, None], False),
+        ([1, True, 0, False, "1", None, [1], [True], {}, [], ""], True),
+        ([{"a": 1}, {"a": "1"}, ["a", 1], {"a": None}], True),
+    ],
+)
+def test_unique_items_are_compared_as_json(items: list[Any], unique: bool):
+    assert (Arguments({"properties": {"x": {"uniqueItems": True}}}).wrong({"x": items}) is None) == unique
+    assert Arguments({"properties": {"x": {"uniqueItems": False}}}).wrong({"x": items}) is None
+
+
+@pytest.mark.parametrize("draft", ["04", "06", "07"])
+def test_dependencies_may_mix_schemas_and_names(draft: str):
+    dependencies = {"a": {"properties": {"b": {"type": "string"}}}, "b": ["c"], "d": {"required": ["e"]}}
+    part = {"dependencies": dependencies}
+    check = Arguments({"$schema": f"http://json-schema.org/draft-{draft}/schema#", "properties": {"x": part}})
+    assert check.wrong({"x": {"b": 1, "c": 2}}) is None
+    assert check.wrong({"x": {"b": 1}}) == "the argument 'x.c' is missing."
+    assert check.wrong({"x": {"d": 1}}) == "the argument 'x.e' is missing."
 
 
 def nested(levels: int) -> Any:
@@ -428,6 +333,7 @@ def nested(levels: int) -> Any:
     "value",
     [
         nested(900),
+        nested(20_000),
         {"k" * 10**6: 1},
         {"x": {"y" * 10**6: {"z" * 10**6: 1}}},
         {"s": "v" * 10**6},
@@ -435,7 +341,7 @@ def nested(levels: int) -> Any:
         {"x": "\x1b[2J\ud800"},
     ],
 )
-def test_what_is_told_is_short_whatever_was_given(value: Any):
+def test_messages_are_short_for_any_arguments(value: Any):
     schema = {
         "$defs": {"node": {"properties": {"x": {"$ref": "#/$defs/node"}}, "additionalProperties": False}},
         "properties": {"s": {"maxLength": 3}, "n": {"items": {"maximum": 3}}, "x": {"$ref": "#/$defs/node"}},
@@ -444,14 +350,7 @@ def test_what_is_told_is_short_whatever_was_given(value: Any):
     assert told is None or len(told) < 800
 
 
-def test_a_thousand_mistakes_in_a_long_list_do_not_write_it_a_thousand_times():
-    """jsonschema writes the whole value into each message, of which one is told: two seconds for this one."""
-    schema = {"properties": {"n": {"anyOf": [{"type": "string", "maxLength": most} for most in range(1000)]}}}
-    told = Arguments(schema).wrong({"n": list(range(100_000))})
-    assert told is not None and told.startswith("the argument 'n' must be of type string")
-
-
-def test_a_tool_of_a_broken_schema_is_refused_before_a_run_starts():
+def test_tool_with_invalid_schema_is_refused_at_start():
     class Broken(Echo):
         name = "broken"
         parameters = {"type": "object", "properties": {"x": {"type": "text"}}}  # noqa: RUF012
@@ -464,7 +363,7 @@ def test_a_tool_of_a_broken_schema_is_refused_before_a_run_starts():
         tools.forget("broken")
 
 
-def test_the_library_is_loaded_by_the_first_call():
+def test_schema_library_is_imported_at_first_call():
     code = """
 import sys
 from skyrl_train.environments.tools.base import ToolBox
@@ -477,7 +376,7 @@ assert "jsonschema" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_box_tells_a_nested_mistake():
+def test_tool_box_describes_nested_mistake():
     class Search(Echo):
         parameters = NESTED
 

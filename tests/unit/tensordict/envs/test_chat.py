@@ -7,6 +7,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt
+from skyrl_train.errors import DataError
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import ChatEnv, DatasetChatEnv
@@ -252,6 +253,33 @@ def test_a_question_may_be_a_conversation_that_goes_on(mode: str):
             assert prompt == tokenizer.apply_chat_template(wanted, tokenize=False, add_generation_prompt=True)
         else:
             assert prompt.tolist() == render_prompt(tokenizer, wanted)
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_a_question_that_ends_with_the_policy_is_continued(mode: str):
+    tokenizer = byte_tokenizer()
+    asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "The answer"}]
+    env = ChatEnv(input_mode=mode, tokenizer=tokenizer, batch_size=(1,))
+    root = env.reset(TensorDict(query=[asked], batch_size=[1]))
+    prompt = root[0][mode].prompt
+    if mode != "history":
+        text = prompt if mode == "text" else tokenizer.decode(prompt)
+        assert text == tokenizer.apply_chat_template(asked, tokenize=False, continue_final_message=True)
+        return
+    assert messages_of(prompt)[-1]["is_complete"] is False
+    root[0].set("history", ChatHistory(prompt=prompt, response=history_of([asked[-1] | {"content": " is 4"}])))
+    following = env.step(root)["next"]
+    assert prompts(following) == [[("user", "2 + 2?"), ("assistant", "The answer is 4")]]
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_messages_that_the_template_drops_are_refused(mode: str):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("in messages", "in messages if m.role != 'system'")
+    tokenizer.chat_template = tokenizer.chat_template.replace("for message", "for m").replace("message[", "m[")
+    env = ChatEnv(input_mode=mode, system_prompt="Be brief.", tokenizer=tokenizer, batch_size=(1,))
+    with pytest.raises(DataError, match=r"messages\[0\]\.content: the chat template does not write 'Be brief\.'"):
+        env.reset(TensorDict(query=["2 + 2?"], batch_size=[1]))
 
 
 @pytest.mark.defect("question-of-messages")

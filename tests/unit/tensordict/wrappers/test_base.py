@@ -21,7 +21,7 @@ from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from skyrl_train.testing.tiny_models import byte_tokenizer
+from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
 from tests.support.machine import slowness
 
 TOKENIZER = byte_tokenizer()
@@ -338,6 +338,14 @@ def test_every_parameter_reaches_the_engine_and_minus_one_is_off(wrap: Any):
     sampling = wrapper.engine.batches[1][0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.stop) == (6, 0.25, 0, ("r",))
     assert (sampling.ignore_eos, sampling.min_tokens) == (True, 2)
+
+
+def test_histories_end_at_the_templates_end_of_turn(wrap: Any, chats: Any):
+    wrapper = wrap(chat_template=CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    wrapper(chats)
+    wrapper(chats, ignore_eos=True)
+    end = TOKENIZER.convert_tokens_to_ids("<|endoftext|>")
+    assert [batch[0].sampling.stop_token_ids for batch in wrapper.engine.batches] == [(end,), ()]
 
 
 @pytest.mark.defect("D02")

@@ -1,0 +1,302 @@
+"""A check that rendered text holds everything that a conversation says: texts, reasoning, tool calls and tools.
+
+Chat templates drop what they do not know without an error. The check renders a conversation once more with a marker in
+place of each text. The markers must appear, those of a message after those of the message before it, and the text
+between them must be that of the real conversation. This is done once for every shape of conversation (its roles and
+fields). The rest of the conversations of that shape are compared with the result, which needs no rendering.
+
+Where a template treats some texts specially, this comparison fails. Then the conversation's own texts are marked and
+rendered. White space is ignored throughout, since templates trim and indent.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import escape
+
+from skyrl_train.data.content_walk import DEFINITION, REASONING, TEXT, THOUGHT, TOOLS, Leaf, Walk, role_group
+from skyrl_train.data.control_tokens import MarkingTemplate
+from skyrl_train.data.trajectory import Message
+from skyrl_train.errors import DataError
+
+Render = Callable[[str, Sequence[Message], Mapping[str, Any]], str]
+"""Renders messages in a way (see `chat.render_text`) with the template's variables."""
+MAX_SHAPES = 4096
+"""Shapes and roles that are kept for one template."""
+_NONCE = secrets.randbelow(9 * 10**17) + 10**17
+
+
+@dataclass(slots=True)
+class ContentCheck:
+    """The check of conversations that are rendered in one way with one template."""
+
+    template: MarkingTemplate
+    way: str
+    """Name of the way, which distinguishes shapes."""
+    render: Render
+
+    def lost(
+        self, messages: Sequence[Message], options: Mapping[str, Any], text: str, spoken: Collection[int] = ()
+    ) -> str | None:
+        """Describe the first thing that `text` lacks; None if it is complete.
+
+        Args:
+            messages: Messages in normal form.
+            text: What `render` makes of them.
+            spoken: Indices of messages whose reasoning is needed. Templates may drop that of other messages, as they do
+                when a model is used.
+        """
+        walk = Walk(self.template.source or "")
+        walk.conversation(messages, options)
+        spoken = frozenset(spoken)
+        shapes: dict[Any, _Shape | None] = self._kept("shapes")
+        key = (self.way, spoken, *walk.key)
+        if key in shapes:
+            shape = shapes[key]
+        else:
+            shape = shapes[key] = self._shape(messages, options, spoken)
+        if shape is not None and shape.explains(text, walk.leaves):
+            return None
+        return self._lost_of_own_texts(messages, options, squash(text), spoken)
+
+    def _kept(self, name: str) -> dict[Any, Any]:
+        kept: dict[Any, Any] = self.template.findings.setdefault(name, {})
+        if len(kept) >= MAX_SHAPES:
+            kept.clear()
+        return kept
+
+    def _shape(self, messages: Sequence[Message], options: Mapping[str, Any], spoken: Collection[int]) -> _Shape | None:
+        """Render markers; None if some are missing, out of order, or under no role of their own."""
+        markers: list[str] = []
+
+        def mark(leaf: Leaf) -> str:
+            markers.append(_marker(len(markers), leaf.size))
+            return markers[-1]
+
+        walk = Walk(self.template.source or "", mark)
+        marked, marked_options = walk.conversation(messages, options)
+        try:
+            raw = self.render(self.way, marked, marked_options)
+            text = squash(raw)
+            complete = self._missing(text, markers, walk.leaves, marked, marked_options, spoken) is None
+            if not complete or self._lost_role(walk, marked, marked_options, text) is not None:
+                return None
+        except DataError:
+            return None  # this template does not take markers
+        places = {marker: place for place, marker in enumerate(markers)}
+        pieces = re.split(f"({'|'.join(markers)})", raw) if markers else [raw]
+        return _Shape(pieces[::2], [places[marker] for marker in pieces[1::2]])
+
+    def _lost_of_own_texts(
+        self, messages: Sequence[Message], options: Mapping[str, Any], real: str, spoken: Collection[int]
+    ) -> str | None:
+        """Render the conversation's own texts behind markers. `real` is its text without white space."""
+        markers: list[str] = []
+
+        def mark(leaf: Leaf) -> str:
+            if leaf.kind == DEFINITION:
+                markers.append("")
+                return leaf.text
+            markers.append(_marker(len(markers), leaf.size))
+            return markers[-1] + ("" if leaf.number else leaf.text)
+
+        walk = Walk(self.template.source or "", mark)
+        marked, marked_options = walk.conversation(messages, options)
+        try:
+            text = squash(self.render(self.way, marked, marked_options))
+        except DataError:  # this template does not take markers
+            return self._lost_by_comparison(messages, options, real, walk.leaves, spoken)
+        place = self._missing(text, markers, walk.leaves, marked, marked_options, spoken, own=True)
+        if place is not None:
+            return _describe(walk.leaves[place], messages)
+        index = self._lost_role(walk, marked, marked_options, text)
+        if index is not None:
+            return (
+                f"messages[{index}].role: the chat template writes a message of role {messages[index]['role']!r} like "
+                "one of another role, so that the model cannot tell them apart. Use a template that knows the role "
+                "(generator.chat_template), or another role."
+            )
+        for leaf, marker in zip(walk.leaves, markers, strict=True):
+            text = text.replace(marker, leaf.text if leaf.number else "") if marker else text
+        return None if text == real else self._lost_by_comparison(messages, options, real, walk.leaves, spoken)
+
+    def _lost_by_comparison(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        real: str,
+        leaves: Sequence[Leaf],
+        spoken: Collection[int],
+    ) -> str | None:
+        """Replace one leaf after another by a text of the same length, whose rendering must hold the leaf less often.
+
+        This is for templates that decide by the length or the beginning of a text, which markers change.
+        """
+        other = next(char for char in map(chr, range(0x4E00, 0xD800)) if char not in real)
+        for place, leaf in enumerate(leaves):
+            needed = leaf.kind == TEXT or (leaf.index in spoken and leaf.kind != DEFINITION)
+            if leaf.number or not needed:
+                continue
+            walk = Walk(self.template.source or "", _replacing(place, other))
+            try:
+                text = squash(self.render(self.way, *walk.conversation(messages, options)))
+            except DataError:
+                text = ""  # this template does not take other texts
+            if not any(real.count(one) > text.count(one) for one in spellings(leaf.text)):
+                return _describe(leaf, messages)
+        return None
+
+    def _missing(
+        self,
+        text: str,
+        markers: Sequence[str],
+        leaves: Sequence[Leaf],
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        spoken: Collection[int],
+        own: bool = False,
+    ) -> int | None:
+        """Return the index of the first leaf that is needed and whose marker is missing or in another's place.
+
+        Args:
+            own: The leaf's own text must follow its marker.
+        """
+        index, start, end = TOOLS, 0, 0
+        for place, (leaf, marker) in enumerate(zip(leaves, markers, strict=True)):
+            if leaf.kind == DEFINITION:
+                continue
+            if leaf.index != index:
+                index, start = leaf.index, end
+            anywhere = index == TOOLS or role_group(messages[index]["role"]) == "system"  # some write it last
+            begin = 0 if anywhere else start
+            followed_by = spellings(leaf.text) if own and not leaf.number else ("",)
+            at = next((at for one in followed_by if (at := text.find(marker + one, begin)) >= 0), -1)
+            if at >= 0:
+                end = end if anywhere else max(end, at + len(marker))
+            elif not self._droppable(leaf, marker, messages, options, spoken):
+                return place
+        return None
+
+    def _droppable(
+        self,
+        leaf: Leaf,
+        marker: str,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        spoken: Collection[int],
+    ) -> bool:
+        """True for reasoning of an earlier turn, provided that the template writes it while the turn is the last."""
+        if leaf.index in spoken or leaf.kind not in (THOUGHT, REASONING):
+            return False
+        return leaf.kind == THOUGHT or marker in squash(self.render("closed", messages[: leaf.index + 1], options))
+
+    def _lost_role(self, walk: Walk, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
+        """Return the index of a message that is rendered no differently as the user's, or under a more common role of
+        the conversation.
+
+        A template that knows only the common roles writes the others like one of them.
+        """
+        ranks = {"user": 0} | {message["role"]: _rank(message["role"]) for message in messages}
+        with_text = {leaf.index for leaf in walk.leaves if leaf.kind != DEFINITION}
+        kept = self._kept("roles")
+        for index in sorted(with_text - {TOOLS}):
+            message = messages[index]
+            for role, rank in ranks.items():
+                key = self.way, walk.message_keys[index], index == 0, role
+                if rank >= ranks[message["role"]] or key in kept:
+                    continue
+                changed = [*messages[:index], {**message, "role": role}, *messages[index + 1 :]]
+                try:
+                    if squash(self.render(self.way, changed, options)) == text:
+                        return index
+                except DataError:
+                    pass  # the template tells the roles apart
+                kept[key] = True
+        return None
+
+
+def _rank(role: str) -> int:
+    """Return how uncommon a role is. Templates rightly write some roles alike, such as system and developer."""
+    common = ("user", "assistant", "system")
+    group = role_group(role)
+    return common.index(group) if group in common else len(common)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Rendered text of a shape: literals, and between them the leaves in this order."""
+
+    literals: list[str]
+    order: list[int]
+
+    def explains(self, text: str, leaves: Sequence[Leaf]) -> bool:
+        """True if `text` consists of the literals and the texts of these leaves, perhaps escaped."""
+        written = [self.literals[0]]
+        for place, literal in zip(self.order, self.literals[1:], strict=True):
+            written += leaves[place].text, literal
+        if "".join(written) == text:
+            return True
+        text, literals = squash(text), [squash(literal) for literal in self.literals]
+        if not text.startswith(literals[0]):
+            return False
+        at = len(literals[0])
+        for place, literal in zip(self.order, literals[1:], strict=True):
+            for spelling in spellings(leaves[place].text):
+                end = at + len(spelling)
+                if text.startswith(spelling, at) and text.startswith(literal, end):
+                    at = end + len(literal)
+                    break
+            else:
+                return False
+        return at == len(text)
+
+
+def squash(text: str) -> str:
+    """Return `text` without white space."""
+    return "".join(text.split())
+
+
+def spellings(text: str) -> Iterator[str]:
+    """Yield the forms in which templates write a text: as it is, and escaped for JSON, HTML and Python."""
+    yield squash(text)
+    as_json = json.dumps(text, ensure_ascii=False)[1:-1]
+    yield squash(as_json)
+    yield squash(json.dumps(text)[1:-1])
+    yield squash(str(escape(text)))
+    yield squash(html.escape(text))
+    yield squash(str(htmlsafe_json_dumps(text))[1:-1])
+    yield squash(repr(text)[1:-1])
+    yield squash(json.dumps(as_json, ensure_ascii=False)[1:-1])
+
+
+def _marker(place: int, size: int | None) -> str:
+    """Return a number that no text contains; of `size` digits, where a template may count them."""
+    return str(_NONCE + place) if size is None else f"{(_NONCE + place) % 10**size:0{size}}"
+
+
+def _replacing(place: int, char: str) -> Callable[[Leaf], str]:
+    """Return a `put` of `Walk` that replaces all characters of the leaf at `place`."""
+    places = itertools.count()
+    return lambda leaf: char * len(leaf.text) if next(places) == place else leaf.text
+
+
+def _describe(leaf: Leaf, messages: Sequence[Message]) -> str:
+    if leaf.index == TOOLS:
+        return (
+            f"{leaf.field}: the chat template does not write the tool {leaf.text!r:.80}. Use a template that writes "
+            "tools (generator.chat_template), or remove the column."
+        )
+    role = messages[leaf.index]["role"]
+    return (
+        f"messages[{leaf.index}].{leaf.field}: the chat template does not write {leaf.text!r:.80} of this {role} "
+        "message in its place. Use a template that does (generator.chat_template), or put the text into content."
+    )
