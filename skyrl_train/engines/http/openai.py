@@ -241,8 +241,10 @@ class Translator:
         """Return a completion's text before its stop string, and its tokens' parts if the call wants log-probs."""
         ids = completion.token_ids
 
+        begins_text = isinstance(call.body, ChatBody) and not call.body.continue_final_message
+
         def decoded(length: int) -> str:
-            if call.chat:
+            if begins_text:
                 return decode_response(self._tokenizer, ids[:length])
             return decode_completion(self._tokenizer, ids[:length], request.token_ids)
 

@@ -13,6 +13,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.testing.tiny_models import byte_tokenizer
 from tests.support.http_calls import CHAT, TOKENIZER, ask, ids_of, says, serve
 from tests.support.tokenizers import KINDS, sentencepiece_tokenizer
 
@@ -271,6 +272,31 @@ def test_a_completion_keeps_the_space_after_its_prompt_and_a_chat_drops_it():
     assert chat["message"]["content"] == "sat ont"
     assert [row["token"] for row in chat["logprobs"]["content"]] == ["sat", "", " on", "t"]
     assert [bytes(row["bytes"]) for row in chat["logprobs"]["content"]] == [b"sat", b"", b" on", b"t"]
+
+
+def test_a_continued_message_keeps_the_space_after_its_beginning():
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]
+    chat = chatted(["\u2581sat"], "sentencepiece", messages=messages, continue_final_message=True)
+    assert chat["message"]["content"] == " sat"
+    assert [row["token"] for row in chat["logprobs"]["content"]] == [" sat"]
+
+
+@pytest.mark.parametrize("stop", [None, "y"])
+def test_reasoning_between_control_tokens_has_no_part_in_the_message(stop: str | None):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ids = tokenizer.encode("<think>\u00e9x</think>\n\n\u00e9x" + ("y" if stop else ""))
+    engine = StopsAtStrings(lambda request: ids)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
+        return (await ask(session, "/v1/chat/completions", CHAT | {"logprobs": True, "stop": stop}))[1]["choices"][0]
+
+    choice = serve(test, engine, tokenizer=tokenizer)
+    rows = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == "\u00e9x"
+    end = [""] if stop else []
+    assert [row["token"] for row in rows] == [""] * 7 + ["", "\u00e9", "x"] + end
+    assert [bytes(row["bytes"]) for row in rows] == [b""] * 7 + [b"\xc3", b"\xa9", b"x"] + [b"" for _ in end]
 
 
 @pytest.mark.parametrize("echo", [False, True])
