@@ -40,7 +40,10 @@ def sentencepiece_tokenizer(*, byte_fallback: bool = False, bos_and_eos: bool = 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>assistant ' }}{% endif %}"
+    )
     return tokenizer
 
 
