@@ -22,6 +22,7 @@ from skyrl_train.data.message_form import MessageForm, message_form
 from skyrl_train.data.messages import continues_message, normal_message
 from skyrl_train.data.reasoning import CLOSES, CLOSING, final_answer, opening_at_end
 from skyrl_train.data.trajectory import Message
+from skyrl_train.data.vocabulary import decode_continuation
 from skyrl_train.errors import DataError
 
 _OPENING_TOKENS = 64
@@ -139,19 +140,41 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
+def encode_prompt(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the ids of a prompt of plain text, in which control tokens may be spelt.
+
+    Args:
+        add_special_tokens: Puts before it what the tokenizer puts before texts, such as BOS, unless it begins so. What
+            the tokenizer puts after texts, such as EOS, is never added, as a completion continues the prompt.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not add_special_tokens:
+        return ids
+    plain, full = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
+    prefix: list[int] = full[: next(starts, 0)]
+    return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+
 def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
     """Return the text of a model's turn without control tokens; `skip_special_tokens` alone keeps some role markers.
 
     Markers of reasoning stay, also those that are control tokens: `reasoning.final_answer` finds the answer by them.
     """
+    tokens, skip_special_tokens = _read_tokens(tokenizer, ids)
+    return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
+def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
+    """Return the tokens that are a turn's text, and whether special ones among them are to be skipped."""
     tokens, controls = token_array(ids), marking_template(tokenizer).controls
     dropped = controls.among(tokens)
     markers = np.isin(tokens, list(controls.reasoning)) if controls.reasoning else np.zeros(len(tokens), bool)
     if not markers.any():
-        return str(tokenizer.decode(tokens[~dropped], skip_special_tokens=True))
+        return tokens[~dropped].tolist(), True
     if tokenizer.unk_token_id is not None:  # special, but no control token
         dropped = dropped | (tokens == tokenizer.unk_token_id)
-    return str(tokenizer.decode(tokens[markers | ~dropped], skip_special_tokens=False))
+    return tokens[markers | ~dropped].tolist(), False
 
 
 def decode_answer(tokenizer: Any, ids: ArrayLike, opened: str = "") -> str:
@@ -183,6 +206,25 @@ def plain_text(message: Message) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content or ""
+
+
+def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
+    """Return the text, as `decode_response` reads it, that continues a prompt of plain text.
+
+    It may begin with a space, which `decode_response` drops with tokenizers that write spaces before words. After a
+    control token a new text begins.
+    """
+    last = token_array(prompt)[-1:].tolist()
+    if not last or last[0] in marking_template(tokenizer).controls.names:
+        return decode_response(tokenizer, ids)
+    tokens, skip_special_tokens = _read_tokens(tokenizer, ids)
+    return decode_continuation(tokenizer, tokens, skip_special_tokens=skip_special_tokens)
+
+
+def unread_tokens(tokenizer: Any) -> Collection[int]:
+    """Return the ids of tokens that `decode_response` leaves out of a text."""
+    controls = marking_template(tokenizer).controls
+    return controls.names.keys() - controls.reasoning.keys()
 
 
 def is_control(tokenizer: Any, token: int) -> bool:

@@ -31,12 +31,14 @@ def says(text: str) -> Callable[[SampleRequest], list[int]]:
     return lambda request: [*ids_of(text), TOKENIZER.eos_token_id]
 
 
-def serve(test: Test, engine: Any = None, *, token: str | None = TOKEN, **options: Any) -> Any:
+def serve(
+    test: Test, engine: Any = None, *, token: str | None = TOKEN, tokenizer: Any = TOKENIZER, **options: Any
+) -> Any:
     """Run `test(endpoint, session)` against an endpoint that serves model "m"; the session sends the token."""
 
     async def run() -> Any:
         served = engine if engine is not None else ScriptedEngine(says("hello"))
-        async with HttpEndpoint(served, TOKENIZER, model_name="m", token=token, **options) as endpoint:
+        async with HttpEndpoint(served, tokenizer, model_name="m", token=token, **options) as endpoint:
             headers = {"Authorization": f"Bearer {endpoint.token}"}
             async with aiohttp.ClientSession(endpoint.url, headers=headers) as session:
                 return await asyncio.wait_for(test(endpoint, session), 60)

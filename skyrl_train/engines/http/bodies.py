@@ -130,7 +130,6 @@ class _Body(_Given):
     web_search_options: Annotated[Any, Only()] = None
     top_logprobs: Annotated[Any, Only(0)] = None
     best_of: Annotated[Any, Only(1)] = None
-    echo: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
     user: Ignored = None
     metadata: Ignored = None
@@ -162,6 +161,11 @@ class TextBody(_Body):
 
     prompt: Text | Ids | Texts | Annotated[list[Ids], _FirstError()]
     logprobs: int | None = Field(default=None, description="0 gives the sampled tokens' own; more are refused.")
+    echo: bool = Field(default=False, description="Puts the prompt before the text, and its tokens before the others.")
+    add_special_tokens: bool = Field(
+        default=True,
+        description="Puts BOS before a prompt of text if the tokenizer does so and the prompt does not begin with it.",
+    )
 
 
 B = TypeVar("B", bound=_Given)
@@ -246,9 +250,10 @@ class Usage(_Answer):
 
 class TokenLogprob(_Answer):
     token: str
+    """The token's part of the text; empty for one that has none."""
     logprob: float | None
     """nats; null for one that is no finite number"""
-    bytes: list[int] | None
+    bytes: list[int]
     top_logprobs: list[Any]
 
 
@@ -260,6 +265,7 @@ class ChatLogprobs(_Answer):
 class TextLogprobs(_Answer):
     tokens: list[str]
     token_logprobs: list[float | None]
+    """nats; null for the first token of an echoed prompt and for one that is no finite number"""
     top_logprobs: None
     text_offset: list[int]
 

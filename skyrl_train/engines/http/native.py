@@ -24,6 +24,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from skyrl_train.data.arrays import logprob_array, token_array
+from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
@@ -286,7 +287,7 @@ class NativeEngine:
             entry.cut(length)
             reason = "stop"
         elif reason == "stop":
-            text = self._tokenizer.decode(entry.token_ids[-1:])
+            text = token_text(self._tokenizer, entry.token_ids[-1])
         elif reason == "abort" and not self._room(entry):
             reason = "length"
         greedy = entry.request.sampling.temperature == 0
@@ -314,7 +315,7 @@ class NativeEngine:
         for index, token in enumerate(entry.token_ids):
             text = stops.find(entry.token_ids[: index + 1]) if stops and stops.completed_by(token) else None
             if text is None and token in sampling.stop_token_ids:
-                text = self._tokenizer.decode([token])
+                text = token_text(self._tokenizer, token)
             if text is not None:
                 return index + 1, text
         return None, None

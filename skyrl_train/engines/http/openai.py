@@ -11,10 +11,19 @@ from itertools import accumulate
 from typing import Any
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.chat import decode_answer, decode_response, opened_reasoning, render_prompt
+from skyrl_train.data.chat import (
+    decode_completion,
+    decode_response,
+    encode_prompt,
+    message_content,
+    opened_reasoning,
+    render_prompt,
+    unread_tokens,
+)
 from skyrl_train.data.end_of_turn import end_of_turn_token
 from skyrl_train.data.messages import continues_message
 from skyrl_train.data.trajectory import Message
+from skyrl_train.data.vocabulary import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
 from skyrl_train.engines.http.codec import Malformed
@@ -45,6 +54,16 @@ class CompletionCall:
         """Whether a stream ends with the token counts."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
+    @property
+    def has_logprobs(self) -> bool:
+        """True if the answer holds log-probs."""
+        return self.body.logprobs if isinstance(self.body, ChatBody) else self.body.logprobs is not None
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """True if the answer holds the log-probs of the prompts' tokens, too."""
+        return isinstance(self.body, TextBody) and self.body.echo and self.has_logprobs
+
 
 class Translator:
     """Translates bodies to requests, and completions to answers; has no state between calls."""
@@ -60,6 +79,7 @@ class Translator:
     ):
         """`default_max_tokens`: for calls that name none. `deadline_s`: of every request."""
         self._tokenizer = tokenizer
+        self._aligner = TokenAligner(tokenizer)
         self._limits = limits
         self._longest = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token: more of them for each token, and a prompt has too many tokens."""
@@ -94,16 +114,21 @@ class Translator:
         return self._completion_call("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
 
     def text(self, raw: Any, adapter: str | None) -> CompletionCall:
-        """Read a text completion; text is tokenised as it is, control tokens included. Raises Malformed."""
+        """Read a text completion; text may spell control tokens. Raises Malformed."""
         body = read_body(TextBody, raw)
         if body.logprobs:
             raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
-        prompt: Any = body.prompt
-        several = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)
-        given = prompt if several else [prompt]
+        if body.echo and body.logprobs is not None and adapter is not None:
+            raise Malformed("echo", "with logprobs is not supported for adapters; leave out one of them.")
+        given = _prompts(body)
         characters = max((len(one) for one in given if isinstance(one, str)), default=0)
         self._check_size(body, len(given), characters, "prompt")
-        prompts = [self._tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
+        prompts = [
+            encode_prompt(self._tokenizer, one, add_special_tokens=body.add_special_tokens)
+            if isinstance(one, str)
+            else one
+            for one in given
+        ]
         return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
 
     def _check_size(self, body: ChatBody | TextBody, prompts: int, characters: int, param: str) -> None:
@@ -155,19 +180,29 @@ class Translator:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def answer(self, call: CompletionCall, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The complete answer. Raises EngineError if a completion was aborted."""
+    def answer(
+        self, call: CompletionCall, completions: Sequence[Completion], prompt_logprobs: Sequence[Sequence[float]] = ()
+    ) -> dict[str, Any]:
+        """Return the complete answer. Raises EngineError if a completion was aborted.
+
+        Args:
+            prompt_logprobs: For each prompt, the log-probs of all tokens but the first, if the call needs them.
+        """
         choices = [self._choice(call, index, done) for index, done in enumerate(completions)]
+        if isinstance(call.body, TextBody) and call.body.echo:
+            self._put_prompts(call, choices, prompt_logprobs)
         kind = "chat.completion" if call.chat else "text_completion"
         answer = _head(call, kind) | {"choices": choices, "usage": _usage(call, completions)}
         if call.body.return_token_ids and call.chat:
             answer["prompt_token_ids"] = call.prompts[0]
         return answer
 
-    def chunks(self, call: CompletionCall, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
+    def chunks(
+        self, call: CompletionCall, completions: Sequence[Completion], prompt_logprobs: Sequence[Sequence[float]] = ()
+    ) -> Iterator[dict[str, Any]]:
         """The answer as a stream: for every choice a chunk and its end, then the token counts if requested."""
         head = _head(call, "chat.completion.chunk" if call.chat else "text_completion")
-        for choice in self.answer(call, completions)["choices"]:
+        for choice in self.answer(call, completions, prompt_logprobs)["choices"]:
             reason = choice["finish_reason"]
             piece = {name: value for name, value in choice.items() if name != "message"} | {"finish_reason": None}
             end: dict[str, Any] = {"index": choice["index"], "logprobs": None, "finish_reason": reason}
@@ -187,20 +222,12 @@ class Translator:
                 f"The completion ended as {completion.stop_reason!r} after {len(completion.token_ids)} tokens: its "
                 f"deadline of {self._deadline_s:g} s passed, or the engine was paused or put to sleep."
             )
-        if isinstance(call.body, ChatBody) and not call.body.continue_final_message:
-            opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
-            text = decode_answer(self._tokenizer, completion.token_ids, opened)
-        else:  # the rest of a message, whose beginning may have opened reasoning, is not a message itself
-            text = decode_response(self._tokenizer, completion.token_ids)
-        if completion.stop_text in request.sampling.stop:
-            at = text.rfind(completion.stop_text)
-            text = text[:at] if at >= 0 else text
+        text, parts = self._text(call, request, completion)
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.stop_reason, "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
-        if isinstance(call.body, ChatBody) and call.body.logprobs:
-            choice["logprobs"] = {"content": self._chat_logprobs(completion), "refusal": None}
-        if isinstance(call.body, TextBody) and call.body.logprobs is not None:
-            choice["logprobs"] = self._text_logprobs(completion)
+        if call.has_logprobs:
+            logprobs = _logprobs(request, completion)
+            choice["logprobs"] = _chat_logprobs(parts, logprobs) if call.chat else _text_logprobs(parts, logprobs)
         if call.body.return_token_ids:
             choice["token_ids"] = completion.token_ids.tolist()
             choice["weight_versions"] = [[span.start, span.stop, span.version] for span in completion.versions]
@@ -208,24 +235,101 @@ class Translator:
                 choice["prompt_token_ids"] = request.token_ids.tolist()
         return choice
 
-    def _chat_logprobs(self, completion: Completion) -> list[dict[str, Any]]:
-        return [
-            {"token": token, "logprob": logprob, "bytes": _bytes(token), "top_logprobs": []}
-            for token, logprob in zip(self._tokens(completion), completion.logprobs.tolist(), strict=True)
-        ]
+    def _text(
+        self, call: CompletionCall, request: SampleRequest, completion: Completion
+    ) -> tuple[str, list[TokenPart]]:
+        """Return a completion's text before its stop string, and its tokens' parts if the call wants log-probs."""
+        ids = completion.token_ids
+        is_message = isinstance(call.body, ChatBody) and not call.body.continue_final_message
 
-    def _text_logprobs(self, completion: Completion) -> dict[str, Any]:
-        tokens = self._tokens(completion)
-        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
-        return {
-            "tokens": tokens,
-            "token_logprobs": completion.logprobs.tolist(),
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+        def decoded(length: int) -> str:
+            if is_message:
+                return decode_response(self._tokenizer, ids[:length])
+            return decode_completion(self._tokenizer, ids[:length], request.token_ids)
 
-    def _tokens(self, completion: Completion) -> list[str]:
-        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in completion.token_ids.tolist()]
+        text = decoded(len(ids))
+        parts = []
+        if call.has_logprobs:
+            parts = self._aligner.align(text, ids.tolist(), unread_tokens(self._tokenizer))
+        stop = completion.stop_text
+        if stop is not None and stop in request.sampling.stop:  # the last token completes it
+            before = decoded(len(ids) - 1).rstrip("\ufffd")
+            at = text.find(stop, max(0, len(before) - len(stop) + 1))
+            if at >= 0:
+                text, parts = text[:at], _between(parts, 0, at)
+        if is_message:  # reasoning between control tokens is not in the message; a client has the start of others
+            opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
+            content = message_content(self._tokenizer, text, opened)
+            if content != text:
+                start = max(0, text.rfind(content))
+                text, parts = content, _between(parts, start, start + len(content))
+        return text, parts
+
+    def _put_prompts(
+        self, call: CompletionCall, choices: Sequence[dict[str, Any]], prompt_logprobs: Sequence[Sequence[float]]
+    ) -> None:
+        """Put each prompt before its choices' texts, and its tokens before theirs."""
+        assert isinstance(call.body, TextBody)
+        for index, (given, ids) in enumerate(zip(_prompts(call.body), call.prompts, strict=True)):
+            text = given if isinstance(given, str) else str(self._tokenizer.decode(ids, skip_special_tokens=False))
+            prompt: dict[str, Any] = {}
+            if call.has_prompt_logprobs:
+                prompt = _text_logprobs(self._aligner.align(text, ids), [None, *prompt_logprobs[index]])
+            for choice in choices[index * call.body.n : (index + 1) * call.body.n]:
+                choice["text"] = text + choice["text"]
+                if prompt:
+                    sampled = choice["logprobs"]
+                    sampled["text_offset"] = [len(text) + offset for offset in sampled["text_offset"]]
+                    for name in ("tokens", "token_logprobs", "text_offset"):
+                        sampled[name] = prompt[name] + sampled[name]
+
+
+def _prompts(body: TextBody) -> Sequence[str | list[int]]:
+    """Return the prompts of a completion, each as text or ids."""
+    prompt: Any = body.prompt
+    several = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
+
+
+def _logprobs(request: SampleRequest, completion: Completion) -> list[float]:
+    """Return the log-probs of the distribution sampled from; if greedy, where those are all 0, the model's own."""
+    greedy = request.sampling.temperature == 0
+    return (completion.full_logprobs if greedy else completion.logprobs).tolist()
+
+
+def _chat_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float]) -> dict[str, Any]:
+    content = [
+        {"token": part.text, "logprob": logprob, "bytes": list(part.data), "top_logprobs": []}
+        for part, logprob in zip(parts, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(parts: Sequence[TokenPart], logprobs: Sequence[float | None]) -> dict[str, Any]:
+    tokens = [part.text for part in parts]
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": None,
+        "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
+    }
+
+
+def _between(parts: Sequence[TokenPart], start: int, stop: int) -> list[TokenPart]:
+    """Return what each part has of the characters [start, stop) of all parts; empty parts for tokens outside."""
+    kept = []
+    at = 0
+    for part in parts:
+        end = at + len(part.text)
+        first, last = max(start - at, 0), stop - at
+        if at >= stop or end < start or (end == start and part.text):  # bytes without text belong to what follows
+            part = TokenPart("", b"")
+        elif first or end > stop:
+            dropped = len(part.text[:first].encode()), len(part.text[last:].encode())
+            part = TokenPart(part.text[first:last], part.data[dropped[0] : len(part.data) - dropped[1]])
+        kept.append(part)
+        at = end
+    return kept
 
 
 def _message(message: ChatMessage) -> Message:
@@ -234,11 +338,6 @@ def _message(message: ChatMessage) -> Message:
     rendered: Message = {"role": "system" if message.role == "developer" else message.role, "content": text}
     extras = {"name": message.name, "tool_call_id": message.tool_call_id}
     return rendered | {name: value for name, value in extras.items() if value is not None}
-
-
-def _bytes(token: str) -> list[int] | None:
-    """The bytes of a token's text; None if it is only a part of a character."""
-    return None if "\ufffd" in token else list(token.encode())
 
 
 def _seed(seed: int | None, prompt: int, sample: int) -> int:

@@ -49,6 +49,10 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
             "/metrics": {"get": _operation("Numbers for Prometheus.", answer={"type": "string"}, media="text/plain")},
             "/openapi.json": {"get": _operation("This document.", answer={"type": "object"})},
             "/v1/models": {"get": _operation("The names that `model` may be.", answer={"type": "object"})},
+            "/v1/models/{model}": {
+                "get": _operation("Whether `model` may be this name.", answer={"type": "object"})
+                | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
+            },
             **(_completions() if text else {}),
             **{call.route: {call.verb.lower(): _call(call)} for call in calls},
         },

@@ -144,7 +144,8 @@ class HttpEndpoint:
         app.router.add_get("/health", self._health, expect_handler=self._expect)
         app.router.add_get("/metrics", self._scrape, expect_handler=self._expect)
         app.router.add_get("/openapi.json", self._document, expect_handler=self._expect)
-        app.router.add_get("/v1/models", self._models, expect_handler=self._expect)
+        app.router.add_get("/v1/models", self._list_models, expect_handler=self._expect)
+        app.router.add_get("/v1/models/{model:.+}", self._show_model, expect_handler=self._expect)
         app.router.add_post("/v1/chat/completions", self._openai("chat"), expect_handler=self._expect)
         app.router.add_post("/v1/completions", self._openai("text"), expect_handler=self._expect)
         for call in [call for call in REMOTE_METHODS.values() if self._control or not call.control]:
@@ -375,11 +376,15 @@ class HttpEndpoint:
                 raise _Refusal(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
             body = await self._body(request)
             call: CompletionCall = await self._off_loop(getattr(translator, kind), body, self._adapter(body))
+            scores: list[list[float]] = []
+            if call.has_prompt_logprobs:
+                scores = await self._ask("score", [call.prompts], self._deadline_s + GRACE_S)
             completions = await self._sample(call.requests)
+            results = call, completions, scores
             if not call.body.stream:
-                answer = await self._off_loop(lambda: write_json(translator.answer(call, completions)))
+                answer = await self._off_loop(lambda: write_json(translator.answer(*results)))
                 return web.Response(body=answer, content_type="application/json")
-            chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(call, completions))))
+            chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(*results))))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             async with _sending(request, sum(map(len, chunks))):
                 await response.prepare(request)
@@ -398,17 +403,28 @@ class HttpEndpoint:
     def _adapter(self, body: Any) -> str | None:
         """The adapter that `model` names; None for the model itself. Raises 404 for a name that is not served."""
         name = body.get("model") if isinstance(body, dict) else None
-        if not isinstance(name, str) or name == self.model_name:
-            return None  # a `model` that is no string is refused when the body is checked
-        if name in self._adapters:
-            return name
-        served = ", ".join(repr(known) for known in (self.model_name, *sorted(self._adapters)))
-        raise _Refusal(404, f"model={name[:100]!r} is not served here; there is {served}.", "model_not_found", "model")
+        if not isinstance(name, str):
+            return None  # refused when the body is checked
+        self._check_model(name)
+        return None if name == self.model_name else name
 
-    async def _models(self, request: web.Request) -> web.Response:
-        names = [self.model_name, *sorted(self._adapters)]
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "skyrl-train"} for name in names]
-        return web.Response(body=write_json({"object": "list", "data": models}), content_type="application/json")
+    def _check_model(self, name: str) -> None:
+        if name not in self._model_names():
+            served = ", ".join(map(repr, self._model_names()))
+            problem = f"model={name[:100]!r} is not served here; there is {served}."
+            raise _Refusal(404, problem, "model_not_found", "model")
+
+    def _model_names(self) -> list[str]:
+        return [self.model_name, *sorted(self._adapters)]
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        models = {"object": "list", "data": [_model(name) for name in self._model_names()]}
+        return web.Response(body=write_json(models), content_type="application/json")
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        self._check_model(name)
+        return web.Response(body=write_json(_model(name)), content_type="application/json")
 
     async def _document(self, request: web.Request) -> web.Response:
         return web.json_response(document(self._limits, text=self._translator is not None, control=self._control))
@@ -438,10 +454,14 @@ def _error(status: int, body: dict[str, Any]) -> web.Response:
     return response
 
 
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "skyrl-train"}
+
+
 def _route(request: web.Request) -> str:
     """The route as it was added: paths that callers make up are one."""
     resource = request.match_info.route.resource
-    return "unknown" if resource is None or "{" in resource.canonical else resource.canonical
+    return "unknown" if resource is None or resource.canonical == "/{path}" else resource.canonical
 
 
 def _context(engine: Any) -> int:

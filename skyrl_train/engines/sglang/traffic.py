@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from skyrl_train.data.arrays import logprob_array, token_array
+from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
@@ -226,7 +227,7 @@ class Traffic:
             full_logprobs=logprob_array(full),
             stop_reason=end["type"],
             versions=[span for span in spans if span.stop > span.start],
-            stop_text=self._tokenizer.decode([matched]) if isinstance(matched, int) else matched,
+            stop_text=token_text(self._tokenizer, matched) if isinstance(matched, int) else matched,
         )
 
     def _abort_once(self, entries: Iterable[_SGLangRequest]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.data.arrays import plain_ids
+from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.checks import check_logprobs, check_new_ids
 from skyrl_train.engines.run_clock import RunClock
 from skyrl_train.engines.stop_strings import StopStrings
@@ -308,7 +309,7 @@ class Scheduler:
             row = batch.rows[index]
             row.generated = int(batch.generated[index])
             if stopped[index] and row.stop_text is None and self._tokenizer is not None:
-                row.stop_text = self._tokenizer.decode([int(ids[index])])
+                row.stop_text = token_text(self._tokenizer, int(ids[index]))
             self._finish(row, "stop" if stopped[index] else "length")
         return done
 

@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch
 
 from skyrl_train.data.arrays import Tokens, plain_ids
+from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
@@ -558,7 +559,7 @@ class VLLMEngine:
 
     def _decode(self, token: int) -> str | None:
         tokenizer = self._engine.renderer.tokenizer
-        return None if tokenizer is None else tokenizer.decode([token])
+        return None if tokenizer is None else token_text(tokenizer, token)
 
     def _count(self, entry: VLLMRequest) -> None:
         assert entry.output is not None

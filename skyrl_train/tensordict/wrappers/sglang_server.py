@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.data.chat import decode_response
+from skyrl_train.data.chat import decode_response, encode_prompt
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
@@ -144,7 +144,7 @@ class AsyncSGLang(EngineView):
         """Token ids of every prompt, and whether there was a single one outside a list."""
         if prompts is not None:
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
-            return [list(self.tokenizer(text)["input_ids"]) for text in texts], isinstance(prompts, str)
+            return [encode_prompt(self.tokenizer, text) for text in texts], isinstance(prompts, str)
         given = input_ids.tolist() if isinstance(input_ids, Tensor) else list(input_ids)
         given = [one.tolist() if isinstance(one, Tensor) else one for one in given]
         if given and all(isinstance(one, int) for one in given):

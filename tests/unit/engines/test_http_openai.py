@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.wire import Limits
@@ -16,6 +18,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from tests.support.http_calls import CHAT, TOKENIZER, ask, ids_of, says, serve
+from tests.support.tokenizers import KINDS, sentencepiece_tokenizer
 
 
 def test_a_chat_is_rendered_sampled_and_answered():
@@ -41,7 +44,7 @@ def test_a_chat_is_rendered_sampled_and_answered():
     assert [choice["message"] for choice in answer["choices"]] == [{"role": "assistant", "content": "hello"}] * 2
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
     content = answer["choices"][0]["logprobs"]["content"]
-    assert [row["token"] for row in content] == [*"hello", "<|im_end|>"] and content[0]["logprob"] == -1.0
+    assert [row["token"] for row in content] == [*"hello", ""] and content[0]["logprob"] == -1.0
     prompt = len(first.token_ids)
     assert answer["usage"] == {"prompt_tokens": prompt, "completion_tokens": 12, "total_tokens": prompt + 12}
 
@@ -215,3 +218,171 @@ def test_an_adapter_that_was_loaded_is_a_model_to_choose():
 
     serve(test, engine)
     assert [request.adapter for batch in engine.batches for request in batch] == ["poet"]
+
+
+# -- token strings, bytes and offsets --------------------------------------------------------------------------------
+
+
+def completed(tokens: list[str], kind: str, **body: Any) -> Any:
+    """Return the choice of a completion of which the engine samples these tokens, given as the vocabulary has them."""
+    return _choice("/v1/completions", {"prompt": "the cat", "logprobs": 0}, tokens, kind, body)
+
+
+def chatted(tokens: list[str], kind: str, **body: Any) -> Any:
+    messages = [{"role": "user", "content": "the cat"}]
+    return _choice("/v1/chat/completions", {"messages": messages, "logprobs": True}, tokens, kind, body)
+
+
+def _choice(path: str, defaults: Any, tokens: list[str], kind: str, body: Any) -> Any:
+    tokenizer: Any = KINDS[kind]()
+    engine = StopsAtStrings(lambda request: tokenizer.convert_tokens_to_ids(tokens))
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
+        status, answer = await ask(session, path, {"model": "m"} | defaults | body)
+        assert status == 200, answer
+        return answer["choices"][0]
+
+    return serve(test, engine, tokenizer=tokenizer)
+
+
+class StopsAtStrings(ScriptedEngine):
+    """Reports the first stop string of a request as what ended its answer."""
+
+    async def generate(self, requests: Any) -> Any:
+        stops = requests[0].sampling.stop
+        return [replace(done, stop_text=stops[0] if stops else None) for done in await super().generate(requests)]
+
+
+SPLIT = {
+    # An e with an acute accent: bytes C3 A9.
+    "byte level": (["n", "\u0120", "\u00c3", "\u00a9", "s", "<|im_end|>"], "n \u00e9s"),
+    "byte fallback": (["n", "\u2581", "<0xC3>", "<0xA9>", "s", "</s>"], "n \u00e9s"),
+}
+
+
+@pytest.mark.parametrize("kind", [*SPLIT])
+def test_a_split_character_belongs_to_its_last_token(kind: str):
+    tokens, text = SPLIT[kind]
+    choice = chatted(tokens, kind)
+    rows = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == text
+    assert [row["token"] for row in rows] == ["n", " ", "", "\u00e9", "s", ""]
+    assert [bytes(row["bytes"]) for row in rows] == [b"n", b" ", b"\xc3", b"\xa9", b"s", b""]
+    choice = completed(tokens, kind)
+    assert choice["text"] == text
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 4]
+
+
+def test_wrong_bytes_of_byte_fallback_have_their_offsets():
+    choice = completed(["n", "<0xE2>", "<0x0A>", "s", "<0xC3>"], "byte fallback")
+    assert choice["text"] == "n\ufffd\ufffds\ufffd"
+    assert choice["logprobs"]["tokens"] == ["n", "\ufffd", "\ufffd", "s", "\ufffd"]
+
+
+def test_a_completion_keeps_the_space_after_its_prompt_and_a_chat_drops_it():
+    tokens = ["\u2581sat", "</s>", "\u2581on", "t"]
+    text = completed(tokens, "sentencepiece")
+    assert text["text"] == " sat ont"
+    assert text["logprobs"]["tokens"] == [" sat", "", " on", "t"]
+    assert text["logprobs"]["text_offset"] == [0, 4, 4, 7]
+    assert completed(tokens, "sentencepiece", prompt="the</s>")["text"] == "sat ont"
+    chat = chatted(tokens, "sentencepiece")
+    assert chat["message"]["content"] == "sat ont"
+    assert [row["token"] for row in chat["logprobs"]["content"]] == ["sat", "", " on", "t"]
+    assert [bytes(row["bytes"]) for row in chat["logprobs"]["content"]] == [b"sat", b"", b" on", b"t"]
+
+
+def test_a_continued_message_keeps_the_space_after_its_beginning():
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]
+    chat = chatted(["\u2581sat"], "sentencepiece", messages=messages, continue_final_message=True)
+    assert chat["message"]["content"] == " sat"
+    assert [row["token"] for row in chat["logprobs"]["content"]] == [" sat"]
+
+
+@pytest.mark.parametrize("stop", [None, "y"])
+def test_reasoning_between_control_tokens_has_no_part_in_the_message(stop: str | None):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ids = tokenizer.encode("<think>\u00e9x</think>\n\n\u00e9x" + ("y" if stop else ""))
+    engine = StopsAtStrings(lambda request: ids)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
+        return (await ask(session, "/v1/chat/completions", CHAT | {"logprobs": True, "stop": stop}))[1]["choices"][0]
+
+    choice = serve(test, engine, tokenizer=tokenizer)
+    rows = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == "\u00e9x"
+    end = [""] if stop else []
+    assert [row["token"] for row in rows] == [""] * 7 + ["", "\u00e9", "x"] + end
+    assert [bytes(row["bytes"]) for row in rows] == [b""] * 7 + [b"\xc3", b"\xa9", b"x"] + [b"" for _ in end]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stop_string_cuts_tokens_and_text(echo: bool):
+    tokens = ["\u2581sat", "\u2581on", "\u2581mat"]
+    choice = completed(tokens, "sentencepiece", stop="n m", echo=echo)
+    prompt = (["the", " cat"], [0, 3], [None, -1.0]) if echo else ([], [], [])
+    start = 7 if echo else 0
+    assert choice["text"] == ("the cat" if echo else "") + " sat o"
+    assert choice["logprobs"]["tokens"] == prompt[0] + [" sat", " o", ""]
+    assert choice["logprobs"]["text_offset"] == prompt[1] + [start, start + 4, start + 6]
+    assert choice["logprobs"]["token_logprobs"] == prompt[2] + [-1.0] * 3
+
+
+def test_a_text_is_cut_where_its_last_token_first_completes_the_stop_string():
+    assert completed(["a", "\u2581papa"], "sentencepiece", stop="pa")["text"] == "a "
+    chat = chatted(["\u2581and", "\u2581cat"], "sentencepiece", stop="d c")
+    assert chat["message"]["content"] == "an"
+    assert [bytes(row["bytes"]) for row in chat["logprobs"]["content"]] == [b"an", b""]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "expected"),
+    [
+        ("the", {}, ["<s>", "\u2581the"]),
+        ("<s>the", {}, ["<s>", "\u2581the"]),
+        ("", {}, ["<s>"]),
+        ("the", {"add_special_tokens": False}, ["\u2581the"]),
+        ("<s>the", {"add_special_tokens": False}, ["<s>", "\u2581the"]),
+        ([3, 4], {}, ["\u2581", "\u2581the"]),
+    ],
+)
+def test_a_prompt_has_one_bos_and_no_eos(prompt: Any, options: Any, expected: list[str]):
+    tokenizer = sentencepiece_tokenizer(bos_and_eos=True)
+    engine = ScriptedEngine(lambda request: [4, 5])
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
+        body = {"model": "m", "prompt": prompt, "return_token_ids": True, "echo": True, "logprobs": 0} | options
+        return (await ask(session, "/v1/completions", body))[1]["choices"][0]
+
+    choice = serve(test, engine, tokenizer=tokenizer)
+    assert tokenizer.convert_ids_to_tokens(engine.batches[0][0].token_ids.tolist()) == expected
+    assert choice["prompt_token_ids"] == engine.batches[0][0].token_ids.tolist()
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    if isinstance(prompt, str):
+        assert choice["text"].startswith(prompt)
+        assert choice["logprobs"]["text_offset"][len(expected)] == len(prompt)
+
+
+def test_an_echo_with_log_probs_needs_an_engine_that_scores():
+    client = EngineClient([ScriptedEngine(says("x"))], deadline_s=30)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        body = {"model": "m", "prompt": "ab", "echo": True}
+        status, answer = await ask(session, "/v1/completions", body)
+        assert (status, answer["choices"][0]["text"]) == (200, "abx")
+        status, answer = await ask(session, "/v1/completions", body | {"logprobs": 0})
+        assert status == 501 and "score" in answer["error"]["message"]
+
+    serve(test, client)
+
+
+def test_an_echo_with_log_probs_is_refused_for_an_adapter():
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
+        await ask(session, "/load_adapter", {"name": "poet", "path": "folder"})
+        body = {"model": "poet", "prompt": "ab", "echo": True, "logprobs": 0}
+        status, answer = await ask(session, "/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "echo")
+        assert (await ask(session, "/v1/models/poet"))[1]["id"] == "poet"
+
+    serve(test, WithAdapters(says("x")))

@@ -44,12 +44,16 @@ GOOD = [
     ("ChatBody", CHAT),
     ("ChatBody", CHAT | {"temperature": None, "tools": [], "user": "me", "stop": ["a"], "seed": 3, "top_p": 1}),
     ("TextBody", {"model": "m", "prompt": [[1], [2, 3]], "logprobs": 0, "stop": "x", "frequency_penalty": 0.0}),
+    ("TextBody", {"model": "m", "prompt": "x", "echo": True, "add_special_tokens": False}),
     ("Generate", CALL),
 ]
 BAD = [
     ("ChatBody", CHAT | {"temprature": 1}),
     ("ChatBody", CHAT | {"temperature": "1"}),
     ("ChatBody", CHAT | {"n": 1000}),
+    ("ChatBody", CHAT | {"echo": True}),
+    ("ChatBody", CHAT | {"top_logprobs": 1}),
+    ("TextBody", {"model": "m", "prompt": "x", "top_logprobs": 1}),
     ("ChatBody", CHAT | {"tools": [{"type": "function"}]}),
     ("ChatBody", CHAT | {"messages": [{"role": "robot", "content": "x"}]}),
     ("ChatBody", {"model": "m"}),
@@ -95,7 +99,7 @@ def test_many_unknown_members_make_one_error():
 def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, Any]:
         chat = await ask(session, "/v1/chat/completions", CHAT | {"logprobs": bool(more)} | more)
-        text = {"model": "m", "prompt": "x", "logprobs": 0 if more else None} | more
+        text = {"model": "m", "prompt": "x", "logprobs": 0 if more else None, "echo": bool(more)} | more
         return chat[1], (await ask(session, "/v1/completions", text))[1]
 
     chat, text = serve(test)

@@ -44,7 +44,7 @@ def test_a_text_that_cannot_be_made_tokens_has_an_answer_too():
 
 
 class SlowTokenizer:
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         time.sleep(1)
         return {"input_ids": [5]}
 

@@ -36,6 +36,7 @@ ROUTES += [
     ("GET", "/health"),
     ("GET", "/openapi.json"),
     ("GET", "/v1/models"),
+    ("GET", "/v1/models/m"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
 ]

@@ -51,6 +51,9 @@ def test_curl_is_answered(command: str):
     answer = answered(call)
     if "chat" in command:
         assert answer["choices"][0]["message"]["content"] == "42"
+    elif "completions" in command:
+        (choice,) = answer["choices"]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == "6 times 7 is42"
     else:
         assert [one["request_id"] for one in answer["result"]] == ["a"]
 

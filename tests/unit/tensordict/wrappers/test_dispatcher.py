@@ -100,13 +100,19 @@ def test_the_batching_state_has_torchrls_keys():
         return items
 
     dispatcher = Dispatcher(run, min_size=1, max_size=2, wait_s=0.5)
-    idle = {"min_batch_size": 1, "max_batch_size": 2, "timeout": 0.5, "queue_size": 0, "pending_futures": 0}
+    idle: dict[str, Any] = {
+        "min_batch_size": 1,
+        "max_batch_size": 2,
+        "timeout": 0.5,
+        "queue_size": 0,
+        "pending_futures": 0,
+    }
     idle |= {"processing": False, "lock_state": "unlocked"}
     assert dispatcher.state() == idle
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(dispatcher.submit, [1, 2, 3], (), 30.0)
         assert begun.wait(30)
-        busy = {"queue_size": 1, "pending_futures": 1, "processing": True, "lock_state": "locked"}
+        busy: dict[str, Any] = {"queue_size": 1, "pending_futures": 1, "processing": True, "lock_state": "locked"}
         assert dispatcher.state() == {**idle, **busy}
         go_on.set()
         assert call.result() == [1, 2, 3]

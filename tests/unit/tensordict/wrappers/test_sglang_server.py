@@ -22,6 +22,7 @@ from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.tensordict.wrappers.stateless_group import stateless_init_process_group
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from tests.support.tokenizers import sentencepiece_tokenizer
 from tests.support.weight_targets import score
 
 TOKENIZER = byte_tokenizer()
@@ -68,6 +69,16 @@ def test_all_prompts_of_a_call_and_all_calls_are_under_way_at_once(sglang: Async
         found = [[one["text"] for one in answer.result(60)] for answer in answers]  # type: ignore[index]
     assert found == [[f"{n} a", f"{n} b"] for n in range(3)]
     assert [len(batch) for batch in engine.batches] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("text", ["the cat", "<s>the cat"])
+def test_a_prompt_has_one_bos_and_no_eos(monkeypatch: pytest.MonkeyPatch, text: str):
+    echoes = ScriptedEngine(lambda request: request.token_ids)
+    monkeypatch.setattr(sglang_server, "load_object", lambda _: lambda *args, **options: echoes)
+    tokenizer = sentencepiece_tokenizer(bos_and_eos=True)
+    with AsyncSGLang(model_path="unread", tokenizer=tokenizer) as server:
+        answer: Any = server.generate(text)
+    assert tokenizer.convert_ids_to_tokens(answer["output_ids"]) == ["<s>", "\u2581the", "\u2581cat"]
 
 
 @pytest.mark.defect("D09")
