@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -241,29 +241,28 @@ def _disconnect() -> None:
 
 
 @contextmanager
-def _own_sessions() -> Iterator[None]:
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A name of a module of Ray's has this value inside."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _own_sessions() -> AbstractContextManager[None]:
     """Start each of Ray's processes in a session of its own.
 
     A signal to the driver's process group must not end them before the driver has saved: `timeout`, schedulers and
     terminals signal the whole group. They still end with the driver: see guard.py.
     """
-    popen = ray_services.ConsolePopen
-    ray_services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        ray_services.ConsolePopen = popen  # type: ignore[misc]
+    return _replaced(ray_services, "ConsolePopen", partial(ray_services.ConsolePopen, start_new_session=True))
 
 
-@contextmanager
-def _without_job_server() -> Iterator[None]:
+def _without_job_server() -> AbstractContextManager[None]:
     """Start Ray's agents as without `ray[default]`: nobody submits jobs to a Ray of ours, and it starts 4 s sooner."""
-    asked = ray_utils.get_dashboard_dependency_error
-    ray_utils.get_dashboard_dependency_error = lambda: ImportError("not needed here")
-    try:
-        yield
-    finally:
-        ray_utils.get_dashboard_dependency_error = asked
+    return _replaced(ray_utils, "get_dashboard_dependency_error", lambda: ImportError("not needed here"))
 
 
 @contextmanager

@@ -590,18 +590,3 @@ def test_episodes_begin_no_faster_than_the_rate():
         return clock() - start
 
     assert asyncio.run(run()) >= 0.099, "the sixth pair waits for five"
-
-
-def test_rows_with_tools_and_an_open_answer_are_continued():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
-    prompt = Prompt("7", [user("2 + 2?"), {"role": "assistant", "content": "The answer"}], "toy")
-    prompt.env_extras["tools"] = [{"type": "function", "function": {"name": "add"}}]
-    group, engine = play(says(" is 4"), talks := Talks(until(2)), prompt=prompt, tokenizer=tokenizer)
-    (item,) = group.trajectories
-    read = [str(TOKENIZER.decode(context)) for context in contexts(engine)]
-    assert read[0] == "add<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
-    assert read[1].startswith(f"{read[0]} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
-    assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
-    assert [message["content"] for message in item.messages[:3]] == ["2 + 2?", "The answer is 4", "more 1"]
-    assert TOKENIZER.decode(trained(item)) == " is 4<|im_end|> is 4<|im_end|>"

@@ -13,7 +13,7 @@ from skyrl_train.data.trajectory import OK, Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
-from tests.unit.rollouts.test_multi_turn import END, PROMPT, Talks, contexts, ids, play, says, trained, until
+from tests.unit.rollouts.test_multi_turn import END, PROMPT, Talks, contexts, ids, play, says, trained, until, user
 
 OPENING = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
 KEEPING = (
@@ -127,3 +127,18 @@ def test_special_think_tokens_reach_the_environment():
     sampled = tokenizer.encode("[THINK]41[/THINK]42", add_special_tokens=False)
     play(lambda request: sampled, environments, tokenizer=tokenizer)
     assert environments.episodes[0].texts == ["[THINK]41[/THINK]42"]
+
+
+def test_rows_with_tools_and_an_open_answer_are_continued():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
+    prompt = Prompt("7", [user("2 + 2?"), {"role": "assistant", "content": "The answer"}], "toy")
+    prompt.env_extras["tools"] = [{"type": "function", "function": {"name": "add"}}]
+    group, engine = play(says(" is 4"), talks := Talks(until(2)), prompt=prompt, tokenizer=tokenizer)
+    (item,) = group.trajectories
+    read = [str(tokenizer.decode(context)) for context in contexts(engine)]
+    assert read[0] == "add<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"
+    assert read[1].startswith(f"{read[0]} is 4<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n")
+    assert talks.episodes[0].texts == ["The answer is 4", " is 4"]
+    assert [message["content"] for message in item.messages[:3]] == ["2 + 2?", "The answer is 4", "more 1"]
+    assert tokenizer.decode(trained(item)) == " is 4<|im_end|> is 4<|im_end|>"
