@@ -216,11 +216,7 @@ def _own_handlers() -> Iterator[None]:
 
 
 def _reinstall_handler() -> None:
-    """Install Python's handler of SIGTERM again.
-
-    Ray's native code replaces it on connecting, by one that prints a stack trace first, and removes it on
-    disconnecting.
-    """
+    """Install Python's handler of SIGTERM again: Ray's native code replaces it on connecting, and removes it at the end."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
