@@ -216,7 +216,7 @@ def _own_handlers() -> Iterator[None]:
 
 
 def _reinstall_handler() -> None:
-    """Install Python's handler of SIGTERM again: Ray's native code replaces it on connecting, and removes it at the end."""
+    """Install Python's handler of SIGTERM again: Ray's native code replaces it on connecting, then removes it."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
