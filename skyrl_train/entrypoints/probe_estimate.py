@@ -36,7 +36,7 @@ class StepEstimate:
     """By phase; REST is what is in none of them."""
     step_s: float
     scaled: bool
-    """Whether the steps that were measured had fewer prompts."""
+    """True if the measured steps had fewer prompts."""
 
 
 def estimate_step(

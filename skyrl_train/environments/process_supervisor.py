@@ -153,7 +153,7 @@ class CappedLog:
             os.write(self._file, shown)
 
     def _open(self) -> int:
-        """Open the file; whoever creates it names it on stderr."""
+        """Open the file; the process that creates it names it on stderr."""
         if self._path is None:
             return STDERR
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT

@@ -94,7 +94,7 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     The signals are SIGINT, SIGTERM and SIGHUP. A second one leaves at once, with nothing closed: the kernel and Ray's
     guard end our processes. Repetitions within `_ONE_REQUEST_S` are the same request. `lost` returns the error to end
     with. Replaces Ray's own handler of SIGTERM. Afterwards the handlers from before are back. In a thread that is not
-    the main one signals are left to whoever waits for it.
+    the main one signals are left to the thread that waits for it.
     """
     told: asyncio.Future[SkyRLError] = asyncio.get_running_loop().create_future()
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)

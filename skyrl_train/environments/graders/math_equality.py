@@ -83,7 +83,7 @@ SPELLINGS = {spelling: group.split()[0] for group in UNITS.split(",") for spelli
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer is made of."""
+    """The structure of an answer."""
 
     kind: str
     """"value", "words", "based" (a number and its base), "relation", "list", "set" or "tuple" (also an interval)."""
@@ -92,7 +92,7 @@ class Form:
     mark: str = ""
     """The unit of a value, the base of digits, the sign of a relation, the brackets of a tuple."""
     items: tuple[Form, ...] = ()
-    """Of a list, set or tuple; the sides of a relation, the value last if there is a name."""
+    """The members of a list, set or tuple; or the sides of a relation, the value last if there is a name."""
     name: str = ""
     """The x of x = 5, and of an interval that was written as an inequality."""
 

@@ -52,7 +52,7 @@ TEXT = re.compile(
     r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 QUANTITY = re.compile(r"\s*(?:-?[0-9][0-9.,]*\s*[A-Za-z ./]*|or|and|[^A-Za-z]*)\s*")
-"""What means the same in \\text{...} and outside."""
+"""Words with the same meaning in \\text{...} and outside."""
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|pi|theta|alpha|beta|lambda"
 PLAIN = [
     (re.compile(pattern), replacement)

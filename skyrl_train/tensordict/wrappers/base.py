@@ -168,7 +168,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self._place(tensordict, tensordict_out, containers, samples)
 
     def fits(self, tensordict: TensorDictBase) -> list[bool]:
-        """Whether the prompt of each row leaves the model room for a token. True where the engine states no limit."""
+        """True for each row whose prompt leaves the model room for a token; always where the engine states no limit."""
         rows, limit = rows_of(tensordict), self.engine.capabilities.max_model_len
         return [not limit or len(row.ids) < limit for row in self._reader.read(rows)]
 
@@ -321,7 +321,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             self._dispatcher.cleanup(flush)
 
     def get_batching_state(self) -> dict[str, Any]:
-        """What waits and runs, by TorchRL's names; only `batching_enabled` without batching. See Dispatcher.state."""
+        """The state of batching under TorchRL's names, see Dispatcher.state; only `batching_enabled` without it."""
         if self._dispatcher is None:
             return {"batching_enabled": False}
         return {"batching_enabled": True, **self._dispatcher.state()}

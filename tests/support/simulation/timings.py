@@ -38,7 +38,7 @@ class EngineTimings:
 
 @dataclass
 class LearnerTimings:
-    """Of the learner."""
+    """Times of the learner, in seconds."""
 
     update_s_per_token: float = 1e-4
     score_s_per_token: float = 0.0
