@@ -198,10 +198,10 @@ class Nests(TextEnv):
         return value
 
     def init(self, prompt):
-        return [*prompt, {"role": "user", "content": self.nested("opening")}], {}
+        return [*prompt, {"role": "user", "content": "go", "tree": self.nested("opening")}], {}
 
     def step(self, action):
-        observation = {"role": "user", "content": self.nested("observation")}
+        observation = {"role": "user", "content": "on", "tree": self.nested("observation")}
         return StepOutput([observation], 1.0, False, {"tree": self.nested("metadata")})
 
 
