@@ -149,7 +149,7 @@ def read(text: str, thousands: bool = True) -> Form:
         for variant in _signs(piece) if piece else []:
             form = _element(variant)
             forms += form.items if form.kind == "list" else [form]
-    if not forms:
+    if not forms or not text.strip("{} "):
         raise Unreadable("there is nothing to read")
     return forms[0] if len(forms) == 1 else Form("list", items=tuple(forms))
 
