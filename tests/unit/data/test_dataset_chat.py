@@ -176,6 +176,7 @@ def test_many_messages_that_end_like_a_control_token_are_read_once():
     tokenizer = with_template(CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{number}|>" for number in range(300)]})
     messages = [user(f"{number} {'<|reserved_'[: number % 12]}") for number in range(8000)]
+    render_prompt(tokenizer, messages)  # also checks that the template writes such conversations
     begun = time.process_time()
     render_prompt(tokenizer, messages)
     assert time.process_time() - begun < 2
