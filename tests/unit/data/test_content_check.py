@@ -1,4 +1,4 @@
-"""What chat templates drop is refused; what they trim, escape, repeat or move is not."""
+"""Texts that a chat template drops are refused; texts that it trims, escapes, repeats or moves are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained on where a chat template rewrites earlier turns, and where it does not."""
+"""SFT sequences and masks under chat templates that rewrite earlier turns, and under append-only ones."""
 
 from __future__ import annotations
 

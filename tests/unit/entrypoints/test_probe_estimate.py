@@ -1,4 +1,4 @@
-"""What a step and a run will take follows from the steps that were taken."""
+"""Estimates of the time of a step and of a run, from measured steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_steps_that_are_slow_and_fast_in_turn_take_their_mean():
 
 
 def test_smaller_steps_are_scaled_by_tokens_and_optimizer_steps():
-    """What does not grow with them, a wait for the longest answer or the rest, is not scaled."""
+    """Phases that do not grow with the prompts, such as the wait for the longest answer, are not scaled."""
     step = estimate_step([taken(2), taken(4)], 32, optimizer_steps=8)
     assert step.scaled
     assert step.seconds == pytest.approx({name: taken(32).row[f"timing/{name}_s"] for name in PHASES} | {REST: REST_S})

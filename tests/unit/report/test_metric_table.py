@@ -54,7 +54,7 @@ def test_a_metric_is_found_by_its_name(name: str, found: str):
 
 
 def test_every_metric_that_the_code_names_is_in_the_table():
-    """What it builds from words is held to the table by the runs of tests/integration/runs."""
+    """Names composed at run time are compared with the table by tests/integration/runs."""
     named = {
         name
         for file in (ROOT / "skyrl_train").rglob("*.py")
