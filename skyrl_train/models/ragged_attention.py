@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.flash_attention import Stretches, flash_kernel
 from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.windows import register_window_masks
 
 RAGGED = "skyrl_ragged"
 """The name of this attention in transformers: `model.set_attn_implementation(RAGGED)`."""
@@ -203,7 +204,7 @@ def _attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -217,6 +218,7 @@ def _attention_forward(
     """The function that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
 
     With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks.
+    An int as mask is the layer's window: see windows.py.
     """
     name = type(module).__name__
     if ragged_segments is None:
@@ -229,17 +231,18 @@ def _attention_forward(
         ("attention dropout", dropout > 0),
         ("a position bias", position_bias is not None),
         ("attention to later tokens", not causal),
-        ("a ready-made mask", attention_mask is not None),
+        ("a ready-made mask", isinstance(attention_mask, Tensor)),
     ):
         if present:
             raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
+    window = attention_mask if isinstance(attention_mask, int) else sliding_window
     # Under autocast, rotary embeddings make queries and keys wider than values, which no fused kernel supports.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if sequence_parallel is not None:
         q, k, v = sequence_parallel.by_heads(q, k, v, sum(ragged_segments.lengths))
         s_aux = s_aux if s_aux is None else s_aux[sequence_parallel.chunk(len(s_aux))]
     output = ragged_attention(
-        q, k, v, ragged_segments, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        q, k, v, ragged_segments, scaling=scaling, sliding_window=window, softcap=softcap, sinks=s_aux
     )
     if sequence_parallel is not None:
         output = sequence_parallel.by_tokens(output)
@@ -247,3 +250,4 @@ def _attention_forward(
 
 
 AttentionInterface.register(RAGGED, _attention_forward)
+register_window_masks(RAGGED)

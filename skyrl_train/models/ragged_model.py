@@ -6,7 +6,7 @@ Legend: T tokens of all sequences, B sequences, N tokens that are scored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,10 @@ from skyrl_train.models.routing import Balance, Routers
 from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
+from skyrl_train.models.windows import windows_of
+
+_CHECK_WINDOW = 4
+"""Tokens that layers with a sliding window see in the check of a new model: fewer than its sequences have."""
 
 
 class RaggedModel(nn.Module):
@@ -63,6 +67,14 @@ class RaggedModel(nn.Module):
         self.parts: dict[str, Part] = {}
         """Checkpoint name -> part, for parameters of which this rank has only a part."""
         self._longest_exact = _longest_exact(model.config)
+        self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
+
+    def train(self, mode: bool = True) -> Self:
+        """See Module. Routers with jitter stay in evaluation mode: the engines' log-probs have none of its noise."""
+        super().train(mode)
+        for module in self._noisy:
+            module.training = False
+        return self
 
     def hf_name(self, name: str) -> str:
         """A parameter's name in the Hugging Face checkpoint, from its name in this module."""
@@ -191,26 +203,38 @@ def linear_head(model: PreTrainedModel) -> nn.Linear:
 def check_and_divide(scorer: RaggedModel) -> None:
     """Check that a model can run without padding and in its parallel group; with tensor parallelism also divide it.
 
-    It runs the same three tokens twice in one batch, after different ones: results must be equal. Then the parallel
-    group, if there is one, must get the same results as one process. Raises ConfigError.
+    It runs the same tokens twice in one batch, after different ones: results must be equal, and those of the model's
+    own attention. Sliding windows are shorter meanwhile than the sequences. Then the parallel group, if there is one,
+    must get the same results as one process. Raises ConfigError.
     """
-    with weights_lent(scorer):
-        _check_and_divide(scorer)
+    with weights_lent(scorer), windows_of(scorer.model, _CHECK_WINDOW) as windowed:
+        _check_and_divide(scorer, compares=windowed or scorer.saved is None)
 
 
-def _check_and_divide(scorer: RaggedModel) -> None:
-    parameter = next(scorer.parameters())
-    ids = torch.tensor([1, 2, 3, 4, 5, 1, 2, 3], device=parameter.device) % scorer.model.config.vocab_size
-    places = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2], device=parameter.device)
-    packing = Packing.of(torch.tensor([0, 3, 5, 8], device=parameter.device), None, scorer._least_tokens)
+def _check_and_divide(scorer: RaggedModel, compares: bool) -> None:
+    """`compares`: with the model's own attention, which reads lent weights once more."""
+    parameter, vocabulary = next(scorer.parameters()), scorer.model.config.get_text_config().vocab_size
+    same = torch.arange(1, 10, device=parameter.device) % vocabulary
+    ids = torch.cat([same, same[[3, 4]], same])
+    places = torch.cat([torch.arange(length, device=parameter.device) for length in (9, 2, 9)])
+    packing = Packing.of(torch.tensor([0, 9, 11, 20], device=parameter.device), None, scorer._least_tokens)
     with torch.no_grad():
         computed = scorer._hidden(ids, places, packing, None)
-    first, second = computed[packing.places[:3]], computed[packing.places[5:]]
+    first, second = computed[packing.places[:9]], computed[packing.places[11:]]
     if not close(first, second, computed.dtype):
         raise ConfigError(
             f"{type(scorer.model).__name__} lets sequences of one batch see each other (its layers are not all "
             "attention), so it cannot run without padding."
         )
+    if compares:
+        own = _own_attention(scorer, same)
+        deviation = (first - own).float().norm(dim=-1) / own.float().norm(dim=-1)
+        # The median: rounding may send some tokens to other experts.
+        if not float(deviation.median()) <= (0.25 if computed.dtype.itemsize < 4 else 1e-3):
+            raise ConfigError(
+                f"{type(scorer.model).__name__} computes something else without padding than with its own attention, "
+                "so it cannot be trained exactly. Use another model class."
+            )
     groups = [one for one in (scorer.parallel_group, scorer.expert_parallel) if one is not None]
     if not groups:
         return
@@ -236,6 +260,18 @@ def _check_and_divide(scorer: RaggedModel) -> None:
         0.25 if computed.dtype.itemsize < 4 else 1e-4
     ):  # relative: some channels are large
         raise ConfigError(message)
+
+
+def _own_attention(scorer: RaggedModel, ids: Tensor) -> Tensor:
+    """[T, hidden size] the last hidden states of one sequence with the model's own attention."""
+    model: Any = scorer.model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad(), scorer.routers.running(None):
+            hidden: Tensor = model.base_model(input_ids=ids.unsqueeze(0), use_cache=False).last_hidden_state
+    finally:
+        model.set_attn_implementation(RAGGED)
+    return hidden.squeeze(0)
 
 
 def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, Cache
 
 from skyrl_train.errors import EngineError
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
+from skyrl_train.models.windows import register_window_masks
 
 NAME = "skyrl_engine"
 _HARMLESS = frozenset(
@@ -38,7 +39,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | int | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -47,12 +48,15 @@ def attend(
     engine_plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer. Raises EngineError for unsupported features."""
+    """The attention function that transformers calls in every layer. Raises EngineError for unsupported features.
+
+    An int as mask is the layer's window: see models/windows.py.
+    """
     unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
     unknown = [name for name in unknown if name != "is_causal"]
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         unknown.append("attention to later tokens")
-    if attention_mask is not None:
+    if isinstance(attention_mask, Tensor):
         unknown.append("a ready-made mask")
     if engine_plan is None or unknown:
         what = f"uses {', '.join(unknown)}" if unknown else "does not hand keywords on to its attention"
@@ -61,10 +65,12 @@ def attend(
             "Use another engine for this model."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return engine_plan.attend(query, key, value, scaling, sliding_window, softcap=softcap, sinks=s_aux), None
+    window = attention_mask if isinstance(attention_mask, int) else sliding_window
+    return engine_plan.attend(query, key, value, scaling, window, softcap=softcap, sinks=s_aux), None
 
 
 AttentionInterface.register(NAME, attend)
+register_window_masks(NAME)
 
 
 class PackedPrompts(Cache):

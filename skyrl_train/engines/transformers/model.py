@@ -17,9 +17,12 @@ from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.cpu_linear import use_onednn
 from skyrl_train.errors import EngineError
 from skyrl_train.models.routing import Routers
+from skyrl_train.models.windows import windows_of
 
 _LOGIT_ELEMENTS = 1 << 26
 """The most elements of logits per forward in scoring: 256 MiB in float32."""
+_CHECK_WINDOW = 6
+"""Tokens that layers with a sliding window see in the check of a new model: fewer than its prompt has."""
 
 
 class ServedModel:
@@ -41,7 +44,7 @@ class ServedModel:
         self.adapters = Adapters(model, name)
         if device.type == "cpu":
             use_onednn(model)
-        with torch.inference_mode():
+        with torch.inference_mode(), windows_of(model, _CHECK_WINDOW):
             reference = self._reference_logits()
             model.set_attn_implementation(NAME)
             self._routers.keeps_choices = keeps_routing

@@ -30,6 +30,7 @@ from tests.support.double_precision import double_precision
 VOCABULARY = 97
 KINDS = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3_text", "gpt_oss"]
 WINDOWED = ["mistral", "gemma2", "gemma3_text", "gpt_oss"]
+WINDOWED_BY_MASK = ["qwen2_moe", "phimoe"]
 
 
 def _model(kind: str = "qwen2", window: int | None = None) -> PreTrainedModel:
@@ -37,6 +38,8 @@ def _model(kind: str = "qwen2", window: int | None = None) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     if window is not None:
+        if kind == "qwen2_moe":
+            model.config.layer_types = ["sliding_attention"] * len(model.model.layers)
         model.config.sliding_window = window
         for layer in model.model.layers:
             if getattr(layer.self_attn, "sliding_window", None) is not None:
@@ -139,7 +142,7 @@ def test_greedy_equals_hugging_faces_greedy(kind):
         assert completion.logprobs.tolist() == [0.0] * 20
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("kind", [*WINDOWED, "qwen2_moe"])
 @pytest.mark.parametrize("window", [4, 9])
 def test_sliding_windows_hide_what_left_them(kind, window):
     # Prompts shorter and longer than the window; sampled tokens that push the prompt out of it.
@@ -149,9 +152,9 @@ def test_sliding_windows_hide_what_left_them(kind, window):
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3", *WINDOWED_BY_MASK])
 def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind: str, samples: int):
-    model: Any = _model(kind, window=6 if kind in WINDOWED else None).double().eval()
+    model: Any = _model(kind, window=6 if kind in (*WINDOWED, *WINDOWED_BY_MASK) else None).double().eval()
     model.set_experts_implementation("eager")  # the default one lacks float64
     prompts, new = _prompts([11, 3, 11]), 40  # more tokens than lanes have room for at first
     sampled = torch.tensor(_prompts([new] * 3 * samples, seed=1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+from transformers import AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
@@ -117,11 +117,11 @@ def test_logprobs_and_entropies_are_the_padded_ones(kind: str) -> None:
     torch.testing.assert_close(got.entropy, entropy, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text", "qwen2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text", "qwen2", "gpt_oss", "qwen2_moe", "phimoe"])
 def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kind: str) -> None:
     model = double(kind)
     changed: dict[str, Any] = {"sliding_window": 3}
-    if kind == "qwen2":
+    if kind.startswith("qwen2"):
         changed |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
     config = type(model.config)(**{**model.config.to_dict(), **changed, "attention_dropout": 0.0})
     torch.manual_seed(0)
@@ -133,6 +133,31 @@ def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kin
         logprobs, _ = padded_scores(model, batch)
         got = score(TokenScorer(model), batch).logprobs
     torch.testing.assert_close(got, logprobs, rtol=0, atol=1e-9)
+
+
+def test_a_window_that_attention_ignores_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, ragged_attention.RAGGED, lambda **_: None)
+    config = tiny_model("qwen2_moe").config
+    windowed: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096}
+    windowed["layer_types"] = ["full_attention", "sliding_attention"]
+    model = AutoModelForCausalLM.from_config(type(config)(**{**config.to_dict(), **windowed}))
+    with pytest.raises(ConfigError, match="computes something else without padding than with its own attention"):
+        TokenScorer(model)
+    assert model.config.sliding_window == model.model.layers[1].self_attn.sliding_window == 4096
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "mixtral"])
+def test_updates_have_no_router_jitter(kind: str) -> None:
+    model = tiny_model(kind)
+    config = type(model.config)(**{**model.config.to_dict(), "router_jitter_noise": 0.3, "input_jitter_noise": 0.3})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")
+    scorer, batch = TokenScorer(model), make_batch()
+    evaluated = score(scorer, batch).logprobs
+    scorer.train()
+    for _ in range(2):
+        torch.testing.assert_close(score(scorer, batch).logprobs, evaluated, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"])
