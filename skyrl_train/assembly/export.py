@@ -23,10 +23,10 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.sources import HUB_NAME, is_address, may_be_on_hub, public_name
 from skyrl_train.errors import ConfigError
-from skyrl_train.learner.export_check import Agreement, check_adapter, check_model
-from skyrl_train.learner.saved_policy import ROLE, SavedPolicy, open_policy
-from skyrl_train.models.loading import export_hf, load_tokenizer, save_tokenizer
-from skyrl_train.models.stop_tokens import write_generation_config
+from skyrl_train.learner.export_check import Agreement, check_adapter, check_model, check_prompt
+from skyrl_train.learner.saved_policy import ROLE, open_policy
+from skyrl_train.models.export import export_adapter, export_hf
+from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.report.curve import write_learning_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
@@ -186,16 +186,19 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
         if asked.adapter:
             assert policy.adapters is not None
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
-            policy.adapters.save(policy.adapter(), folder)
-            save_tokenizer(tokenizer, folder)
+            export_adapter(policy.adapters, policy.adapter(), tokenizer, folder, base=base)
         else:
-            _write_model(policy, tokenizer, DTYPES[asked.dtype], folder)
-            write_generation_config(base, tokenizer, folder)
+            model_config = copy.deepcopy(policy.config)
+            model_config.dtype = DTYPES[asked.dtype]
+            export_hf(model_config, policy.merged(model_config.dtype), tokenizer, folder, base=base)
         agreement = None
-        if asked.verify and asked.adapter:
-            agreement = check_adapter(policy, folder, base)
-        elif asked.verify:
-            agreement = check_model(policy, folder, DTYPES[asked.dtype])
+        if asked.verify:
+            check_prompt(tokenizer, folder, config.generator.chat_template_kwargs)
+            agreement = (
+                check_adapter(policy, folder, base)
+                if asked.adapter
+                else check_model(policy, folder, DTYPES[asked.dtype])
+            )
     rows = [_numbers(row) for row in _rows(found)]
     has_curve = write_learning_curve(rows, folder / CURVE_FILE)
     card = _card(asked, config, found.step, rows, has_curve, agreement)
@@ -205,12 +208,6 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
         if file.is_file():
             file.chmod(mode)
     return agreement
-
-
-def _write_model(policy: SavedPolicy, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
-    config = copy.deepcopy(policy.config)
-    config.dtype = dtype
-    export_hf(config, policy.merged(dtype), tokenizer, folder)
 
 
 def _rows(found: FoundCheckpoint) -> list[dict[str, Any]]:

@@ -13,8 +13,10 @@ from typing import Any
 from skyrl_train import trace
 from skyrl_train.durable import Written
 from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
+from skyrl_train.learner.base_model import BaseModel, refuse_other_base
 from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.storage.mirror import Mirror
+from skyrl_train.strategies.base import LearningRates
 from skyrl_train.tasks import unwatched
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, Checkpoints
 
@@ -99,6 +101,8 @@ class RunState:
         self._deadline_s = deadline_s
         self._uploads = uploads
         self._exports = exports
+        self._bases: dict[str, BaseModel] = {}
+        """The models that policy and critic started from, once `_base_models` has asked the ranks."""
         self._marked: dict[str, Any] = {}
         """The controllers' states at the end of the last whole step."""
         self._writing: asyncio.Task[None] | None = None
@@ -109,8 +113,8 @@ class RunState:
     async def resume(self) -> tuple[int, Unfinished]:
         """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
 
-        The step is 0 for a fresh run. Raises CheckpointError if the data has changed since the checkpoint was written,
-        or if the checkpoint's state is not what `save` writes.
+        The step is 0 for a fresh run. Raises CheckpointError if data, base model or LoRA settings have changed since
+        the checkpoint was written, or if the checkpoint's state is not what `save` writes.
         """
         found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
@@ -123,8 +127,9 @@ class RunState:
                     f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
                     "the run cannot go on where it stopped. Restore the data, or start in another trainer.ckpt_path."
                 )
+        await self._refuse_other_models(found, saved)
         for role, group in self._learner.trained.items():
-            await group.all("load", str(found.path / role))
+            _log_changed_rate(role, (await group.all("load", str(found.path / role)))[0])
         self._learner.loaded(found.step)
         self.saved_step = found.step
         if self._reference_folder is not None and (found.path / "reference").is_dir():
@@ -137,6 +142,26 @@ class RunState:
                     raise _not_as_saved(found, f"controllers.{name}", saved.controllers[name], error) from error
         self.mark()
         return found.step, saved.unfinished
+
+    async def _base_models(self) -> dict[str, BaseModel]:
+        """Return the models that policy and critic started from."""
+        for role, group in self._learner.trained.items():
+            if role not in self._bases:
+                shares, adapters = zip(*await group.all("base_model"), strict=True)
+                self._bases[role] = BaseModel.of(shares, adapters[0])
+        return self._bases
+
+    async def _refuse_other_models(self, found: Checkpoint, saved: _SavedState) -> None:
+        """Raise CheckpointError if a checkpoint was trained from another model, or with other adapters."""
+        for role, now in (await self._base_models()).items():
+            if role in saved.base_models:
+                refuse_other_base(found.path, saved.base_models[role], now, f"trainer.{role}.model")
+            else:
+                _log.warning(
+                    "%s does not say which model its %s was trained from, as an earlier version has saved it. Make sure "
+                    "that trainer.%s.model.path and trainer.%s.model.lora are those of that run.",
+                    *(found.path, role, role, role),
+                )
 
     def mark(self) -> None:
         """Note the controllers' states: to be called at the end of every step, before the next one changes them."""
@@ -153,6 +178,7 @@ class RunState:
         copied = asyncio.Event()
         state = {
             "fingerprints": self._fingerprints,
+            "base_models": {role: asdict(base) for role, base in (await self._base_models()).items()},
             "controllers": self._marked,
             "unfinished": asdict(unfinished or Unfinished()),
         }
@@ -299,13 +325,16 @@ class _SavedState:
     """What `save` writes to trainer_state.json."""
 
     fingerprints: dict[str, str]
+    base_models: dict[str, BaseModel]
+    """Empty in checkpoints of earlier versions."""
     controllers: dict[str, Any]
     unfinished: Unfinished
 
     @classmethod
     def of(cls, found: Checkpoint) -> _SavedState:
         """Read a checkpoint's. Raises CheckpointError: checksums say that it is whole, not who wrote it."""
-        state = {"unfinished": asdict(Unfinished()), **found.state}  # earlier versions left nothing undone
+        # Earlier versions left nothing undone, and did not record base models.
+        state = {"unfinished": asdict(Unfinished()), "base_models": {}, **found.state}
         parts: dict[str, Any] = {}
         for key, read in _PARTS.items():
             try:
@@ -326,8 +355,24 @@ def _unfinished(left: Mapping[str, Any]) -> Unfinished:
     return Unfinished(tuple(left["actions"]), row)
 
 
+def _read_base_models(saved: Mapping[str, Any]) -> dict[str, BaseModel]:
+    return {role: BaseModel.read(_mapping(base)) for role, base in saved.items()}
+
+
+def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
+    """Log what a changed schedule does, before the first step is taken with it."""
+    if rates is not None and rates.saved != rates.now:
+        _log.warning(
+            "The %s's learning rate changes from %g to %g: by the schedule of the run that saved the checkpoint, the next "
+            "update would have had %g; by this run's (trainer.%s.optimizer_config, trainer.max_steps, trainer.epochs) it "
+            "has %g.",
+            *(role, rates.saved, rates.now, rates.saved, role, rates.now),
+        )
+
+
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "fingerprints": dict,
+    "base_models": _read_base_models,
     "controllers": dict,
     "unfinished": _unfinished,
 }
