@@ -32,9 +32,10 @@ class RunDirectory:
     """Locks `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
 
     `identity` determines whether two runs are the same one (project, run name, model path, fingerprints of the data):
-    plain JSON values, stored in run.json. The model may be elsewhere once there are checkpoints: they have a fingerprint
-    of its weights, which is compared when one is loaded. Entering raises RunDirectoryError if the folder cannot be written, is locked
-    by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is false.
+    plain JSON values, stored in run.json. The path of the model may change once there are checkpoints, as loading one
+    compares the fingerprints of the weights. Entering raises RunDirectoryError if the folder cannot be written, is
+    locked by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is
+    false.
     `mirror`: of the folder at an address, for which the same holds.
 
     Example:

@@ -158,8 +158,8 @@ class RunState:
                 refuse_other_base(found.path, saved.base_models[role], now, f"trainer.{role}.model")
             else:
                 _log.warning(
-                    "%s does not say which model its %s was trained from, as an earlier version has saved it. Make sure "
-                    "that trainer.%s.model.path and trainer.%s.model.lora are those of that run.",
+                    "%s does not record which model its %s was trained from: an earlier version has saved it. Make sure "
+                    "that trainer.%s.model.path and trainer.%s.model.lora have not changed since.",
                     *(found.path, role, role, role),
                 )
 
@@ -363,10 +363,10 @@ def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
     """Log what a changed schedule does, before the first step is taken with it."""
     if rates is not None and rates.saved != rates.now:
         _log.warning(
-            "The %s's learning rate changes from %g to %g: by the schedule of the run that saved the checkpoint, the next "
-            "update would have had %g; by this run's (trainer.%s.optimizer_config, trainer.max_steps, trainer.epochs) it "
-            "has %g.",
-            *(role, rates.saved, rates.now, rates.saved, role, rates.now),
+            "The learning rate of the %s's next update is %g by this run's schedule. It would have been %g by the "
+            "schedule of the run that saved the checkpoint. trainer.max_steps, trainer.epochs and "
+            "trainer.%s.optimizer_config decide it.",
+            *(role, rates.now, rates.saved, role),
         )
 
 

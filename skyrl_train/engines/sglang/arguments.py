@@ -39,8 +39,11 @@ def engine_arguments(
     rope_scaling: dict[str, Any] | None,
     rope_theta: float | None,
     options: Mapping[str, Any],
+    separate_head: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
+
+    `separate_head`: see `models.loading.has_separate_head`.
 
     Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
@@ -61,8 +64,11 @@ def engine_arguments(
         key = f"generator.engine_init_kwargs.{taken[0]}"
         raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
     free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
-    if rope_scaling or rope_theta is not None:
-        free["json_model_override_args"] = json.dumps({"rope_parameters": config.rope_parameters})
+    changed = {"rope_parameters": config.rope_parameters} if rope_scaling or rope_theta is not None else {}
+    if separate_head:
+        changed["tie_word_embeddings"] = False
+    if changed:
+        free["json_model_override_args"] = json.dumps(changed)
     if max_lora_rank:
         free |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
     if device == "cpu":
