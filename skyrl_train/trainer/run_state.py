@@ -158,8 +158,8 @@ class RunState:
                 refuse_other_base(found.path, saved.base_models[role], now, f"trainer.{role}.model")
             else:
                 _log.warning(
-                    "%s does not record which model its %s was trained from: an earlier version has saved it. Make sure "
-                    "that trainer.%s.model.path and trainer.%s.model.lora have not changed since.",
+                    "%s does not record which model its %s was trained from: an earlier version has saved it. Make "
+                    "sure that trainer.%s.model.path and trainer.%s.model.lora have not changed since.",
                     *(found.path, role, role, role),
                 )
 

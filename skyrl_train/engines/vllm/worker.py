@@ -23,7 +23,7 @@ from skyrl_train.engines.vllm.reloading import Reloading
 from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import meta_model
+from skyrl_train.models.loading import has_separate_head, meta_model
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import AdapterSpec
 
@@ -152,12 +152,12 @@ class ReloadedModel:
     def __init__(self, model: Any, config: Any, adapter: SyncedAdapter | None = None):
         self._model = model
         self._config = config
-        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
-        described = meta_model(config.model, config.dtype, separate_head=not tied)
+        described = meta_model(config.model, config.dtype, separate_head=has_separate_head(config.model))
         self._layout = dict(described.named_parameters(remove_duplicate=False))
         self._reloading = Reloading(model, described)
         self._adapter = adapter
         self._experts = list(_packed_experts(model))
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         logging.getLogger(_RELOADS).addFilter(_of_layers_with_weights if not tied else _of_layers_untied)
         self._open = False
         """Whether layers are open for weights: from the first load to `finish`, or since a sync that failed."""
