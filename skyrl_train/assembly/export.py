@@ -33,6 +33,8 @@ from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
 from skyrl_train.storage.hub import refuse_taken, upload_model
 from skyrl_train.storage.places import cache_folder
 from skyrl_train.trainer.checkpoint_at import FoundCheckpoint, checkpoint_at
+from skyrl_train.trainer.checkpoints import Checkpoint
+from skyrl_train.trainer.run_state import base_models_of
 
 HUB = "hub:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -181,7 +183,8 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
     trainer = config.trainer
     base = asked.base or trainer.policy.model.path
-    with open_policy(found.folder, trainer, asked.base) as policy:
+    recorded = base_models_of(Checkpoint(found.folder, found.step, found.state)).get(ROLE)
+    with open_policy(found.folder, trainer, asked.base, recorded) as policy:
         tokenizer = load_tokenizer(base, chat_template=configured_template(config.generator.chat_template))
         if asked.adapter:
             assert policy.adapters is not None
@@ -274,9 +277,7 @@ def said(agreement: Agreement) -> str:
     """What was compared, in a sentence."""
     whose = "those of the checkpoint"
     if agreement.from_base:
-        whose += (
-            "'s adapters and of the base model it was given (the checkpoint has no copy of that one to compare with)"
-        )
+        whose += "'s adapters and of the base model it was given (the checkpoint does not record which one it had)"
     return (
         f"Loaded again, all {agreement.num_tensors} tensors are {whose}, and log-probs of "
         f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_nats:.2g} nats in the mean and "

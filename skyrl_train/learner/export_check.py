@@ -37,7 +37,7 @@ class Agreement:
     """Mean absolute difference of their log-probs."""
     largest_nats: float
     from_base: bool = False
-    """Whether tensors have what was frozen from the base model, as it was read for both sides: merged adapters."""
+    """True for merged adapters of a checkpoint that does not record its base model, as of an earlier version."""
 
 
 def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreement:
@@ -49,7 +49,7 @@ def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreem
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loaded = model.state_dict()
     agreement = _agreement(policy, folder, model, _compared(folder, loaded, policy.merged(dtype)), dtype)
-    return replace(agreement, from_base=policy.adapters is not None)
+    return replace(agreement, from_base=policy.adapters is not None and not policy.base_is_compared)
 
 
 def check_adapter(policy: SavedPolicy, folder: Path, base: str) -> Agreement:

@@ -344,6 +344,11 @@ class _SavedState:
         return cls(**parts)
 
 
+def base_models_of(found: Checkpoint) -> dict[str, BaseModel]:
+    """Return the base models that a checkpoint records, by role. Raises CheckpointError for a damaged record."""
+    return _SavedState.of(found).base_models
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"a mapping is expected, not {type(value).__name__}")
