@@ -104,7 +104,7 @@ def export_adapter(
     _complete(directory, tokenizer, base)
 
 
-def _complete(directory: Path, tokenizer: Any, base: str) -> None:
+def _complete(directory: Path, tokenizer: Any, base: str | None) -> None:
     """Write what an export has besides weights and their configuration."""
     try:
         tokenizer.save_pretrained(directory)

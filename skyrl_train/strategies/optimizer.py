@@ -87,7 +87,7 @@ class OptimizedModel:
 
     def step(self) -> dict[str, float]:
         """See `Strategy.step`. The schedule also counts skipped updates, so that it ends with the run."""
-        assert self._optimizer is not None, "a frozen model does not step"
+        assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
         lr = self._next_lr()
         held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norm = self._global_norm(held)
