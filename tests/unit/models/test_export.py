@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -19,7 +18,7 @@ from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.export import export_hf
 from skyrl_train.models.loading import checkpoint_names, has_separate_head, load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from tests.support.base_models import END_OF_SEQUENCE, END_OF_TURN, FILE, save_base_model
+from tests.support.base_models import END_OF_SEQUENCE, END_OF_TURN, FILE, save_base_model, save_with_head
 from tests.support.learner_specs import tiny_spec
 
 
@@ -135,17 +134,6 @@ def test_adapter_folder_has_tokenizer_template_and_generation_config(tmp_path: P
     for place in (folder, folder / "adapter"):
         assert AutoTokenizer.from_pretrained(place).chat_template == TEMPLATES["chatml"]
         assert GenerationConfig.from_pretrained(place).eos_token_id == [100, END_OF_TURN]
-
-
-def save_with_head(folder: Path, *, equal: bool = False, kind: str = "qwen2", **options: Any) -> str:
-    """Save a model whose config.json ties the head to the embedding, although the weights have a head."""
-    save_tiny_model(folder, kind, **options)
-    weights = load_file(folder / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    torch.manual_seed(3)
-    weights["lm_head.weight"] = embedding.clone() if equal else 0.1 * torch.randn_like(embedding)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
 
 
 def says_tied(folder: Path) -> bool:
