@@ -100,7 +100,8 @@ def export_adapter(
         OSError: The disk is full.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    adapters.save(tensors, directory)
+    adapters.config.save_pretrained(directory)
+    _save(tensors, directory / "adapter_model.safetensors")
     _complete(directory, tokenizer, base)
 
 
@@ -149,12 +150,17 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
 
 def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     """Write the `checkpoint_tensors` of a model, which may be on the meta device; returns their names."""
-    named = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(model, tensors).items()}
+    named = checkpoint_tensors(model, tensors)
+    _save(named, path)
+    return list(named)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(named, path, metadata={"format": "pt"})
+        save_file(held, path, metadata={"format": "pt"})
     except SafetensorError as error:  # its own type, whatever the disk said
         raise OSError(f"{path}: {error}") from error
-    return list(named)
 
 
 def name_files(directory: Path, files: list[list[str]], total: int) -> None:
