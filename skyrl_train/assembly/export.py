@@ -34,7 +34,7 @@ from skyrl_train.storage.hub import refuse_taken, upload_model
 from skyrl_train.storage.places import cache_folder
 from skyrl_train.trainer.checkpoint_at import FoundCheckpoint, checkpoint_at
 from skyrl_train.trainer.checkpoints import Checkpoint
-from skyrl_train.trainer.run_state import base_models_of
+from skyrl_train.trainer.run_state import SavedState
 
 HUB = "hub:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -183,9 +183,10 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
     trainer = config.trainer
     base = asked.base or trainer.policy.model.path
-    recorded = base_models_of(Checkpoint(found.folder, found.step, found.state)).get(ROLE)
-    with open_policy(found.folder, trainer, asked.base, recorded) as policy:
-        tokenizer = load_tokenizer(base, chat_template=configured_template(config.generator.chat_template))
+    saved = SavedState.of(Checkpoint(found.folder, found.step, found.state))
+    with open_policy(found.folder, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
+        template = saved.chat_template or configured_template(config.generator.chat_template)
+        tokenizer = load_tokenizer(base, chat_template=template)
         if asked.adapter:
             assert policy.adapters is not None
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)

@@ -95,8 +95,6 @@ class LearnerSpec:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_key: str = POLICY_PATH
     """Where `model_path` was configured, for messages."""
-    chat_template: str | None = None
-    """The chat template of exports; None for the tokenizer's own."""
     value_head: str | None = None
     """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
     lora: LoraConfig | None = None
@@ -420,12 +418,12 @@ class LearnerWorker:
         """Load this rank's part of a checkpoint; see `Strategy.load`."""
         return self.strategy.load(Path(directory))
 
-    def export(self, directory: str) -> None:
+    def export(self, directory: str, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
 
-        All ranks must call it; rank 0 writes.
+        All ranks must call it; rank 0 writes. `chat_template`: that of the training; None for the tokenizer's own.
         """
-        tokenizer = load_tokenizer(self.spec.model_path, chat_template=self.spec.chat_template)
+        tokenizer = load_tokenizer(self.spec.model_path, chat_template=chat_template)
         adapters: dict[str, Tensor] = {}
         writes, base, folder = self.rank == 0, self.spec.model_path, Path(directory)
         tensors = chain(self.full_parameters(adapters), self.scorer.saved_buffers())

@@ -76,17 +76,29 @@ class RunState:
         resume_path: str | None,
         fingerprints: Mapping[str, str],
         controllers: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         reference_folder: Path | None = None,
         in_background: bool = False,
         deadline_s: float = 1800.0,
         uploads: Mirror | None = None,
         exports: Mirror | None = None,
     ):
-        """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes.
+        """Wrap a learner; nothing is read or written yet.
 
-        `in_background`: the ranks write checkpoints from a copy in memory while the run goes on; `deadline_s`: for a
-        rank to have written what it has copied. `uploads` and `exports`: mirrors of the folders of checkpoints and of
-        exports.
+        Args:
+            checkpoints: The checkpoints of this run.
+            learner: The ranks that are saved and restored.
+            export_path: The folder of exports.
+            resume_mode: trainer.resume_mode.
+            resume_path: trainer.resume_path.
+            fingerprints: Fingerprints of the data; a checkpoint with others is refused.
+            controllers: Objects with `state()` and `load_state()`, by name.
+            chat_template: The chat template of the training, for exports; None for the tokenizer's own.
+            reference_folder: Used to copy the policy to the reference; None for a reference that never changes.
+            in_background: The ranks write checkpoints from a copy in memory while the run goes on.
+            deadline_s: Seconds within which a rank must have written what it has copied.
+            uploads: The mirror of the folder of checkpoints.
+            exports: The mirror of the folder of exports.
         """
         self._checkpoints = checkpoints
         self._learner = learner
@@ -96,6 +108,7 @@ class RunState:
         self._fingerprints = dict(fingerprints)
         self.skipped = SkippedUpdates()
         self._controllers = {**(controllers or {}), "skipped_updates": self.skipped}
+        self._chat_template = chat_template
         self._reference_folder = None if learner.reference is None else reference_folder
         self.in_background = in_background
         self._deadline_s = deadline_s
@@ -119,7 +132,7 @@ class RunState:
         found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
             return 0, Unfinished()
-        saved = _SavedState.of(found)
+        saved = SavedState.of(found)
         for name, stored in saved.fingerprints.items():
             current = self._fingerprints.get(name)
             if current != stored:
@@ -151,7 +164,7 @@ class RunState:
                 self._bases[role] = BaseModel.of(shares, adapters[0])
         return self._bases
 
-    async def _refuse_other_models(self, found: Checkpoint, saved: _SavedState) -> None:
+    async def _refuse_other_models(self, found: Checkpoint, saved: SavedState) -> None:
         """Raise CheckpointError if a checkpoint was trained from another model, or with other adapters."""
         for role, now in (await self._base_models()).items():
             if role in saved.base_models:
@@ -178,6 +191,7 @@ class RunState:
         copied = asyncio.Event()
         state = {
             "fingerprints": self._fingerprints,
+            "chat_template": self._chat_template,
             "base_models": {role: asdict(base) for role, base in (await self._base_models()).items()},
             "controllers": self._marked,
             "unfinished": asdict(unfinished or Unfinished()),
@@ -244,7 +258,7 @@ class RunState:
         RETRY_S; raises CheckpointError when that has happened MAX_FAILED_SAVES times in a row."""
         for attempt in range(1, MAX_FAILED_SAVES + 1):
             try:
-                return await self._learner.policy.all("export", str(folder))  # type: ignore[return-value]
+                return await self._learner.policy.all("export", str(folder), self._chat_template)  # type: ignore[return-value]
             except OSError as error:
                 if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                     raise
@@ -321,17 +335,19 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedState:
+class SavedState:
     """What `save` writes to trainer_state.json."""
 
     fingerprints: dict[str, str]
     base_models: dict[str, BaseModel]
     """Empty in checkpoints of earlier versions."""
+    chat_template: str | None
+    """None for the tokenizer's own, and in checkpoints of earlier versions."""
     controllers: dict[str, Any]
     unfinished: Unfinished
 
     @classmethod
-    def of(cls, found: Checkpoint) -> _SavedState:
+    def of(cls, found: Checkpoint) -> SavedState:
         """Read a checkpoint's. Raises CheckpointError: checksums say that it is whole, not who wrote it."""
         # Earlier versions left nothing undone, and did not record base models.
         state = {"unfinished": asdict(Unfinished()), "base_models": {}, **found.state}
@@ -341,12 +357,9 @@ class _SavedState:
                 parts[key] = read(_mapping(state[key]))
             except _NOT_AS_SAVED as error:
                 raise _not_as_saved(found, key, state.get(key), error) from error
-        return cls(**parts)
-
-
-def base_models_of(found: Checkpoint) -> dict[str, BaseModel]:
-    """Return the base models that a checkpoint records, by role. Raises CheckpointError for a damaged record."""
-    return _SavedState.of(found).base_models
+        if not isinstance(template := found.state.get("chat_template"), str | None):
+            raise _not_as_saved(found, "chat_template", template, TypeError("a text or null is expected"))
+        return cls(**parts, chat_template=template)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

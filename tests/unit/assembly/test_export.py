@@ -381,6 +381,13 @@ def test_card_tells_if_the_base_is_not_recorded(adapted: Path, tmp_path: Path):
     assert "of the base model it was given (the checkpoint does not record" in parts_of_card(tmp_path / "export")[1]
 
 
+def test_recorded_template_is_exported_whatever_the_configuration_says_now(whole: Path, tmp_path: Path):
+    shutil.copytree(whole.parent, tmp_path / "run")
+    forge(tmp_path / "run" / whole.name, chat_template=TEMPLATES["mistral"])
+    folder = written(tmp_path / "run" / whole.name, tmp_path / "export")
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
+
+
 def test_exports_name_the_end_of_turn(tmp_path: Path):
     model = tmp_path / "model"
     save_as_base_model(tiny_model(), model)

@@ -27,11 +27,11 @@ def export(model: str, tokenizer: Any, to: Path) -> None:
     export_hf(loaded.config, iter(loaded.named_parameters()), tokenizer, to)
 
 
-def export_of_learner(model: str, to: Path, **spec: Any) -> Path:
+def export_of_learner(model: str, to: Path, chat_template: str | None = None, **spec: Any) -> Path:
     """Export what a learner has loaded, as trainer.hf_save_interval does."""
     worker = LearnerWorker(replace(tiny_spec(model), **spec), 0, 1)
     worker._build(model)
-    worker.export(str(to))
+    worker.export(str(to), chat_template)
     return to
 
 
@@ -120,9 +120,7 @@ def test_no_generation_config_is_written_without_need(tmp_path: Path):
 def test_learner_exports_template_and_its_end_of_turn(tmp_path: Path):
     path = save_base_model(tmp_path / "model", generation={"eos_token_id": [100, END_OF_SEQUENCE]})
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    worker = LearnerWorker(replace(tiny_spec(path), chat_template=TEMPLATES["chatml"]), 0, 1)
-    worker._build(path)
-    worker.export(str(tmp_path / "export"))
+    export_of_learner(path, tmp_path / "export", chat_template=TEMPLATES["chatml"])
     exported = json.loads((tmp_path / "export" / FILE).read_text())
     assert exported["eos_token_id"] == [100, END_OF_SEQUENCE, END_OF_TURN]
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == TEMPLATES["chatml"]

@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config.trainer import GuardsConfig
+from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.learner import Learner
 from skyrl_train.strategies.shards import Shard
@@ -67,12 +68,24 @@ def test_a_checkpoint_from_before_a_controller_was_saved_leaves_it_as_it_is(tiny
     assert guards.state() == {"equal_steps": 7}
 
 
+def test_exports_and_checkpoints_have_the_chat_template(tiny_model_path: str, tmp_path: Path):
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        exported = await state.export(1)
+        assert AutoTokenizer.from_pretrained(exported).chat_template == TEMPLATES["mistral"]
+        await state.save(1)
+
+    with_state(tiny_model_path, tmp_path, steps, chat_template=TEMPLATES["mistral"])
+    saved = json.loads((tmp_path / "global_step_1" / "trainer_state.json").read_text())
+    assert saved["chat_template"] == TEMPLATES["mistral"]
+
+
 @pytest.mark.defect("forged-states-of-runs")
 def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model_path: str, tmp_path: Path):
     good = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}, "unfinished": None}
     forged: list[tuple[str, Any]] = [
         ("fingerprints", None),
         ("fingerprints", [["data", "abc"]]),
+        ("chat_template", ["abc"]),
         ("base_models", {"policy": "abc"}),
         ("base_models", {"policy": {"weights": "abc"}}),
         ("base_models", {"policy": {"weights": "abc", "lora": {"rank": 8}}}),
