@@ -69,7 +69,7 @@ def change_weights(model: str, folder: Path, name: str = "model.layers.1.mlp.up_
         ({"rank": 8}, r"trainer\.policy\.model\.lora\.rank was 4, is 8\."),
         ({"rank": 0}, r"trainer\.policy\.model\.lora\.rank was 4, is 0\."),
         (
-            {"target_modules": ("q_proj", "v_proj")},
+            {"target_modules": ["q_proj", "v_proj"]},
             r"lora\.target_modules: adapters of 10 layers differ; that of model\.layers\.0\.mlp\.down_proj is only in",
         ),
     ],
@@ -82,7 +82,7 @@ def test_other_adapters_are_refused(
     changed = replace(LORA, **changes)
     with pytest.raises(CheckpointError, match=message):
         resume(tiny_model_path, tmp_path / "run", options, lora=changed if changed.rank else None)
-    same = replace(LORA, target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    same = replace(LORA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     assert resume(tiny_model_path, tmp_path / "run", options, lora=same) == 1, "other words for the same layers"
 
 
@@ -119,7 +119,7 @@ def test_earlier_checkpoint_resumes_with_a_warning(
 
 
 def test_changed_learning_rate_is_logged(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    cosine = {"optimizer": OptimizerConfig(lr=1e-3, scheduler="cosine")}
+    cosine: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-3, scheduler="cosine")}
     save(tiny_model_path, tmp_path / "run", steps=4, total_steps=4, **cosine)
     assert resume(tiny_model_path, tmp_path / "run", total_steps=4, **cosine) == 4
     assert "learning rate" not in caplog.text
