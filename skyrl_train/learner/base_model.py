@@ -60,7 +60,7 @@ class BaseModel:
 def tensor_fingerprints(model: PreTrainedModel, saved: SavedWeights, rank: int, world_size: int) -> dict[str, str]:
     """Return dtype, shape and fingerprint by tensor name, for every `world_size`-th tensor of a model.
 
-    Every bit of the weights is read once by one rank, which costs about as much as loading them.
+    The ranks share out the tensors, so together they read the weights once more than loading does.
     """
     tensors = {name: one for name, one in chain(model.named_parameters(), model.named_buffers()) if name in saved}
     by_size = sorted(tensors, key=lambda name: (-tensors[name].numel(), name))
