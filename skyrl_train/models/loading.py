@@ -194,16 +194,15 @@ def _load(
     return model, sorted(info["unexpected_keys"])
 
 
-def meta_model(path: str, dtype: torch.dtype, *, separate_head: bool = False) -> PreTrainedModel:
-    """Return a causal language model on the meta device: layers, names and shapes, without memory.
+def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model on the meta device: layers, names and shapes, without memory."""
+    return model_without_memory(load_config(path), dtype)
 
-    Args:
-        path: A folder or hub name.
-        dtype: The dtype of its parameters.
-        separate_head: The head is not tied to the embedding, whatever the configuration says; see `has_separate_head`.
-    """
+
+def served_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of `meta_model` as the weights at `path` are: see `has_separate_head`."""
     config = load_config(path)
-    if separate_head:
+    if has_separate_head(path):
         untie_head(config)
     return model_without_memory(config, dtype)
 

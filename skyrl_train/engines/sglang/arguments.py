@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.engines.sglang.models import refuse_model
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_config
+from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.weight_sync.wire import dtype_of
 
 RESERVED = 8
@@ -39,11 +39,8 @@ def engine_arguments(
     rope_scaling: dict[str, Any] | None,
     rope_theta: float | None,
     options: Mapping[str, Any],
-    separate_head: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
-
-    `separate_head`: see `models.loading.has_separate_head`.
 
     Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
@@ -65,7 +62,7 @@ def engine_arguments(
         raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
     free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
     changed = {"rope_parameters": config.rope_parameters} if rope_scaling or rope_theta is not None else {}
-    if separate_head:
+    if has_separate_head(model):
         changed["tie_word_embeddings"] = False
     if changed:
         free["json_model_override_args"] = json.dumps(changed)

@@ -139,7 +139,7 @@ def test_adapters_on_a_cpu_are_refused_with_the_reason(tiny_model_path: str):
         SGLangEngine(tiny_model_path, max_lora_rank=8)
 
 
-def arguments(path: str, device: str = "cpu", separate_head: bool = False, **options: Any) -> dict[str, Any]:
+def arguments(path: str, device: str = "cpu", **options: Any) -> dict[str, Any]:
     return engine_arguments(
         path,
         name="particular",
@@ -151,7 +151,6 @@ def arguments(path: str, device: str = "cpu", separate_head: bool = False, **opt
         rope_scaling=None,
         rope_theta=None,
         options=options,
-        separate_head=separate_head,
     )
 
 
