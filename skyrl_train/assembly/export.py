@@ -23,16 +23,18 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.sources import HUB_NAME, is_address, may_be_on_hub, public_name
 from skyrl_train.errors import ConfigError
-from skyrl_train.learner.export_check import Agreement, check_adapter, check_model
-from skyrl_train.learner.saved_policy import ROLE, SavedPolicy, open_policy
-from skyrl_train.models.loading import export_hf, load_tokenizer, save_tokenizer
-from skyrl_train.models.stop_tokens import write_generation_config
+from skyrl_train.learner.export_check import Agreement, check_adapter, check_model, check_prompt
+from skyrl_train.learner.saved_policy import ROLE, open_policy
+from skyrl_train.models.export import export_adapter, export_hf
+from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.report.curve import write_learning_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
 from skyrl_train.storage.hub import refuse_taken, upload_model
 from skyrl_train.storage.places import cache_folder
 from skyrl_train.trainer.checkpoint_at import FoundCheckpoint, checkpoint_at
+from skyrl_train.trainer.checkpoints import Checkpoint
+from skyrl_train.trainer.run_state import SavedState
 
 HUB = "hub:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -181,21 +183,26 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
     trainer = config.trainer
     base = asked.base or trainer.policy.model.path
-    with open_policy(found.folder, trainer, asked.base) as policy:
-        tokenizer = load_tokenizer(base, chat_template=configured_template(config.generator.chat_template))
+    saved = SavedState.of(Checkpoint(found.folder, found.step, found.state))
+    with open_policy(found.folder, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
+        template = saved.chat_template or configured_template(config.generator.chat_template)
+        tokenizer = load_tokenizer(base, chat_template=template)
         if asked.adapter:
             assert policy.adapters is not None
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
-            policy.adapters.save(policy.adapter(), folder)
-            save_tokenizer(tokenizer, folder)
+            export_adapter(policy.adapters, policy.adapter(), tokenizer, folder, base=base)
         else:
-            _write_model(policy, tokenizer, DTYPES[asked.dtype], folder)
-            write_generation_config(base, tokenizer, folder)
+            model_config = copy.deepcopy(policy.config)
+            model_config.dtype = DTYPES[asked.dtype]
+            export_hf(model_config, policy.merged(model_config.dtype), tokenizer, folder, base=base)
         agreement = None
-        if asked.verify and asked.adapter:
-            agreement = check_adapter(policy, folder, base)
-        elif asked.verify:
-            agreement = check_model(policy, folder, DTYPES[asked.dtype])
+        if asked.verify:
+            check_prompt(tokenizer, folder, config.generator.chat_template_kwargs)
+            agreement = (
+                check_adapter(policy, folder, base)
+                if asked.adapter
+                else check_model(policy, folder, DTYPES[asked.dtype])
+            )
     rows = [_numbers(row) for row in _rows(found)]
     has_curve = write_learning_curve(rows, folder / CURVE_FILE)
     card = _card(asked, config, found.step, rows, has_curve, agreement)
@@ -205,12 +212,6 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
         if file.is_file():
             file.chmod(mode)
     return agreement
-
-
-def _write_model(policy: SavedPolicy, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
-    config = copy.deepcopy(policy.config)
-    config.dtype = dtype
-    export_hf(config, policy.merged(dtype), tokenizer, folder)
 
 
 def _rows(found: FoundCheckpoint) -> list[dict[str, Any]]:
@@ -277,9 +278,7 @@ def said(agreement: Agreement) -> str:
     """What was compared, in a sentence."""
     whose = "those of the checkpoint"
     if agreement.from_base:
-        whose += (
-            "'s adapters and of the base model it was given (the checkpoint has no copy of that one to compare with)"
-        )
+        whose += "'s adapters and of the base model it was given (the checkpoint does not record which one it had)"
     return (
         f"Loaded again, all {agreement.num_tensors} tensors are {whose}, and log-probs of "
         f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_nats:.2g} nats in the mean and "

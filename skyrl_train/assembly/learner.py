@@ -42,7 +42,6 @@ def build_learner(
     wire_dtype: str,
     bucket_bytes: int,
     only_changed: bool,
-    chat_template: str | None = None,
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
     assert layout.policy is not None
@@ -58,7 +57,6 @@ def build_learner(
         optimizer=trainer.policy.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
         objective=learning.objective,
-        chat_template=chat_template,
         **_execution(trainer),
         **_changes(trainer),
         **_limits(trainer),

@@ -248,6 +248,7 @@ def build_trainer(
             base,
             fingerprints_of(trainer, train_dataset.fingerprint),
             {"kl": advantage_step, "collector": collector, "guards": guards},
+            tokenizer,
         ),
         trackers=base.trackers,
         guards=guards,

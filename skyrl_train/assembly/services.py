@@ -12,7 +12,6 @@ from typing import Any
 from skyrl_train import trace
 from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
-from skyrl_train.assembly.data import configured_template
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.assembly.shared_paths import shared_paths
@@ -160,7 +159,6 @@ async def learner_services(
                 wire_dtype=cfg.generator.model_dtype,
                 bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
                 only_changed=cfg.generator.weight_sync_only_changed,
-                chat_template=configured_template(cfg.generator.chat_template),
             )
         yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
 
@@ -201,8 +199,12 @@ async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None
         raise late from error
 
 
-def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any]) -> RunState:
+def build_state(
+    base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any], tokenizer: Any
+) -> RunState:
+    """Return the checkpoints and exports of a run; `tokenizer` has the chat template of the training."""
     assert base.learner is not None
+    template = getattr(tokenizer, "chat_template", None)
     trainer = base.cfg.trainer
     return RunState(
         Checkpoints(base.directory, trainer.max_ckpts_to_keep, base.mirrors.run),
@@ -212,6 +214,7 @@ def build_state(base: Services, fingerprints: Mapping[str, str], controllers: Ma
         resume_path=trainer.resume_path,
         fingerprints=fingerprints,
         controllers=controllers,
+        chat_template=template if isinstance(template, str) else None,
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
         in_background=trainer.async_checkpoint,
         # In the background a rank is asked between two updates.

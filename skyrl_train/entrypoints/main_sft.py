@@ -73,7 +73,7 @@ class SFTExp(Experiment):
                 schedule=schedule,
                 intervals=intervals(trainer, schedule),
                 learner=base.learner,
-                state=build_state(base, fingerprints, {}),
+                state=build_state(base, fingerprints, {}, self.tokenizer),
                 trackers=base.trackers,
                 guards=Guards(trainer.guards, None),
                 batch_dump=build_batch_dump(trainer),

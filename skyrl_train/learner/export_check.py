@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_train.errors import CheckpointError
+from skyrl_train.data.chat import render_prompt
+from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.learner.saved_policy import SavedPolicy
 from skyrl_train.models.loading import max_positions
 from skyrl_train.models.lora import adapter_of, with_adapter
@@ -20,6 +22,7 @@ from skyrl_train.storage.copies import local_copy
 ALLOWED_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """The mean difference of log-probs, by the dtype of the export: weights are rounded to it, sums never are."""
 _SEQUENCES, _TOKENS = 4, 128
+_PROMPT = "What is 2 + 2?"
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Agreement:
     """Mean absolute difference of their log-probs."""
     largest_nats: float
     from_base: bool = False
-    """Whether tensors have what was frozen from the base model, as it was read for both sides: merged adapters."""
+    """True for merged adapters of a checkpoint that does not record its base model, as of an earlier version."""
 
 
 def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreement:
@@ -46,7 +49,7 @@ def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreem
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loaded = model.state_dict()
     agreement = _agreement(policy, folder, model, _compared(folder, loaded, policy.merged(dtype)), dtype)
-    return replace(agreement, from_base=policy.adapters is not None)
+    return replace(agreement, from_base=policy.adapters is not None and not policy.base_is_compared)
 
 
 def check_adapter(policy: SavedPolicy, folder: Path, base: str) -> Agreement:
@@ -58,6 +61,30 @@ def check_adapter(policy: SavedPolicy, folder: Path, base: str) -> Agreement:
     model = with_adapter(start.float(), folder)
     compared = _compared(folder, adapter_of(model), policy.adapter().items())
     return _agreement(policy, folder, model, compared, torch.float32)
+
+
+def check_prompt(tokenizer: Any, folder: Path, chat_template_kwargs: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the tokenizer in `folder` writes a prompt with the ids of the training.
+
+    Args:
+        tokenizer: The tokenizer of the training, with its chat template.
+        folder: The export, whose tokenizer is loaded by plain transformers.
+        chat_template_kwargs: Variables of the chat template.
+    """
+    expected = _prompt_ids(tokenizer, chat_template_kwargs)
+    if (got := _prompt_ids(AutoTokenizer.from_pretrained(folder), chat_template_kwargs)) != expected:
+        raise CheckpointError(
+            f"{folder}: once its tokenizer is loaded, a prompt has the ids {got}, but in training it had {expected}. "
+            "The export is not kept."
+        )
+
+
+def _prompt_ids(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Return the ids of a prompt; those of its text alone if there is no chat template, or if it rejects the prompt."""
+    with suppress(DataError):
+        if tokenizer.chat_template:
+            return render_prompt(tokenizer, [{"role": "user", "content": _PROMPT}], chat_template_kwargs)
+    return list(tokenizer(_PROMPT)["input_ids"])
 
 
 def _compared(folder: Path, loaded: dict[str, Tensor], expected: Iterable[tuple[str, Tensor]]) -> int:

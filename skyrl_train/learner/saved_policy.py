@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.learner.base_model import BaseModel, LoraRecord, refuse_other_base, tensor_fingerprints
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.loading import POLICY_PATH, open_causal_lm
 from skyrl_train.models.lora import Adapters
@@ -40,6 +41,8 @@ class SavedPolicy:
         self.frozen_dtype = torch.bfloat16 if trainer.bf16 and self.adapters else torch.float32
         """Of what is not trained, while the run computes with it."""
         self.scorer = TokenScorer(model, saved=saved)
+        self.base_is_compared = False
+        """True if the frozen parameters are known to be those of the run."""
         self._fill(reader, saved)
 
     @torch.no_grad()
@@ -114,11 +117,20 @@ class _Weights:
 
 
 @contextmanager
-def open_policy(checkpoint: Path, trainer: TrainerConfig, base: str | None = None) -> Iterator[SavedPolicy]:
-    """The policy of a checkpoint, whatever strategy and number of ranks wrote it; its files are closed on exit.
+def open_policy(
+    checkpoint: Path, trainer: TrainerConfig, base: str | None = None, recorded: BaseModel | None = None
+) -> Iterator[SavedPolicy]:
+    """Open the policy of a checkpoint, whatever strategy and number of ranks wrote it; its files are closed on exit.
 
-    `base`: where the model of trainer.policy.model.path is now, a folder, an address or a hub name. Raises ConfigError
-    for a model that cannot be loaded, CheckpointError for files that are missing or of another model.
+    Args:
+        checkpoint: The folder of the checkpoint.
+        trainer: The configuration of the run.
+        base: Where the model of trainer.policy.model.path is now: a folder, an address or a hub name.
+        recorded: The checkpoint's record of that model, which is compared if the policy has adapters.
+
+    Raises:
+        ConfigError: The model cannot be loaded.
+        CheckpointError: Files are missing or of another model, or the base model is not the recorded one.
     """
     with open_shards(checkpoint / ROLE) as reader:
         model, saved = open_causal_lm(
@@ -129,4 +141,12 @@ def open_policy(checkpoint: Path, trainer: TrainerConfig, base: str | None = Non
             rope_theta=trainer.rope_theta,
             key="--base" if base else POLICY_PATH,
         )
-        yield SavedPolicy(model, saved, reader, trainer)
+        lora = trainer.policy.model.lora
+        compared = recorded if lora.rank else None
+        shares = [] if compared is None else [tensor_fingerprints(model, saved, 0, 1)]
+        policy = SavedPolicy(model, saved, reader, trainer)
+        if compared is not None and policy.adapters is not None:
+            now = BaseModel.of(shares, LoraRecord.of(lora, policy.adapters))
+            refuse_other_base(checkpoint, compared, now, "trainer.policy.model")
+            policy.base_is_compared = True
+        yield policy

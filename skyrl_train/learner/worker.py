@@ -22,22 +22,24 @@ from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, O
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
 from skyrl_train.errors import ConfigError
+from skyrl_train.learner.base_model import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.expert_parallel import ExpertParallel
-from skyrl_train.models.loading import POLICY_PATH, export_hf, load_tokenizer, open_causal_lm
+from skyrl_train.models.export import export_adapter, export_hf
+from skyrl_train.models.loading import POLICY_PATH, load_tokenizer, open_causal_lm
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
-from skyrl_train.models.stop_tokens import write_generation_config
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
 from skyrl_train.report.memory import AllocationRecord, peak_memory
 from skyrl_train.report.profile import Profiler
+from skyrl_train.strategies.base import LearningRates
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
@@ -93,8 +95,6 @@ class LearnerSpec:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_key: str = POLICY_PATH
     """Where `model_path` was configured, for messages."""
-    chat_template: str | None = None
-    """The chat template of exports; None for the tokenizer's own."""
     value_head: str | None = None
     """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
     lora: LoraConfig | None = None
@@ -212,6 +212,8 @@ class LearnerWorker:
             if spec.lora and spec.gradient_checkpointing_use_reentrant:
                 model.enable_input_require_grads()  # or layers would run without gradients
         self._hf_config = model.config
+        if spec.optimizer:
+            self._fingerprints = tensor_fingerprints(model, saved, self.rank, self.world_size)
         self.adapters = None
         if spec.lora:
             torch.manual_seed(spec.seed)
@@ -407,23 +409,27 @@ class LearnerWorker:
             wait([self._writing])
             self._writing = None
 
-    def load(self, directory: str) -> None:
-        self.strategy.load(Path(directory))
+    def base_model(self) -> tuple[dict[str, str], LoraRecord | None]:
+        """Return this rank's share of `tensor_fingerprints`, and the adapters of a trained model."""
+        lora = None if self.adapters is None or self.spec.lora is None else LoraRecord.of(self.spec.lora, self.adapters)
+        return self._fingerprints, lora
 
-    def export(self, directory: str) -> None:
+    def load(self, directory: str) -> LearningRates | None:
+        """Load this rank's part of a checkpoint; see `Strategy.load`."""
+        return self.strategy.load(Path(directory))
+
+    def export(self, directory: str, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
 
-        All ranks must call it; rank 0 writes.
+        All ranks must call it; rank 0 writes. `chat_template`: that of the training; None for the tokenizer's own.
         """
-        tokenizer = load_tokenizer(self.spec.model_path, chat_template=self.spec.chat_template)
+        tokenizer = load_tokenizer(self.spec.model_path, chat_template=chat_template)
         adapters: dict[str, Tensor] = {}
-        writes = self.rank == 0
+        writes, base, folder = self.rank == 0, self.spec.model_path, Path(directory)
         tensors = chain(self.full_parameters(adapters), self.scorer.saved_buffers())
-        export_hf(self._hf_config, tensors, tokenizer, Path(directory), write=writes)
-        if writes:
-            write_generation_config(self.spec.model_path, tokenizer, Path(directory))
+        export_hf(self._hf_config, tensors, tokenizer, folder, base=base, write=writes)
         if self.adapters is not None and writes:
-            self.adapters.save(adapters, Path(directory) / "adapter")
+            export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)
 
     def ping(self) -> None:
         """Answer."""

@@ -1,20 +1,17 @@
-"""Reads and writes Hugging Face folders: models, tokenizers, exports. Only safetensors; never a checkpoint's code."""
+"""Reads Hugging Face folders: models and tokenizers. Only safetensors; never a checkpoint's code. See export.py."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -199,10 +196,19 @@ def _load(
 
 def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model on the meta device: layers, names and shapes, without memory."""
-    return _without_memory(load_config(path), dtype)
+    return model_without_memory(load_config(path), dtype)
 
 
-def _without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def served_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of `meta_model` as the weights at `path` are: see `has_separate_head`."""
+    config = load_config(path)
+    if has_separate_head(path):
+        untie_head(config)
+    return model_without_memory(config, dtype)
+
+
+def model_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the causal language model of a configuration on the meta device."""
     # It never computes attention, so the kernels that its configuration may name need not be installed.
     options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
@@ -212,6 +218,38 @@ def _without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedM
 def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name -> parameter of a causal language model on the meta device; tied names have the same object."""
     return dict(meta_model(path, dtype).named_parameters(remove_duplicate=False))
+
+
+def has_separate_head(path: str) -> bool:
+    """True if config.json ties the head to the embedding, but the weights of a folder or hub name have different ones.
+
+    transformers keeps both then. Other engines go by config.json, so they must be told.
+    """
+    config = load_config(path)
+    if not config.get_text_config().tie_word_embeddings:
+        return False
+    tied = model_without_memory(config, torch.float32)
+    if not has_both(tied, checkpoint_names(path)):
+        return False
+    untie_head(config)
+    saved = SavedWeights(model_without_memory(config, torch.float32), _weight_files(path, config))
+    return any(not torch.equal(saved.read(name), saved.read(source)) for name, source in _tied_names(tied).items())
+
+
+def has_both(model: PreTrainedModel, names: Iterable[str]) -> bool:
+    """True if `names` contains both a parameter and another one that the model's configuration ties to it."""
+    held = set(names)
+    return any(name in held and source in held for name, source in _tied_names(model).items())
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, str]:
+    return getattr(model, "all_tied_weights_keys", {})
+
+
+def untie_head(config: PreTrainedConfig) -> None:
+    """Change a configuration to that of a model whose head is not the embedding."""
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -295,92 +333,3 @@ def _change_rope(config: Any, scaling: dict[str, Any], theta: float | None) -> N
     config.rope_parameters = {**current, **scaling, **({} if theta is None else {"rope_theta": float(theta)})}
     if config.rope_parameters.get("rope_type") == "yarn":
         config.rope_parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-
-
-def export_hf(
-    model_config: PreTrainedConfig,
-    tensors: Iterator[tuple[str, Tensor]],
-    tokenizer: Any,
-    directory: Path,
-    *,
-    write: bool = True,
-    max_shard_bytes: int = 5 << 30,
-) -> None:
-    """Write a Hugging Face folder from (name, full tensor) pairs, with at most one file of them in memory at a time.
-
-    `tensors` is usually `Strategy.full_parameters()`, a collective, so every rank calls this, with `write` on one only.
-    Tensors are named and split as in published checkpoints, which all engines can read: see `checkpoint_tensors`.
-    Raises OSError if the disk is full, once all tensors were taken from the collective.
-    """
-    if not write:
-        for _ in tensors:
-            pass
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    model = _without_memory(copy.deepcopy(model_config), torch.float32)
-    files: list[list[str]] = []
-    dtypes: set[torch.dtype] = set()
-    total = 0
-    try:
-        for shard in _shards(tensors, max_shard_bytes):
-            dtypes |= {tensor.dtype for tensor in shard.values()}
-            total += sum(tensor.nbytes for tensor in shard.values())
-            files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
-    except BaseException:
-        for _ in tensors:  # the other ranks take part in every tensor: they must not wait for this one
-            pass
-        raise
-    name_files(directory, files, total)
-    config = copy.deepcopy(model_config)
-    architecture: Any = CAUSAL_LMS[type(config)]
-    config.architectures = [architecture.__name__]
-    if len(dtypes) == 1:
-        config.dtype = dtypes.pop()
-    config.save_pretrained(directory)
-    save_tokenizer(tokenizer, directory)
-
-
-def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.detach().cpu()
-        size += tensor.nbytes
-    yield shard
-
-
-def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
-    """Write the `checkpoint_tensors` of a model, which may be on the meta device; returns their names."""
-    named = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(model, tensors).items()}
-    try:
-        save_file(named, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its own type, whatever the disk said
-        raise OSError(f"{path}: {error}") from error
-    return list(named)
-
-
-def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write a tokenizer's files. Raises OSError if the disk is full."""
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:  # tokenizers has no type of its own for what the disk said
-        if type(error) is Exception and "os error" in str(error):
-            raise OSError(f"{directory}: {error}") from error
-        raise
-
-
-def name_files(directory: Path, files: list[list[str]], total: int) -> None:
-    """Rename the parts to the names that transformers expects, which contain the number of parts."""
-    if len(files) == 1:
-        (directory / "part-0.safetensors").replace(directory / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(files):
-        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        (directory / f"part-{index}.safetensors").replace(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2, sort_keys=True) + "\n")

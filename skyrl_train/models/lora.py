@@ -1,7 +1,7 @@
 """Low-rank adapters on a causal language model (LoRA, https://arxiv.org/abs/2106.09685).
 
 A linear layer W x becomes W x + s B (A x) with s = alpha / rank; W is frozen, and B starts at 0. peft adds the adapters
-to a model. This module selects the layers, merges adapters into weights, and writes their folder.
+to a model. This module selects the layers, and merges adapters into weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -144,12 +143,6 @@ class Adapters:
         """
         for name, tensor in parameters:
             yield name.replace(BASE, ".").replace(DOWN, ".lora_A.weight").replace(UP, ".lora_B.weight"), tensor
-
-    def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Write a folder for peft's `PeftModel.from_pretrained`; `tensors` are the `adapters` filled by `merged`."""
-        self.config.save_pretrained(directory)
-        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(held, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> Any:

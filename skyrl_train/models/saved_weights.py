@@ -6,7 +6,7 @@ mixture's experts are saved one by one. Here that is done for what is asked for,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,15 @@ class SavedWeights:
         converted = made.convert(first, model=self._model, config=self._model.config)[name]
         tensor = converted[0] if isinstance(converted, list) else converted
         return tensor if merges else tensor[rows]
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """Yield a parameter or buffer in blocks of rows: one expert at a time, if each is saved by itself."""
+        converter, _ = self._tensors[self._first[name]]
+        if converter is None or not _merges_rows(converter):
+            yield self.read(name)
+            return
+        for row in range(self.count_rows(name)):
+            yield self.read(name, slice(row, row + 1))
 
     def count_rows(self, name: str) -> int:
         """The length of a parameter's or buffer's first dimension."""

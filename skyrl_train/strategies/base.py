@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -28,6 +28,15 @@ class OptimizerSettings(Protocol):
     def num_warmup_steps(self) -> int: ...
     @property
     def scheduler(self) -> str: ...
+
+
+class LearningRates(NamedTuple):
+    """The learning rates that two schedules give the same update."""
+
+    saved: float
+    """By the schedule of the run that saved the checkpoint."""
+    now: float
+    """By the schedule of this run."""
 
 
 class FSDPSettings(Protocol):
@@ -147,5 +156,9 @@ class Strategy(Protocol):
     def save(self, directory: Path) -> None:
         """Write `shard` as safetensors and JSON; all ranks call it."""
 
-    def load(self, directory: Path) -> None:
-        """The inverse of `save`, also for a checkpoint of another world size."""
+    def load(self, directory: Path) -> LearningRates | None:
+        """The inverse of `save`, also for a checkpoint of another world size.
+
+        Returns:
+            The learning rates of the next update; None for a frozen model, and if the checkpoint has not recorded its.
+        """

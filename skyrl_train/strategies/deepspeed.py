@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, LearningRates, OptimizerSettings
 from skyrl_train.strategies.fill import fill_whole
 from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 from skyrl_train.strategies.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
@@ -146,7 +146,7 @@ class DeepSpeedStrategy(OptimizedModel):
 
     def step(self) -> dict[str, float]:
         assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
-        lr = self.settings.lr * self._lr_factor(self._updates)
+        lr = self._next_lr()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self.scorer.step()
@@ -255,11 +255,12 @@ class DeepSpeedStrategy(OptimizedModel):
         state = self._optimizer.state[piece.flat]
         return {key: piece.of(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> LearningRates | None:
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
             state["step"].zero_()  # parameters share one: see _load_state
-        super().load(directory)
+        rates = super().load(directory)
         self._publish()
+        return rates
 
     def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
         assert self._optimizer is not None

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
-from skyrl_train.strategies.base import OptimizerSettings
+from skyrl_train.strategies.base import LearningRates, OptimizerSettings
 from skyrl_train.strategies.host_copies import HostCopies
 from skyrl_train.strategies.sharded_tensor import ShardedTensor, replicated
 from skyrl_train.strategies.shards import Shard, Slice, local, open_shards
@@ -88,7 +88,7 @@ class OptimizedModel:
     def step(self) -> dict[str, float]:
         """See `Strategy.step`. The schedule also counts skipped updates, so that it ends with the run."""
         assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
-        lr = self.settings.lr * self._lr_factor(self._updates)
+        lr = self._next_lr()
         held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norm = self._global_norm(held)
         gradients = list(held.values())
@@ -108,6 +108,11 @@ class OptimizedModel:
         for parameter in self._parameters.values():
             parameter.grad = None
         return self._counted(norm, lr, finite)
+
+    def _next_lr(self) -> float:
+        """Return the learning rate of the next update."""
+        assert self.settings is not None
+        return self.settings.lr * float(self._lr_factor(self._updates))
 
     def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
         """The result of `step`. Raises NonFiniteUpdate after `max_skipped` consecutive updates that were not finite."""
@@ -255,11 +260,12 @@ class OptimizedModel:
             "updates": self._updates,
             "skipped_in_a_row": self._skipped_in_a_row,
             "trained": self._optimizer is not None,
+            "next_lr": None if self._optimizer is None else self._next_lr(),
         }
         return Shard(self.rank, slices, tensors, meta)
 
     @torch.no_grad()
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> LearningRates | None:
         """See `Strategy.load`.
 
         Raises CheckpointError for a checkpoint that is incomplete, of another model, or without optimizer state.
@@ -278,6 +284,8 @@ class OptimizedModel:
                     self._load_state(reader, name, slices[name])
             self._updates = reader.number("updates")
             self._skipped_in_a_row = reader.number("skipped_in_a_row")
+            saved_lr = reader.optional_float("next_lr")
+        return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
 
     def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
         assert self._optimizer is not None

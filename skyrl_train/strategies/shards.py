@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,7 @@ from skyrl_train.durable import Written, describe
 from skyrl_train.errors import CheckpointError
 from skyrl_train.strategies.base import TensorPart
 
+T = TypeVar("T")
 _NOT_AS_SAVED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading JSON of another shape raises. Checksums say that a file is whole, not who wrote it."""
 
@@ -104,8 +105,15 @@ class ShardReader:
 
     def number(self, key: str) -> int:
         """A number of a rank's JSON that is the same on all ranks; True is 1. Raises CheckpointError if it is none."""
+        return self._read(key, int)
+
+    def optional_float(self, key: str) -> float | None:
+        """The same of a number that may be missing. Raises CheckpointError for what is no number."""
+        return None if self._meta.get(key) is None else self._read(key, float)
+
+    def _read(self, key: str, kind: Callable[[Any], T]) -> T:
         try:
-            return int(self._meta[key])
+            return kind(self._meta[key])
         except _NOT_AS_SAVED as error:
             raise CheckpointError(
                 f"{self.directory / 'shard_0.json'}: {key} is {self._meta.get(key)!r:.80}, not the number that a rank "

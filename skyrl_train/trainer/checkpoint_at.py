@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.config.hydra import CONFIG_FILE
 from skyrl_train.config.sources import address_problem, is_address
@@ -29,7 +30,12 @@ class FoundCheckpoint:
     folder: Path
     run: Path
     """Has config.yaml and metrics.jsonl, if the run has left them."""
-    step: int
+    state: dict[str, Any]
+    """What trainer_state.json says."""
+
+    @property
+    def step(self) -> int:
+        return int(self.state["global_step"])
 
 
 @contextmanager
@@ -51,7 +57,7 @@ def checkpoint_at(place: str, parts: tuple[str, ...]) -> Iterator[FoundCheckpoin
         raise _no_checkpoint(place, Checkpoints(folder).steps())
     if (damage := verify(folder)) is not None:
         raise CheckpointError(f"{folder} is damaged: {damage}. Name another checkpoint.")
-    yield FoundCheckpoint(folder, folder.parent, _step_of(folder))
+    yield FoundCheckpoint(folder, folder.parent, _state_of(folder))
 
 
 def _fetched(address: str, parts: tuple[str, ...], copy: Path) -> FoundCheckpoint:
@@ -65,13 +71,14 @@ def _fetched(address: str, parts: tuple[str, ...], copy: Path) -> FoundCheckpoin
         raise CheckpointError(f"{problem}. Name another checkpoint.")
     for file in (CONFIG_FILE, METRICS_FILE):
         store.get(file, copy / file)
-    return FoundCheckpoint(copy / name, copy, _step_of(copy / name))
+    return FoundCheckpoint(copy / name, copy, _state_of(copy / name))
 
 
-def _step_of(folder: Path) -> int:
-    """What the checkpoint says, whatever its folder is called."""
+def _state_of(folder: Path) -> dict[str, Any]:
+    """Return what the checkpoint says, which has a step, whatever its folder is called."""
     try:
-        return int(json.loads((folder / STATE_FILE).read_text())["global_step"])
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        return state | {"global_step": int(state["global_step"])}
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / STATE_FILE} does not say which step it is of ({error!r}).") from error
 

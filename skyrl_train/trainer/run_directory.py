@@ -32,8 +32,10 @@ class RunDirectory:
     """Locks `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
 
     `identity` determines whether two runs are the same one (project, run name, model path, fingerprints of the data):
-    plain JSON values, stored in run.json. Entering raises RunDirectoryError if the folder cannot be written, is locked
-    by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is false.
+    plain JSON values, stored in run.json. The path of the model may change once there are checkpoints, as loading one
+    compares the fingerprints of the weights. Entering raises RunDirectoryError if the folder cannot be written, is
+    locked by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is
+    false.
     `mirror`: of the folder at an address, for which the same holds.
 
     Example:
@@ -81,7 +83,7 @@ class RunDirectory:
                     "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one."
                 )
             return
-        _refuse_differences(self.path, kept, self._identity, {*kept, *self._identity})
+        _refuse_differences(self.path, kept, self._identity, {*kept, *self._identity} - ({"model"} if steps else set()))
         if steps and not self._resuming:
             raise RunDirectoryError(
                 f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and "
@@ -90,13 +92,14 @@ class RunDirectory:
 
 
 def refuse_other_run(path: Path | str, known: Mapping[str, Any], stored: bytes | None = None) -> None:
-    """Raises RunDirectoryError for a folder of a run that differs in what is `known` before anything is started.
+    """Raise RunDirectoryError for a folder of a run that differs in what is `known` before anything is started.
 
-    `stored`: its run.json, if `path` is an address.
+    The model's path is not compared here, see RunDirectory. `stored`: its run.json, if `path` is an address.
     """
     kept = _kept_identity(Path(path)) if stored is None else _identity_in(stored, f"{path}/{IDENTITY_FILE}")
     if kept is not None:
-        _refuse_differences(path, kept, json.loads(json.dumps(known)), {*known, *({"adapters"} & kept.keys())})
+        keys = {*known, *({"adapters"} & kept.keys())} - {"model"}
+        _refuse_differences(path, kept, json.loads(json.dumps(known)), keys)
 
 
 def _refuse_differences(path: Path | str, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 from skyrl_train import trace
 from skyrl_train.durable import Written
 from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
+from skyrl_train.learner.base_model import BaseModel, refuse_other_base
 from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.storage.mirror import Mirror
+from skyrl_train.strategies.base import LearningRates
 from skyrl_train.tasks import unwatched
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, Checkpoints
 
@@ -74,17 +76,29 @@ class RunState:
         resume_path: str | None,
         fingerprints: Mapping[str, str],
         controllers: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         reference_folder: Path | None = None,
         in_background: bool = False,
         deadline_s: float = 1800.0,
         uploads: Mirror | None = None,
         exports: Mirror | None = None,
     ):
-        """`reference_folder`: used to copy the policy to the reference; None for a reference that never changes.
+        """Wrap a learner; nothing is read or written yet.
 
-        `in_background`: the ranks write checkpoints from a copy in memory while the run goes on; `deadline_s`: for a
-        rank to have written what it has copied. `uploads` and `exports`: mirrors of the folders of checkpoints and of
-        exports.
+        Args:
+            checkpoints: The checkpoints of this run.
+            learner: The ranks that are saved and restored.
+            export_path: The folder of exports.
+            resume_mode: trainer.resume_mode.
+            resume_path: trainer.resume_path.
+            fingerprints: Fingerprints of the data; a checkpoint with others is refused.
+            controllers: Objects with `state()` and `load_state()`, by name.
+            chat_template: The chat template of the training, for exports; None for the tokenizer's own.
+            reference_folder: Used to copy the policy to the reference; None for a reference that never changes.
+            in_background: The ranks write checkpoints from a copy in memory while the run goes on.
+            deadline_s: Seconds within which a rank must have written what it has copied.
+            uploads: The mirror of the folder of checkpoints.
+            exports: The mirror of the folder of exports.
         """
         self._checkpoints = checkpoints
         self._learner = learner
@@ -94,11 +108,14 @@ class RunState:
         self._fingerprints = dict(fingerprints)
         self.skipped = SkippedUpdates()
         self._controllers = {**(controllers or {}), "skipped_updates": self.skipped}
+        self._chat_template = chat_template
         self._reference_folder = None if learner.reference is None else reference_folder
         self.in_background = in_background
         self._deadline_s = deadline_s
         self._uploads = uploads
         self._exports = exports
+        self._bases: dict[str, BaseModel] = {}
+        """The models that policy and critic started from, once `_base_models` has asked the ranks."""
         self._marked: dict[str, Any] = {}
         """The controllers' states at the end of the last whole step."""
         self._writing: asyncio.Task[None] | None = None
@@ -109,13 +126,13 @@ class RunState:
     async def resume(self) -> tuple[int, Unfinished]:
         """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
 
-        The step is 0 for a fresh run. Raises CheckpointError if the data has changed since the checkpoint was written,
-        or if the checkpoint's state is not what `save` writes.
+        The step is 0 for a fresh run. Raises CheckpointError if data, base model or LoRA settings have changed since
+        the checkpoint was written, or if the checkpoint's state is not what `save` writes.
         """
         found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
             return 0, Unfinished()
-        saved = _SavedState.of(found)
+        saved = SavedState.of(found)
         for name, stored in saved.fingerprints.items():
             current = self._fingerprints.get(name)
             if current != stored:
@@ -123,8 +140,9 @@ class RunState:
                     f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
                     "the run cannot go on where it stopped. Restore the data, or start in another trainer.ckpt_path."
                 )
+        await self._refuse_other_models(found, saved)
         for role, group in self._learner.trained.items():
-            await group.all("load", str(found.path / role))
+            _log_changed_rate(role, (await group.all("load", str(found.path / role)))[0])
         self._learner.loaded(found.step)
         self.saved_step = found.step
         if self._reference_folder is not None and (found.path / "reference").is_dir():
@@ -137,6 +155,26 @@ class RunState:
                     raise _not_as_saved(found, f"controllers.{name}", saved.controllers[name], error) from error
         self.mark()
         return found.step, saved.unfinished
+
+    async def _base_models(self) -> dict[str, BaseModel]:
+        """Return the models that policy and critic started from."""
+        for role, group in self._learner.trained.items():
+            if role not in self._bases:
+                shares, adapters = zip(*await group.all("base_model"), strict=True)
+                self._bases[role] = BaseModel.of(shares, adapters[0])
+        return self._bases
+
+    async def _refuse_other_models(self, found: Checkpoint, saved: SavedState) -> None:
+        """Raise CheckpointError if a checkpoint was trained from another model, or with other adapters."""
+        for role, now in (await self._base_models()).items():
+            if role in saved.base_models:
+                refuse_other_base(found.path, saved.base_models[role], now, f"trainer.{role}.model")
+            else:
+                _log.warning(
+                    "%s does not record which model its %s was trained from: an earlier version has saved it. Make "
+                    "sure that trainer.%s.model.path and trainer.%s.model.lora have not changed since.",
+                    *(found.path, role, role, role),
+                )
 
     def mark(self) -> None:
         """Note the controllers' states: to be called at the end of every step, before the next one changes them."""
@@ -153,6 +191,8 @@ class RunState:
         copied = asyncio.Event()
         state = {
             "fingerprints": self._fingerprints,
+            "chat_template": self._chat_template,
+            "base_models": {role: asdict(base) for role, base in (await self._base_models()).items()},
             "controllers": self._marked,
             "unfinished": asdict(unfinished or Unfinished()),
         }
@@ -218,7 +258,7 @@ class RunState:
         RETRY_S; raises CheckpointError when that has happened MAX_FAILED_SAVES times in a row."""
         for attempt in range(1, MAX_FAILED_SAVES + 1):
             try:
-                return await self._learner.policy.all("export", str(folder))  # type: ignore[return-value]
+                return await self._learner.policy.all("export", str(folder), self._chat_template)  # type: ignore[return-value]
             except OSError as error:
                 if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                     raise
@@ -295,24 +335,31 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedState:
+class SavedState:
     """What `save` writes to trainer_state.json."""
 
     fingerprints: dict[str, str]
+    base_models: dict[str, BaseModel]
+    """Empty in checkpoints of earlier versions."""
+    chat_template: str | None
+    """None for the tokenizer's own, and in checkpoints of earlier versions."""
     controllers: dict[str, Any]
     unfinished: Unfinished
 
     @classmethod
-    def of(cls, found: Checkpoint) -> _SavedState:
+    def of(cls, found: Checkpoint) -> SavedState:
         """Read a checkpoint's. Raises CheckpointError: checksums say that it is whole, not who wrote it."""
-        state = {"unfinished": asdict(Unfinished()), **found.state}  # earlier versions left nothing undone
+        # Earlier versions left nothing undone, and did not record base models.
+        state = {"unfinished": asdict(Unfinished()), "base_models": {}, **found.state}
         parts: dict[str, Any] = {}
         for key, read in _PARTS.items():
             try:
                 parts[key] = read(_mapping(state[key]))
             except _NOT_AS_SAVED as error:
                 raise _not_as_saved(found, key, state.get(key), error) from error
-        return cls(**parts)
+        if not isinstance(template := found.state.get("chat_template"), str | None):
+            raise _not_as_saved(found, "chat_template", template, TypeError("a text or null is expected"))
+        return cls(**parts, chat_template=template)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -326,8 +373,24 @@ def _unfinished(left: Mapping[str, Any]) -> Unfinished:
     return Unfinished(tuple(left["actions"]), row)
 
 
+def _read_base_models(saved: Mapping[str, Any]) -> dict[str, BaseModel]:
+    return {role: BaseModel.read(_mapping(base)) for role, base in saved.items()}
+
+
+def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
+    """Log what a changed schedule does, before the first step is taken with it."""
+    if rates is not None and rates.saved != rates.now:
+        _log.warning(
+            "The learning rate of the %s's next update is %g by this run's schedule. It would have been %g by the "
+            "schedule of the run that saved the checkpoint. trainer.max_steps, trainer.epochs and "
+            "trainer.%s.optimizer_config decide it.",
+            *(role, rates.now, rates.saved, role),
+        )
+
+
 _PARTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "fingerprints": dict,
+    "base_models": _read_base_models,
     "controllers": dict,
     "unfinished": _unfinished,
 }

@@ -94,10 +94,16 @@ class WeightReceiver:
         if extra := [name for name in specs if name not in held]:
             hint = " (the trainer's model is untied, the engine's tied?)" if "lm_head.weight" in extra else ""
             raise self._error(f"{_some(extra)} was announced, but the engine holds no such tensor{hint}.")
-        if manifest.base_version is None and len(specs) < len(held):
-            covered = {_place(held[name]) for name in specs}
-            if missing := [name for name in held if name not in specs and _place(held[name]) not in covered]:
-                raise self._error(f"{_some(missing)} is held by the engine, but the trainer does not send it.")
+        places: dict[tuple[int, tuple[int, ...]], str] = {}
+        for name in specs:
+            if (other := places.setdefault(_place(held[name]), name)) != name:
+                raise self._error(
+                    f"{other} and {name} are two tensors of the trainer, but the engine's model ties them: set "
+                    "tie_word_embeddings to false in the config.json that it reads."
+                )
+        missing = [name for name in held if _place(held[name]) not in places]
+        if missing and manifest.base_version is None:
+            raise self._error(f"{_some(missing)} is held by the engine, but the trainer does not send it.")
         for name, spec in specs.items():
             self._check_fit(spec, held[name])
         self._manifest = manifest

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from skyrl_train.config.hydra import CONFIG_FILE, load, save_resolved
+from skyrl_train.learner.base_model import BaseModel
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.trainer.checkpoints import Checkpoints
@@ -41,7 +43,9 @@ def save_run(
     change(worker)
     checkpoints = Checkpoints(folder)
     worker.save(str(checkpoints.begin(step) / "policy"))
-    checkpoint = checkpoints.commit(step, {"fingerprints": {}, "controllers": {}})
+    share, adapters = worker.base_model()
+    base_models = {"policy": asdict(BaseModel.of([share], adapters))}
+    checkpoint = checkpoints.commit(step, {"fingerprints": {}, "base_models": base_models, "controllers": {}})
     worker.close()
     save_resolved(config, folder / CONFIG_FILE)
     tracker = JsonlTracker(folder)

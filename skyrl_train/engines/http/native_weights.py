@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import name_files, save_checkpoint_tensors
+from skyrl_train.models.export import name_files, save_checkpoint_tensors
 from skyrl_train.weight_sync.store import refuse_adapter
 from skyrl_train.weight_sync.wire import AdapterSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.engines.sglang.models import refuse_model
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_config
+from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.weight_sync.wire import dtype_of
 
 RESERVED = 8
@@ -61,8 +61,11 @@ def engine_arguments(
         key = f"generator.engine_init_kwargs.{taken[0]}"
         raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
     free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
-    if rope_scaling or rope_theta is not None:
-        free["json_model_override_args"] = json.dumps({"rope_parameters": config.rope_parameters})
+    changed = {"rope_parameters": config.rope_parameters} if rope_scaling or rope_theta is not None else {}
+    if has_separate_head(model):
+        changed["tie_word_embeddings"] = False
+    if changed:
+        free["json_model_override_args"] = json.dumps(changed)
     if max_lora_rank:
         free |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
     if device == "cpu":

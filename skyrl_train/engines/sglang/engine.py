@@ -39,7 +39,7 @@ from skyrl_train.engines.sglang.host import Host
 from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.models.loading import load_config, load_tokenizer, meta_model
+from skyrl_train.models.loading import load_config, load_tokenizer, served_model
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.storage.copies import local_copy
 from skyrl_train.tasks import unwatched
@@ -91,7 +91,7 @@ class SGLangEngine:
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
         self.capabilities = replace(capabilities, max_model_len=longest)
         self._refuse(options, max_lora_rank)
-        tokenizer, skeleton = tokenizer or load_tokenizer(model), meta_model(model, dtype_of(dtype))
+        tokenizer, skeleton = tokenizer or load_tokenizer(model), served_model(model, dtype_of(dtype))
         check_names(model, skeleton)
         self._checks = Checks(self.capabilities, config.vocab_size, longest, max_score_len=longest)
         arguments = engine_arguments(

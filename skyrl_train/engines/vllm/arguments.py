@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_config
+from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.storage.copies import local_copy
 
 SEED = "seed"
@@ -57,8 +57,11 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     if max_lora_rank:
         arguments["max_lora_rank"] = max_lora_rank
     config = load_config(model, **rope)
-    if any(value is not None for value in rope.values()):
-        arguments["hf_overrides"] = {"rope_parameters": config.rope_parameters}
+    changed = {"rope_parameters": config.rope_parameters} if any(one is not None for one in rope.values()) else {}
+    if has_separate_head(model):
+        changed["tie_word_embeddings"] = False
+    if changed:
+        arguments["hf_overrides"] = changed
     if not on_cpu:
         arguments["enable_sleep_mode"] = True
     arguments |= given

@@ -23,7 +23,7 @@ from skyrl_train.engines.vllm.reloading import Reloading
 from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import meta_model
+from skyrl_train.models.loading import served_model
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import AdapterSpec
 
@@ -152,7 +152,7 @@ class ReloadedModel:
     def __init__(self, model: Any, config: Any, adapter: SyncedAdapter | None = None):
         self._model = model
         self._config = config
-        described = meta_model(config.model, config.dtype)
+        described = served_model(config.model, config.dtype)
         self._layout = dict(described.named_parameters(remove_duplicate=False))
         self._reloading = Reloading(model, described)
         self._adapter = adapter

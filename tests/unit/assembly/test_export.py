@@ -26,10 +26,12 @@ from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.learner.export_check import check_model
 from skyrl_train.learner.saved_policy import open_policy
+from skyrl_train.models import export as models_export
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from tests.support.engine_bench import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
 from tests.support.hub_server import TOKEN, hub_server
+from tests.support.run_states import forge
 from tests.support.saved_runs import save_run
 
 LORA = ("trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.alpha=8")
@@ -91,7 +93,7 @@ def test_bfloat16_is_the_checkpoint_rounded_and_half_as_large(whole: Path, tmp_p
 
 def test_adapters_apart_and_merged_are_the_same_policy(adapted: Path, tmp_path: Path, tiny_model_path: str):
     merged = AutoModelForCausalLM.from_pretrained(written(adapted, tmp_path / "merged"), dtype=torch.float32)
-    assert "are those of the checkpoint's adapters and of the base model" in parts_of_card(tmp_path / "merged")[1]
+    assert "all 26 tensors are those of the checkpoint, and" in parts_of_card(tmp_path / "merged")[1]
     folder = written(adapted, tmp_path / "adapter", adapter=True)
     base = load_causal_lm(tiny_model_path, dtype=torch.bfloat16).float()
     start = logits(base)
@@ -339,6 +341,50 @@ def test_exports_have_the_template_of_the_run(adapter: bool, tmp_path: Path, tin
     template = "generator.chat_template.name_or_path=mistral"
     checkpoint = save_run(tmp_path / "run", tiny_model_path, template, *(LORA if adapter else ()))
     folder = written(checkpoint, tmp_path / "export", adapter=adapter)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_export_that_renders_another_prompt_is_refused(
+    adapter: bool, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def without_template(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        (arguments[0] / "chat_template.jinja").unlink()
+
+    original = models_export._complete
+    monkeypatch.setattr(models_export, "_complete", without_template)
+    with pytest.raises(CheckpointError, match=r"a prompt has the ids \[.*\], but in training it had \["):
+        written(adapted, tmp_path / "export", adapter=adapter)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_adapters_are_not_exported_with_another_base(
+    adapter: bool, adapted: Path, tmp_path: Path, tiny_model_path: str
+):
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    for folder in (moved, other):
+        shutil.copytree(tiny_model_path, folder)
+    weights = load_file(other / "model.safetensors")
+    weights["model.embed_tokens.weight"][3, 5] += 1e-3
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"trainer\.policy\.model\.path: its weights had the fingerprint"):
+        written(adapted, tmp_path / "export", adapter=adapter, base=str(other))
+    written(adapted, tmp_path / "export", adapter=adapter, base=str(moved))
+
+
+def test_card_tells_if_the_base_is_not_recorded(adapted: Path, tmp_path: Path):
+    shutil.copytree(adapted.parent, tmp_path / "run")
+    forge(tmp_path / "run" / adapted.name, base_models=None)
+    written(tmp_path / "run" / adapted.name, tmp_path / "export")
+    assert "of the base model it was given (the checkpoint does not record" in parts_of_card(tmp_path / "export")[1]
+
+
+def test_recorded_template_is_exported_whatever_the_configuration_says_now(whole: Path, tmp_path: Path):
+    shutil.copytree(whole.parent, tmp_path / "run")
+    forge(tmp_path / "run" / whole.name, chat_template=TEMPLATES["mistral"])
+    folder = written(tmp_path / "run" / whole.name, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 
 

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.export import export_hf
 from skyrl_train.models.loading import (
-    checkpoint_names,
-    export_hf,
     load_causal_lm,
     load_config,
     load_tokenizer,
@@ -136,61 +133,3 @@ def test_rope_changes_that_have_nowhere_to_go_are_refused(tmp_path: Path) -> Non
     path = save_tiny_model(tmp_path, "gemma3_text")
     with pytest.raises(ConfigError, match=r"rope_theta=10000\.0"):
         load(path, rope_theta=1e4)
-
-
-@pytest.mark.parametrize("max_shard_bytes", [5 << 30, 100_000])
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_exported_folder_reloads_equal(tmp_path: Path, max_shard_bytes: int, tied: bool) -> None:
-    model = tiny_model(tied=tied)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=max_shard_bytes)
-    assert (len(list(tmp_path.glob("*.safetensors"))) == 1) == (max_shard_bytes > 1_000_000)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(reloaded) is type(model)
-    assert reloaded.dtype == torch.float32
-    for (name, wanted), (_, got) in zip(model.named_parameters(), reloaded.named_parameters(), strict=True):
-        assert torch.equal(wanted, got), name
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == byte_tokenizer().chat_template
-
-
-@pytest.mark.parametrize(
-    ("kind", "tied"), [("qwen3_moe", False), ("mixtral", False), ("qwen3", True), ("qwen3", False)]
-)
-def test_an_exported_folder_has_the_names_of_published_checkpoints(tmp_path: Path, kind: str, tied: bool) -> None:
-    published = save_tiny_model(tmp_path / "published", kind, tied=tied)
-    model = tiny_model(kind, tied=tied)
-    model.config._attn_implementation = "flash_attention_2"  # is not installed
-    export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=200_000)
-    names = checkpoint_names(str(tmp_path))
-    assert names == checkpoint_names(published)
-    assert any(".experts.3." in name for name in names) == (kind in {"qwen3_moe", "mixtral"}), "experts one by one"
-    reloaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    for name, wanted in model.named_parameters():
-        assert torch.equal(wanted, reloaded[name]), name
-
-
-def test_a_rank_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
-    drawn: list[str] = []
-
-    def tensors() -> Any:
-        for name, value in tiny_model().named_parameters():
-            drawn.append(name)
-            yield name, value
-
-    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path / "out", write=False)
-    assert len(drawn) == len(list(tiny_model().named_parameters()))
-    assert not (tmp_path / "out").exists()
-
-
-def test_export_holds_one_file_of_tensors_at_a_time(tmp_path: Path) -> None:
-    files_when_drawn: list[int] = []
-
-    def tensors() -> Any:
-        for index in range(6):
-            files_when_drawn.append(len(list(tmp_path.glob("part-*"))))
-            yield f"t{index}", Tensor(1000)
-
-    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path, max_shard_bytes=8000)
-    assert files_when_drawn == [0, 0, 0, 1, 1, 2]

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,57 +14,17 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config.trainer import GuardsConfig
+from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import CheckpointError
-from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
-from skyrl_train.learner.worker import LearnerWorker
+from skyrl_train.learner.learner import Learner
 from skyrl_train.strategies.shards import Shard
 from skyrl_train.trainer import run_state
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.run_state import RunState, Unfinished
 from tests.support.full_disk import disk_full_after
-from tests.support.learner_specs import policy_batch, tiny_spec
-
-
-class Position:
-    """A controller."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def state(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-Steps = Callable[[RunState, Learner, Position], Awaitable[None]]
-
-
-def with_state(model: str, root: Path, steps: Steps, more: Mapping[str, Any] | None = None, **options: Any) -> None:
-    """Run `steps` with a learner of one rank and the state of its run; `more` are other controllers of it."""
-
-    async def run() -> None:
-        worker = LearnerWorker(tiny_spec(model), 0, 1)
-        learner, position = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100)), Position()
-        state = RunState(
-            Checkpoints(root),
-            learner,
-            root / "exports",
-            resume_mode="latest",
-            resume_path=None,
-            fingerprints={"data": "abc"},
-            controllers={"position": position, **(more or {})},
-            **options,
-        )
-        await learner.setup()
-        try:
-            await steps(state, learner, position)
-        finally:
-            await learner.close()
-
-    asyncio.run(run())
+from tests.support.learner_specs import policy_batch
+from tests.support.run_states import Position, forge, with_state
 
 
 def digest(folder: Path) -> str:
@@ -109,23 +68,28 @@ def test_a_checkpoint_from_before_a_controller_was_saved_leaves_it_as_it_is(tiny
     assert guards.state() == {"equal_steps": 7}
 
 
-def forge(checkpoint: Path, **changes: Any) -> None:
-    """Change keys of its trainer_state.json, None for none, and make the checksum that of the result."""
-    file, manifest = checkpoint / "trainer_state.json", checkpoint / "manifest.json"
-    state = {key: value for key, value in (json.loads(file.read_text()) | changes).items() if value is not None}
-    file.write_text(json.dumps(state))
-    listed = json.loads(manifest.read_text())
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    listed["files"][file.name] = {"bytes": file.stat().st_size, "sha256": digest}
-    manifest.write_text(json.dumps(listed))
+def test_exports_and_checkpoints_have_the_chat_template(tiny_model_path: str, tmp_path: Path):
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        exported = await state.export(1)
+        assert AutoTokenizer.from_pretrained(exported).chat_template == TEMPLATES["mistral"]
+        await state.save(1)
+
+    with_state(tiny_model_path, tmp_path, steps, chat_template=TEMPLATES["mistral"])
+    saved = json.loads((tmp_path / "global_step_1" / "trainer_state.json").read_text())
+    assert saved["chat_template"] == TEMPLATES["mistral"]
 
 
 @pytest.mark.defect("forged-states-of-runs")
 def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model_path: str, tmp_path: Path):
-    good = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}, "unfinished": None}
+    good: dict[str, Any] = {"controllers": {"position": {"at": 0}}, "fingerprints": {"data": "abc"}}
+    good |= dict.fromkeys(("unfinished", "base_models", "chat_template"))  # which earlier versions did not save
     forged: list[tuple[str, Any]] = [
         ("fingerprints", None),
         ("fingerprints", [["data", "abc"]]),
+        ("chat_template", ["abc"]),
+        ("base_models", {"policy": "abc"}),
+        ("base_models", {"policy": {"weights": "abc"}}),
+        ("base_models", {"policy": {"weights": "abc", "lora": {"rank": 8}}}),
         ("controllers", None),
         ("controllers", "position"),
         ("controllers", {"position": 3}),

@@ -94,6 +94,10 @@ def test_an_untied_trainer_and_a_tied_engine_are_refused():
     sender, receiver = sender_of(tiny_model(tied=True, **SMALL)), receiver_of(tiny_model(tied=False, **SMALL))
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is held by the engine"):
         receiver.begin(sender.manifest(1))
+    engine = tiny_model(tied=True, **SMALL)
+    receiver = WeightReceiver(InPlace(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight are two tensors of the trainer, but the eng"):
+        receiver.begin(sender_of(tiny_model(tied=False, **SMALL)).manifest(1))
 
 
 def without_norm(manifest: Manifest) -> Manifest:

@@ -1,0 +1,177 @@
+"""Writes Hugging Face folders: the export of a trained model or of its adapter, complete for whoever loads it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.models.loading import checkpoint_tensors, has_both, model_without_memory, untie_head
+from skyrl_train.models.lora import Adapters
+from skyrl_train.models.stop_tokens import end_tokens, stop_configs
+from skyrl_train.storage.copies import local_copy
+
+
+def export_hf(
+    model_config: PreTrainedConfig,
+    tensors: Iterator[tuple[str, Tensor]],
+    tokenizer: Any,
+    directory: Path,
+    *,
+    base: str | None = None,
+    write: bool = True,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Write weights, config.json, generation_config.json and the tokenizer with its chat template.
+
+    At most one file of tensors is in memory at a time. Tensors are named and split as in published checkpoints, which
+    all engines can read: see `checkpoint_tensors`. If the configuration ties the head to the embedding, but `tensors`
+    has both, config.json says that they are separate.
+
+    Args:
+        model_config: The configuration of the trained model.
+        tensors: (name, full tensor) pairs, usually `Strategy.full_parameters()`. That is a collective, so every rank
+            calls this function, with `write` on one only.
+        tokenizer: The tokenizer with the chat template of the training.
+        directory: The folder to write.
+        base: The folder or hub name of the model that the training started from; None for that of `model_config`.
+        write: False takes the tensors and writes nothing.
+        max_shard_bytes: Size of one file of weights.
+
+    Raises:
+        OSError: The disk is full. It is raised once all tensors were taken from the collective.
+    """
+    if not write:
+        for _ in tensors:
+            pass
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    model = model_without_memory(copy.deepcopy(model_config), torch.float32)
+    files: list[list[str]] = []
+    dtypes: set[torch.dtype] = set()
+    written: set[str] = set()
+    total = 0
+    try:
+        for shard in _shards(tensors, max_shard_bytes):
+            dtypes |= {tensor.dtype for tensor in shard.values()}
+            written |= shard.keys()
+            total += sum(tensor.nbytes for tensor in shard.values())
+            files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
+    except BaseException:
+        for _ in tensors:  # the other ranks take part in every tensor: they must not wait for this one
+            pass
+        raise
+    name_files(directory, files, total)
+    config = copy.deepcopy(model_config)
+    architecture: Any = CAUSAL_LMS[type(config)]
+    config.architectures = [architecture.__name__]
+    if len(dtypes) == 1:
+        config.dtype = dtypes.pop()
+    if has_both(model, written):
+        untie_head(config)
+    config.save_pretrained(directory)
+    _complete(directory, tokenizer, model_config.name_or_path if base is None else base)
+
+
+def export_adapter(
+    adapters: Adapters, tensors: dict[str, Tensor], tokenizer: Any, directory: Path, *, base: str
+) -> None:
+    """Write an adapter for peft's `PeftModel.from_pretrained`, with the same files beside it as `export_hf`.
+
+    Args:
+        adapters: The adapters of the trained model.
+        tensors: Their tensors by peft's names, as `Adapters.merged` collects them.
+        tokenizer: See `export_hf`.
+        directory: The folder to write.
+        base: See `export_hf`.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    adapters.config.save_pretrained(directory)
+    _save(tensors, directory / "adapter_model.safetensors")
+    _complete(directory, tokenizer, base)
+
+
+def _complete(directory: Path, tokenizer: Any, base: str | None) -> None:
+    """Write what an export has besides weights and their configuration."""
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # tokenizers has no type of its own for what the disk said
+        if type(error) is Exception and "os error" in str(error):
+            raise OSError(f"{directory}: {error}") from error
+        raise
+    if base:
+        _write_generation_config(base, tokenizer, directory)
+
+
+def _write_generation_config(base: str, tokenizer: Any, directory: Path) -> None:
+    """Copy the generation config of `base`, extended by the chat template's end-of-turn token if it lacks that one.
+
+    Without a generation config one is written only for an end-of-turn token that nothing else in the export names.
+    """
+    source = cached_file(
+        local_copy(base, weights=False), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
+    )
+    config = {} if source is None else json.loads(Path(source).read_text(encoding="utf-8"))
+    named, end = config.get("eos_token_id"), end_of_turn_token(tokenizer)
+    ends = sorted(end_tokens(*stop_configs(base), tokenizer)) if named is None else named
+    ends = ends if isinstance(ends, list) else [ends]
+    if end is not None and end not in ends:
+        extended = json.dumps(config | {"eos_token_id": [*ends, end]}, indent=2)
+        (directory / GENERATION_CONFIG_NAME).write_text(extended + "\n", encoding="utf-8")
+    elif source is not None:
+        shutil.copyfile(source, directory / GENERATION_CONFIG_NAME)
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu()
+        size += tensor.nbytes
+    yield shard
+
+
+def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Write the `checkpoint_tensors` of a model, which may be on the meta device; returns their names."""
+    named = checkpoint_tensors(model, tensors)
+    _save(named, path)
+    return list(named)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(held, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own type, whatever the disk said
+        raise OSError(f"{path}: {error}") from error
+
+
+def name_files(directory: Path, files: list[list[str]], total: int) -> None:
+    """Rename the parts to the names that transformers expects, which contain the number of parts."""
+    if len(files) == 1:
+        (directory / "part-0.safetensors").replace(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(files):
+        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"part-{index}.safetensors").replace(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2, sort_keys=True) + "\n")

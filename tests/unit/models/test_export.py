@@ -1,0 +1,170 @@
+"""Exported folders: complete, and equal to what was trained once others load them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.learner.worker import LearnerWorker
+from skyrl_train.models.export import export_hf
+from skyrl_train.models.loading import checkpoint_names, has_separate_head, load_causal_lm
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from tests.support.base_models import END_OF_SEQUENCE, END_OF_TURN, FILE, save_base_model, save_with_head
+from tests.support.learner_specs import tiny_spec
+
+
+def export(model: str, tokenizer: Any, to: Path) -> None:
+    loaded = load_causal_lm(model, dtype=torch.float32)
+    export_hf(loaded.config, iter(loaded.named_parameters()), tokenizer, to)
+
+
+def export_of_learner(model: str, to: Path, chat_template: str | None = None, **spec: Any) -> Path:
+    """Export what a learner has loaded, as trainer.hf_save_interval does."""
+    worker = LearnerWorker(replace(tiny_spec(model), **spec), 0, 1)
+    worker._build(model)
+    worker.export(str(to), chat_template)
+    return to
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 << 30, 100_000])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_exported_folder_reloads_equal(tmp_path: Path, max_shard_bytes: int, tied: bool) -> None:
+    model = tiny_model(tied=tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=max_shard_bytes)
+    assert (len(list(tmp_path.glob("*.safetensors"))) == 1) == (max_shard_bytes > 1_000_000)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reloaded) is type(model)
+    assert reloaded.dtype == torch.float32
+    for (name, wanted), (_, got) in zip(model.named_parameters(), reloaded.named_parameters(), strict=True):
+        assert torch.equal(wanted, got), name
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == byte_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("qwen3_moe", False), ("mixtral", False), ("qwen3", True), ("qwen3", False)]
+)
+def test_an_exported_folder_has_the_names_of_published_checkpoints(tmp_path: Path, kind: str, tied: bool) -> None:
+    published = save_tiny_model(tmp_path / "published", kind, tied=tied)
+    model = tiny_model(kind, tied=tied)
+    model.config._attn_implementation = "flash_attention_2"  # is not installed
+    export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=200_000)
+    names = checkpoint_names(str(tmp_path))
+    assert names == checkpoint_names(published)
+    assert any(".experts.3." in name for name in names) == (kind in {"qwen3_moe", "mixtral"}), "experts one by one"
+    reloaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    for name, wanted in model.named_parameters():
+        assert torch.equal(wanted, reloaded[name]), name
+
+
+def test_a_rank_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
+    drawn: list[str] = []
+
+    def tensors() -> Any:
+        for name, value in tiny_model().named_parameters():
+            drawn.append(name)
+            yield name, value
+
+    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path / "out", write=False)
+    assert len(drawn) == len(list(tiny_model().named_parameters()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_holds_one_file_of_tensors_at_a_time(tmp_path: Path) -> None:
+    files_when_drawn: list[int] = []
+
+    def tensors() -> Any:
+        for index in range(6):
+            files_when_drawn.append(len(list(tmp_path.glob("part-*"))))
+            yield f"t{index}", Tensor(1000)
+
+    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path, max_shard_bytes=8000)
+    assert files_when_drawn == [0, 0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [
+        ({"eos_token_id": 100, "top_k": 3}, [100, END_OF_TURN]),
+        ({"eos_token_id": [101, 100]}, [101, 100, END_OF_TURN]),
+        ({"eos_token_id": [END_OF_TURN, 100]}, [END_OF_TURN, 100]),
+        ({"top_k": 3}, [END_OF_SEQUENCE, END_OF_TURN]),
+        (None, [END_OF_SEQUENCE, END_OF_TURN]),
+    ],
+)
+def test_generation_config_names_the_end_of_turn(generation: dict[str, Any] | None, ends: list[int], tmp_path: Path):
+    path = save_base_model(tmp_path / "model", generation=generation)
+    export(path, AutoTokenizer.from_pretrained(path), tmp_path)
+    assert json.loads((tmp_path / FILE).read_text()) == (generation or {}) | {"eos_token_id": ends}
+
+
+def test_no_generation_config_is_written_without_need(tmp_path: Path):
+    path = save_base_model(tmp_path / "model", generation=None)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATES["mistral"]
+    export(path, tokenizer, tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_learner_exports_template_and_its_end_of_turn(tmp_path: Path):
+    path = save_base_model(tmp_path / "model", generation={"eos_token_id": [100, END_OF_SEQUENCE]})
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    export_of_learner(path, tmp_path / "export", chat_template=TEMPLATES["chatml"])
+    exported = json.loads((tmp_path / "export" / FILE).read_text())
+    assert exported["eos_token_id"] == [100, END_OF_SEQUENCE, END_OF_TURN]
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == TEMPLATES["chatml"]
+
+
+def test_adapter_folder_has_tokenizer_template_and_generation_config(tmp_path: Path):
+    path = save_base_model(tmp_path / "model", generation={"eos_token_id": 100})
+    folder = export_of_learner(path, tmp_path / "out", chat_template=TEMPLATES["chatml"], lora=LoraConfig(rank=2))
+    for place in (folder, folder / "adapter"):
+        assert AutoTokenizer.from_pretrained(place).chat_template == TEMPLATES["chatml"]
+        assert GenerationConfig.from_pretrained(place).eos_token_id == [100, END_OF_TURN]
+
+
+def says_tied(folder: Path) -> bool:
+    tied: bool = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    return tied
+
+
+@torch.no_grad()
+def logits(folder: Path | str) -> Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found: Tensor = model(input_ids=torch.arange(40).view(2, 20)).logits
+    return found
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_separate_head_is_exported_as_untied(lora: LoraConfig | None, tmp_path: Path):
+    model = save_with_head(tmp_path / "model")
+    export(model, byte_tokenizer(), tmp_path / "plain")
+    export_of_learner(model, tmp_path / "learner", lora=lora)
+    for folder in (tmp_path / "plain", tmp_path / "learner"):
+        assert "lm_head.weight" in checkpoint_names(str(folder)) and not says_tied(folder)
+        assert torch.equal(logits(folder), logits(model))
+
+
+def test_equal_head_stays_tied(tmp_path: Path):
+    model = save_with_head(tmp_path / "model", equal=True)
+    folder = export_of_learner(model, tmp_path / "learner")
+    assert "lm_head.weight" not in checkpoint_names(str(folder)) and says_tied(folder)
+    assert torch.equal(logits(folder), logits(model))
+
+
+def test_separate_head_is_found_in_the_weights(tmp_path: Path):
+    assert has_separate_head(save_with_head(tmp_path / "separate"))
+    assert not has_separate_head(save_with_head(tmp_path / "equal", equal=True))
+    for tied in (True, False):
+        assert not has_separate_head(save_tiny_model(tmp_path / str(tied), tied=tied))
