@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from skyrl_train.config.schema import Config
 _MEGATRON = "Only Megatron reads it; here trainer.policy.fsdp_config and tensor_parallel_size divide models."
 _OFFLOAD = "The whole trainer leaves the accelerator while engines generate, with trainer.placement.colocate_all=true."
 _LOGPROBS = "The log-prob of every sampled token is always returned."
+
+_ESCAPES = re.compile(r"\\([nrt])(?![a-z])")
+"""Escapes as they are typed. One that other letters follow may be a command of LaTeX, such as \\nabla."""
 
 IGNORED = {
     "trainer.policy.model.lora.lora_sync_path": "Engines get them, merged or not, by generator.weight_sync_route.",
@@ -46,6 +50,17 @@ def warnings(config: Config, defaults: Config) -> Iterator[str]:
             yield f"{name}={show(value)} has no effect here. {advice}"
         elif (usual := key.facts.usual) is not None and value != 0 and value not in usual:
             yield f"{name}={show(value)} is unusual. Most runs use {usual.low:g} to {usual.high:g}; check the number."
+
+
+def stop_warnings(config: Config) -> Iterator[str]:
+    """Yield a line for each stop string with a typed escape, such as a backslash and an n, which no shell converts."""
+    for name in ("sampling_params", "eval_sampling_params"):
+        for text in getattr(config.generator, name).stop or []:
+            if found := _ESCAPES.search(text):
+                yield (
+                    f"generator.{name}.stop={text!r} holds a backslash and {found[1]!r}, not a control character. For a "
+                    f"line break or a tab, let the shell write it: $'generator.{name}.stop=[\"...\\{found[1]}...\"]'."
+                )
 
 
 def evaluation_warnings(config: Config) -> Iterator[str]:

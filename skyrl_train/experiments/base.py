@@ -310,4 +310,5 @@ def used_by(experiment: type[Experiment]) -> Uses:
         uses,
         train_data=uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
         val_data=uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
+        tokenizer=uses.tokenizer and experiment.get_tokenizer is named.get_tokenizer,
     )
