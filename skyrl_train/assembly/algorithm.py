@@ -39,7 +39,6 @@ from skyrl_train.config.roles import (
     needs_reference,
     sft_needs_reference,
 )
-
 from skyrl_train.config.schema import AlgorithmConfig, Config, OffPolicyCorrectionConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.learner import Choose

@@ -14,8 +14,7 @@ _MEGATRON = "Only Megatron reads it; here trainer.policy.fsdp_config and tensor_
 _OFFLOAD = "The whole trainer leaves the accelerator while engines generate, with trainer.placement.colocate_all=true."
 _LOGPROBS = "The log-prob of every sampled token is always returned."
 
-_ESCAPES = re.compile(r"\\([nrt])(?![a-z])")
-"""Escapes as they are typed. One that other letters follow may be a command of LaTeX, such as \\nabla."""
+_TYPED_ESCAPE = re.compile(r"\\([nrt])")
 
 IGNORED = {
     "trainer.policy.model.lora.lora_sync_path": "Engines get them, merged or not, by generator.weight_sync_route.",
@@ -56,10 +55,10 @@ def stop_warnings(config: Config) -> Iterator[str]:
     """Yield a line for each stop string with a typed escape, such as a backslash and an n, which no shell converts."""
     for name in ("sampling_params", "eval_sampling_params"):
         for text in getattr(config.generator, name).stop or []:
-            if found := _ESCAPES.search(text):
+            if found := _TYPED_ESCAPE.search(text):
                 yield (
-                    f"generator.{name}.stop={text!r} holds a backslash and {found[1]!r}, not a control character. For a "
-                    f"line break or a tab, let the shell write it: $'generator.{name}.stop=[\"...\\{found[1]}...\"]'."
+                    f"generator.{name}.stop={show(text)}: it holds a backslash and the letter {found[1]}, which stay "
+                    f"what they are. For a control character quote it as $'generator.{name}.stop=[\"\\{found[1]}\"]'."
                 )
 
 

@@ -1,0 +1,183 @@
+"""What a run would only fail at once its processes have started: models, tokenizer, prompts, addresses, tokens.
+
+Nothing is started and no weight is read. `config.presence` checks before this whatever needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, sample_prompts
+from skyrl_train.assembly.environments import environment_settings
+from skyrl_train.assembly.storage import check_addresses
+from skyrl_train.config.presence import Uses, data_sources, missing, model_paths
+from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.schema import Config
+from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub
+from skyrl_train.engines.sglang.arguments import engine_arguments
+from skyrl_train.engines.transformers.model import refusal
+from skyrl_train.environments.registry import check_environments
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import POLICY_PATH, REWARD_PATH, described_causal_lm, load_reward_model, load_tokenizer
+from skyrl_train.models.token_scorer import refuse_unscorable
+from skyrl_train.report.metrics_server import check_metrics_address
+from skyrl_train.storage.hub import unreachable_model
+
+SAMPLE_S = 3.0
+"""Time for reading each data set up to a prompt that is short enough."""
+CHAT_TEMPLATE = "generator.chat_template.name_or_path"
+
+
+def check_run(cfg: Config, uses: Uses) -> None:
+    """Check everything that a run needs and that can be known before Ray starts.
+
+    `missing` must have passed, and plugins must have been imported: see `names.check_plugins`.
+
+    Raises:
+        ConfigError: Lists every problem at once; a single one keeps its kind, such as DataError.
+        StorageError: An address cannot be reached.
+    """
+    if cfg.trainer.plugins:  # their algorithms may need further models
+        raise_all(missing(cfg, uses))
+    if any(addresses(cfg)):
+        check_addresses(cfg, uses)
+    problems: list[Problem | ConfigError] = []
+
+    def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a check; None if it raises what is wrong, which is kept."""
+        try:
+            return check(*arguments)
+        except ConfigError as error:
+            problems.append(error)
+            return None
+
+    if uses.engines and cfg.generator.enable_http_endpoint:
+        from skyrl_train.assembly.serving import check_endpoint  # imports Ray
+
+        attempt(check_endpoint, cfg)
+    if uses.learner or uses.val_data:  # serving has no metrics
+        attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
+    policy = None
+    unreachable = set()
+    for key, path in model_paths(cfg, uses):
+        if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
+            problems.append(problem)
+            unreachable.add(key)
+            continue
+        model = attempt(_model, cfg, uses, key, path)
+        policy = model if key == POLICY_PATH else policy
+    tokenizer = None
+    if uses.tokenizer and POLICY_PATH not in unreachable:
+        tokenizer = attempt(build_tokenizer, cfg)
+    names = {cfg.environment.env_class}
+    if tokenizer is not None:
+        if policy is not None:
+            attempt(_check_token_ids, cfg, tokenizer, policy)
+        if tokenizer.chat_template is None and (uses.learner or uses.rewards):
+            problems.append(_no_chat_template(cfg))
+        else:
+            names = attempt(_sample, cfg, uses, tokenizer) or names
+    if uses.rewards and not cfg.environment.hosts:  # on hosts, their own processes check
+        attempt(check_environments, names, environment_settings(cfg))
+    if len(problems) == 1 and isinstance(problems[0], ConfigError):
+        raise problems[0]
+    raise_all(problems)
+
+
+def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel:
+    """Return a model on the meta device. Raises ConfigError for one that the learner or an engine cannot run."""
+    if key == REWARD_PATH:
+        if load_tokenizer(path, key=key).chat_template is None:
+            raise ConfigError(f"{key}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
+        kwargs = cfg.trainer.reward.model_config_kwargs
+        return load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=kwargs)
+    role = key.split(".")[1]
+    trainer, generator = cfg.trainer, cfg.generator
+    model = described_causal_lm(
+        path,
+        key=key,
+        model_config_kwargs=getattr(trainer, role).model_config_kwargs,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+    )
+    try:
+        if uses.learner:
+            refuse_unscorable(model)
+        if key == POLICY_PATH and uses.engines and generator.run_engines_locally:
+            _check_engine(cfg, model)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={path!r}: {error}") from error
+    return model
+
+
+def _check_engine(cfg: Config, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model that the run's engines refuse, as far as that is known without starting one."""
+    generator = cfg.generator
+    if generator.backend == "transformers" and (reason := refusal(model)):
+        raise ConfigError(f"generator.backend=transformers {reason}")
+    if generator.backend == "sglang":
+        options = dict(generator.engine_init_kwargs)
+        engine_arguments(
+            generator.model_name,
+            name=generator.backend,
+            device=cfg.device,
+            dtype=generator.model_dtype,
+            max_num_seqs=generator.max_num_seqs,
+            max_model_len=options.pop("max_model_len", None) or model.config.get_text_config().max_position_embeddings,
+            max_lora_rank=options.pop("max_lora_rank", 0),
+            rope_scaling=generator.rope_scaling,
+            rope_theta=generator.rope_theta,
+            options=options,
+        )
+
+
+def _no_chat_template(cfg: Config) -> Problem:
+    advice = (
+        f"The tokenizer of {cfg.trainer.policy.model.path} has none: name one, give the file of the model's own with "
+        "generator.chat_template.source=file, or use the instruction-tuned model."
+    )
+    return Problem(CHAT_TEMPLATE, None, "a chat template", advice)
+
+
+def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> None:
+    """Raise ConfigError if text or the chat template can become token ids that the policy has no embedding for.
+
+    A special token that nothing writes, such as one for padding, may be beyond.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    special = set(tokenizer.all_special_tokens)
+    written = f"{tokenizer.chat_template} {tokenizer.eos_token} {tokenizer.bos_token}"
+    beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}
+    emitted = [token for token in beyond if token not in special or token in written]
+    if emitted:
+        token = max(emitted, key=lambda one: beyond[one])
+        raise ConfigError(
+            f"{POLICY_PATH}={cfg.trainer.policy.model.path!r}: its tokenizer has {len(emitted)} tokens beyond the "
+            f"model's embedding of {rows} rows, such as {token!r} with id {beyond[token]}. Resize the embedding with "
+            "model.resize_token_embeddings(len(tokenizer)) and save the model again, or use its own tokenizer."
+        )
+
+
+def _sample(cfg: Config, uses: Uses, tokenizer: Any) -> set[str]:
+    """Return the environments of a sample of the rows. Raises DataError for rows that cannot be used.
+
+    Only files are read: folders and datasets on the hub would have to be converted or downloaded as a whole.
+    """
+    if not uses.rewards:
+        if uses.train_data and _all_files(source for _, source in data_sources(cfg, uses)):
+            build_demonstrations(cfg, tokenizer, SAMPLE_S)
+        return set()
+    names = set()
+    for name in ("train_data", "val_data"):
+        sources = [source for key, source in data_sources(cfg, uses) if key == f"data.{name}"]
+        if sources and _all_files(iter(sources)):
+            names |= {prompt.env_class for prompt in sample_prompts(cfg, tokenizer, sources, SAMPLE_S).prompts}
+    return names
+
+
+def _all_files(sources: Iterator[str]) -> bool:
+    return all(is_file_of_rows(source) and not is_address(source) for source in sources)
