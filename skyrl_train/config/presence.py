@@ -197,8 +197,8 @@ def crowding(config: Config, uses: Uses) -> Iterator[str]:
     if _own_machine() and slots.total > cpus:
         yield (
             f"{slots.total} ranks and engines compute at the same time, more than the {cpus} CPUs here can "
-            "carry. Ask for fewer (trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines), or let "
-            "them take turns: trainer.placement.colocate_all=true."
+            "carry. Ask for fewer (trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines), or "
+            "let them take turns: trainer.placement.colocate_all=true."
         )
 
 
