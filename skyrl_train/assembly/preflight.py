@@ -55,7 +55,8 @@ def check_run(cfg: Config, uses: Uses) -> None:
             problems.append(error)
             return None
 
-    if uses.engines and cfg.generator.enable_http_endpoint:
+    is_served = uses.learner or not uses.rewards  # an evaluation is not
+    if uses.engines and is_served and cfg.generator.enable_http_endpoint:
         from skyrl_train.assembly.serving import check_endpoint  # imports Ray
 
         attempt(check_endpoint, cfg)

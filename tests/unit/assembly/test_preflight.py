@@ -305,7 +305,7 @@ def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: P
 def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", "gpt_oss")
     config = prepare([*good, "generator.backend=sglang"], has_accelerator=False).config
-    with pytest.raises(ConfigError, match="SGLang cannot serve models of type 'gpt_oss': .* has no attention sinks"):
+    with pytest.raises(ConfigError, match=r"SGLang cannot serve models of type 'gpt_oss': .* has no attention sinks"):
         _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
 
 
