@@ -63,7 +63,7 @@ def check_run(cfg: Config, uses: Uses) -> None:
     if uses.learner or uses.val_data:  # serving has no metrics
         attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
     policy = None
-    unreachable = set()
+    unreachable: set[str] = set()
     for key, path in model_paths(cfg, uses):
         if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
             problems.append(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from skyrl_train.config.problems import Problem
@@ -17,7 +18,7 @@ def unreachable_model(key: str, name: str) -> Problem | None:
 
     Makes at most one request, which is given up after REQUEST_S.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
     files = ("model.safetensors", "model.safetensors.index.json")
@@ -27,21 +28,41 @@ def unreachable_model(key: str, name: str) -> Problem | None:
     allowed = "a model's folder or the name of a model that can be loaded"
     if constants.HF_HUB_OFFLINE:
         return Problem(key, name, allowed, "HF_HUB_OFFLINE is set and the model is not in this machine's cache.")
-    try:
-        get_hf_file_metadata(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", timeout=REQUEST_S)
+    error = _request(f"{constants.ENDPOINT}/{name}/resolve/main/config.json")
+    if error is None:
         return None
-    except GatedRepoError:
+    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError
         advice = "The hub asks for its terms to be accepted: accept them on the model's page and set HF_TOKEN."
-    except RepositoryNotFoundError:
+    elif isinstance(error, RepositoryNotFoundError):
         advice = "The hub has no such model, or it is private: check the name, or set HF_TOKEN to a token that sees it."
-    except EntryNotFoundError:
+    elif isinstance(error, EntryNotFoundError):
         advice = "It has no config.json, which every model has."
-    except Exception as error:  # the hub's client raises what its HTTP library does
+    else:
         advice = (
             f"The hub does not answer within {REQUEST_S:g} s ({type(error).__name__}). Give the model's folder, set "
             "HF_ENDPOINT or a proxy, or set HF_HUB_OFFLINE=1 where the model is in the cache."
         )
     return Problem(key, name, allowed, advice)
+
+
+def _request(url: str) -> Exception | None:
+    """Ask the hub for a file's metadata; return what that raises, or TimeoutError after REQUEST_S."""
+    from huggingface_hub import get_hf_file_metadata
+
+    raised: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(url, timeout=REQUEST_S)
+            raised.append(None)
+        except Exception as error:  # the hub's client raises what its HTTP library does
+            raised.append(error)
+
+    # In a thread, because resolving a host's name has no deadline of its own.
+    thread = threading.Thread(target=ask, name="hub request", daemon=True)
+    thread.start()
+    thread.join(REQUEST_S)
+    return raised[0] if raised else TimeoutError()
 
 
 def refuse_taken(name: str, overwrite: bool) -> None:
