@@ -6,10 +6,12 @@ Nothing is started and no weight is read. `config.presence` checks before this w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, sample_prompts
 from skyrl_train.assembly.environments import environment_settings
@@ -22,7 +24,14 @@ from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model import refusal
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import POLICY_PATH, REWARD_PATH, described_causal_lm, load_reward_model, load_tokenizer
+from skyrl_train.models.loading import (
+    POLICY_PATH,
+    REWARD_PATH,
+    described_causal_lm,
+    has_tokenizer,
+    load_reward_model,
+    load_tokenizer,
+)
 from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.storage.hub import unreachable_model
@@ -64,16 +73,17 @@ def check_run(cfg: Config, uses: Uses) -> None:
         attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
     policy = None
     unreachable: set[str] = set()
-    for key, path in model_paths(cfg, uses):
-        if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
-            problems.append(problem)
-            unreachable.add(key)
-            continue
-        model = attempt(_model, cfg, uses, key, path)
-        policy = model if key == POLICY_PATH else policy
+    with _quiet_transformers():
+        for key, path in model_paths(cfg, uses):
+            if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
+                problems.append(problem)
+                unreachable.add(key)
+                continue
+            model = attempt(_model, cfg, uses, key, path)
+            policy = model if key == POLICY_PATH else policy
     tokenizer = None
     if uses.tokenizer and POLICY_PATH not in unreachable:
-        tokenizer = attempt(build_tokenizer, cfg)
+        tokenizer = attempt(_tokenizer, cfg)
     names = {cfg.environment.env_class}
     if tokenizer is not None:
         if policy is not None:
@@ -87,6 +97,20 @@ def check_run(cfg: Config, uses: Uses) -> None:
     if len(problems) == 1 and isinstance(problems[0], ConfigError):
         raise problems[0]
     raise_all(problems)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Inside, transformers shows no progress of weights that are not read, and no report of tensors: errors name them."""
+    shows_progress, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
 
 
 def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel:
@@ -134,6 +158,16 @@ def _check_engine(cfg: Config, model: PreTrainedModel) -> None:
             rope_theta=generator.rope_theta,
             options=options,
         )
+
+
+def _tokenizer(cfg: Config) -> Any:
+    """Return the policy's tokenizer. Raises ConfigError if there is none: transformers would make an empty one."""
+    path = cfg.trainer.policy.model.path
+    if not has_tokenizer(path):
+        raise ConfigError(
+            f"{POLICY_PATH}={path!r} has no tokenizer; save that of the model it was made from into the same folder."
+        )
+    return build_tokenizer(cfg)
 
 
 def _no_chat_template(cfg: Config) -> Problem:
