@@ -101,7 +101,7 @@ def check_run(cfg: Config, uses: Uses) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Inside, transformers shows no progress of weights that are not read, and no report of tensors: errors name them."""
+    """Keep transformers from showing progress bars and reports of a checkpoint's tensors: errors name these."""
     shows_progress, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
