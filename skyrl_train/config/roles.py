@@ -63,7 +63,7 @@ def critic_problem(trainer: TrainerConfig) -> Problem | None:
     path, estimator = trainer.critic.model.path, trainer.algorithm.advantage_estimator
     if path or not _values_required(trainer):
         return None
-    advice = f"advantage_estimator={estimator} asks for values, which a critic predicts; the policy's path is usual."
+    advice = f"advantage_estimator={estimator} needs a critic: it asks for values. Usual is the policy's path."
     return Problem("trainer.critic.model.path", path, "the path of a model", advice)
 
 

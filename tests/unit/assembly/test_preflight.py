@@ -208,7 +208,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     no_server_token: ["generator.run_engines_locally=false", "SKYRL_API_KEY"],
     no_judge_key: ["environment.skyrl_gym.llm_as_a_judge.base_url=null", "OPENAI_API_KEY"],
     no_home: ["trainer.export_path=", "The environment variable HOME is not set: export it"],
-    critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=asks_for_values asks for values"],
+    critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=asks_for_values needs a critic"],
     ranks_of_a_plugin_s_critic: ["trainer.placement.critic_num_nodes=0", "at least 1"],
     ranks_of_a_plugin_s_reference: ["trainer.placement.ref_num_nodes=0", "at least 1"],
     no_data: ["data.train_data=[]", "at least one file or dataset"],
