@@ -5,7 +5,7 @@ Nothing is started and no weight is read. `config.presence` checks before this w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,11 @@ from skyrl_train.models.loading import (
     REWARD_PATH,
     described_causal_lm,
     has_tokenizer,
+    is_folder,
+    load_config,
     load_reward_model,
     load_tokenizer,
+    reward_config,
 )
 from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.report.metrics_server import check_metrics_address
@@ -113,51 +116,66 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel:
-    """Return a model on the meta device. Raises ConfigError for one that the learner or an engine cannot run."""
+def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:
+    """Return a causal language model on the meta device; None if nothing here builds it, or for a reward model.
+
+    Raises:
+        ConfigError: The learner or the run's engines cannot run the model.
+    """
     if key == REWARD_PATH:
-        if load_tokenizer(path, key=key).chat_template is None:
-            raise ConfigError(f"{key}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
-        kwargs = cfg.trainer.reward.model_config_kwargs
-        return load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=kwargs)
-    role = key.split(".")[1]
-    trainer, generator = cfg.trainer, cfg.generator
-    model = described_causal_lm(
-        path,
-        key=key,
-        model_config_kwargs=getattr(trainer, role).model_config_kwargs,
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
-    )
+        _check_reward_model(path, cfg.trainer.reward.model_config_kwargs)
+        return None
+    role, trainer, generator = key.split(".")[1], cfg.trainer, cfg.generator
+    backend = generator.backend if key == POLICY_PATH and uses.engines and generator.run_engines_locally else None
     try:
+        if backend == "sglang":
+            _check_sglang(cfg)
+        if not uses.learner and backend != "transformers":
+            return None  # other engines have model classes of their own
+        model = described_causal_lm(
+            path,
+            key=key,
+            model_config_kwargs=getattr(trainer, role).model_config_kwargs if uses.learner else None,
+            rope_scaling=trainer.rope_scaling,
+            rope_theta=trainer.rope_theta,
+            checkpoint=uses.learner,
+        )
         if uses.learner:
-            refuse_unscorable(model)
-        if key == POLICY_PATH and uses.engines and generator.run_engines_locally:
-            _check_engine(cfg, model)
+            refuse_unscorable(model, values=role == "critic")
+        if backend == "transformers" and (reason := refusal(model)):
+            raise ConfigError(f"generator.backend=transformers {reason}")
     except ConfigError as error:
+        if str(error).startswith(key):
+            raise
         raise ConfigError(f"{key}={path!r}: {error}") from error
     return model
 
 
-def _check_engine(cfg: Config, model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model that the run's engines refuse, as far as that is known without starting one."""
-    generator = cfg.generator
-    if generator.backend == "transformers" and (reason := refusal(model)):
-        raise ConfigError(f"generator.backend=transformers {reason}")
-    if generator.backend == "sglang":
-        options = dict(generator.engine_init_kwargs)
-        engine_arguments(
-            generator.model_name,
-            name=generator.backend,
-            device=cfg.device,
-            dtype=generator.model_dtype,
-            max_num_seqs=generator.max_num_seqs,
-            max_model_len=options.pop("max_model_len", None) or model.config.get_text_config().max_position_embeddings,
-            max_lora_rank=options.pop("max_lora_rank", 0),
-            rope_scaling=generator.rope_scaling,
-            rope_theta=generator.rope_theta,
-            options=options,
-        )
+def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:
+    if load_tokenizer(path, key=REWARD_PATH).chat_template is None:
+        raise ConfigError(f"{REWARD_PATH}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
+    if is_folder(path):
+        load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=model_config_kwargs)
+    else:
+        reward_config(path, model_config_kwargs)
+
+
+def _check_sglang(cfg: Config) -> None:
+    """Raise ConfigError for a model or an argument that SGLang would refuse."""
+    generator, options = cfg.generator, dict(cfg.generator.engine_init_kwargs)
+    longest = load_config(generator.model_name).get_text_config().max_position_embeddings
+    engine_arguments(
+        generator.model_name,
+        name=generator.backend,
+        device=cfg.device,
+        dtype=generator.model_dtype,
+        max_num_seqs=generator.max_num_seqs,
+        max_model_len=options.pop("max_model_len", None) or longest,
+        max_lora_rank=options.pop("max_lora_rank", 0),
+        rope_scaling=generator.rope_scaling,
+        rope_theta=generator.rope_theta,
+        options=options,
+    )
 
 
 def _tokenizer(cfg: Config) -> Any:

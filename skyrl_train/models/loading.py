@@ -109,22 +109,29 @@ def described_causal_lm(
     model_config_kwargs: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
+    checkpoint: bool = True,
 ) -> PreTrainedModel:
     """Return the model of `open_causal_lm` on the meta device without reading a weight.
 
-    Of a local folder the names and shapes in the weight files are checked, too; of a name on the hub or an address only
-    the configuration is read.
+    Args:
+        checkpoint: Also check the names and shapes in the weight files of a folder, as `open_causal_lm` does. Weight
+            files on the hub or at an address are never looked at.
 
     Raises:
         ConfigError: As `open_causal_lm`, and for an architecture that is no causal language model.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    if Path(local_path(path)).is_dir():
+    if checkpoint and is_folder(path):
         return _open(path, config, torch.float32, key, "eager")[0]
     try:
         return _without_memory(config, torch.float32)
     except ValueError as error:
         raise _cannot_load(key, path, error) from error
+
+
+def is_folder(path: str) -> bool:
+    """True for a folder of this machine, False for a name on the hub and for an address of storage."""
+    return Path(local_path(path)).is_dir()
 
 
 def _open(
@@ -161,17 +168,7 @@ def load_reward_model(
     On the device "meta" everything is checked, but no weights are read. Raises ConfigError as `load_causal_lm` does;
     also for another number of outputs, for a head with tensors unknown to its class, and for encoder-decoders.
     """
-    config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
-    if config.num_labels != 1:
-        raise ConfigError(
-            f"{REWARD_PATH}={path!r}: its configuration has num_labels={config.num_labels}; a reward model has one "
-            "output: give a sequence classification model that was trained with num_labels=1."
-        )
-    if config.is_encoder_decoder:
-        raise ConfigError(
-            f"{REWARD_PATH}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
-            "a model that has one of them."
-        )
+    config = reward_config(path, model_config_kwargs)
     meta = "meta" if str(device) == "meta" else None
     model, unexpected = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype, device=meta)
     body = model.base_model_prefix
@@ -183,6 +180,22 @@ def load_reward_model(
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
     return model.to(device)  # type: ignore[arg-type]
+
+
+def reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return the configuration of a reward model. Raises ConfigError for one that gives no single score of a text."""
+    config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
+    if config.num_labels != 1:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: its configuration has num_labels={config.num_labels}; a reward model has one "
+            "output: give a sequence classification model that was trained with num_labels=1."
+        )
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
+            "a model that has one of them."
+        )
+    return config
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

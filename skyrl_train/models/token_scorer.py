@@ -135,11 +135,16 @@ class TokenScorer(RaggedModel):
         return self._shape(self.model.get_output_embeddings()(hidden))
 
 
-def refuse_unscorable(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model that a TokenScorer refuses, as far as a model on the meta device shows it."""
+def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
+    """Raise ConfigError for a model that a scorer refuses, as far as a model on the meta device shows it.
+
+    Args:
+        values: For a ValueScorer, which has a head of its own, and not for a TokenScorer.
+    """
     refuse_what_packing_changes(model)
     head = linear_head(model)
-    _logits_after(model, torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
+    if not values:
+        _logits_after(model, torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
 
 
 def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
-from skyrl_train.models.loading import POLICY_PATH
+from skyrl_train.models.loading import POLICY_PATH, described_causal_lm
+from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model
 from tests.support.hub_server import hub_server
@@ -306,6 +307,24 @@ def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: P
     tokenizer.save_pretrained(tmp_path / "model")
     assert len(tokenizer) == 260
     check_run(prepare(good, has_accelerator=False).config, Uses())
+
+
+def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Path):
+    file = tmp_path / "model" / "config.json"
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    config = prepare([*good, "generator.backend=vllm"], has_accelerator=False).config
+    check_run(config, used_by(EvaluationExp))
+    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+        check_run(config, Uses())
+
+
+def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gpt2(tmp_path, monkeypatch)
+    model = described_causal_lm(f"{tmp_path}/model")
+    refuse_unscorable(model, values=True)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel computes its logits from more than"):
+        refuse_unscorable(model)
 
 
 def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
