@@ -42,9 +42,10 @@ yours. A preset begins with `defaults: [ppo_base_config, _self_]` and names only
 resolved configuration, and `--config-dir RUN --config-name config` starts from it again.
 
 **Checks.** Before anything is loaded, all problems are reported at once, with the nearest known key, and the exit code
-is 2: unknown keys, wrong types, numbers out of range, NaN and impossible combinations. So are files, models, engines
-and accelerators that do not exist on this machine, and plugins that cannot be imported; `check_config --elsewhere`
-skips these checks, for a run on another machine. Free-form mappings (`*_kwargs`) are passed on unchanged. A key that
+is 2: unknown keys, wrong types, numbers out of range, NaN and impossible combinations. So are files, engines and
+accelerators that do not exist on this machine. Then models, tokenizer and data are
+[checked against each other](getting_started.md#checking-a-configuration), before Ray starts; `check_config --elsewhere`
+skips both of these, for a run on another machine. Free-form mappings (`*_kwargs`) are passed on unchanged. A key that
 has no effect with the other settings is named in a warning.
 
 **References.** `${{another.key}}` follows another key. `${{oc.env:NAME}}` follows an environment variable that holds a

@@ -125,15 +125,20 @@ def load_config(
 def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
     """Look for everything that a run needs on this machine, without starting it.
 
-    Data, models, the engine's package, plugins, registered names, slots. `train` and `session` do it by themselves.
+    Data, models, the engine's package, slots, folders and tokens; then plugins and registered names; then whether the
+    models can be trained and served, and tokenizer and data fit them. `train` and `session` do it by themselves.
 
     Raises:
-        ConfigError: lists everything that is missing at once.
+        ConfigError: Lists everything that is missing at once.
+        StorageError: An address cannot be reached.
     """
     from skyrl_train.assembly.names import check_plugins
+    from skyrl_train.assembly.preflight import check_run
 
-    raise_all(missing(cfg, used_by(experiment)))
+    uses = used_by(experiment)
+    raise_all(missing(cfg, uses))
     check_plugins(cfg)
+    check_run(cfg, uses)
 
 
 def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingResult:
@@ -152,7 +157,7 @@ def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingRes
         KeyboardInterrupt: after Ctrl-C.
     """
     _check_is_training(experiment)
-    check(cfg, experiment)
+    raise_all(missing(cfg, used_by(experiment)))
     run = experiment(cfg)
     try:
         with explained(run):
@@ -188,7 +193,7 @@ async def session(cfg: Config, experiment: type[Experiment] = Experiment) -> Asy
         ConfigError: for what is wrong or missing, with nothing left running.
     """
     _check_is_training(experiment)
-    check(cfg, experiment)
+    raise_all(missing(cfg, used_by(experiment)))
     async with experiment(cfg).session() as run:
         yield run
 

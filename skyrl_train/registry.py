@@ -7,10 +7,14 @@ import importlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from skyrl_train.errors import ConfigError
 
 T = TypeVar("T")
+
+_registries: WeakValueDictionary[str, Registry[Any]] = WeakValueDictionary()
+"""The newest registry of each kind."""
 
 
 def load_object(target: str) -> Any:
@@ -31,6 +35,7 @@ class Registry(Generic[T]):
         self.table = dict(table or {})
         self._built_in = dict(self.table)
         self._items: dict[str, T] = {}
+        _registries[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator. Raises ConfigError for a name that is taken, or that is not a text.
@@ -69,6 +74,17 @@ class Registry(Generic[T]):
         if name in self._items:
             return self._items[name]
         raise ConfigError(unknown(self.kind, name, self.names()))
+
+
+def registered(kind: str, name: str) -> Any:
+    """Return what is registered under a name; None if nothing is, or if it is a built-in that is not loaded.
+
+    Imports nothing, so it also answers before the module with the registry of this kind is imported.
+    """
+    registry = _registries.get(kind)
+    if registry is None or (name not in registry._items and name in registry._built_in):
+        return None
+    return registry.get(name) if name in registry.names() else None
 
 
 def _origin(item: Any) -> str:

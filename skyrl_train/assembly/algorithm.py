@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -32,7 +31,14 @@ from skyrl_train.algorithms.selections import selection_of
 from skyrl_train.algorithms.sft_objective import SFTObjective
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
 from skyrl_train.algorithms.value_objective import ValueObjective
-from skyrl_train.config.reference import kl_in_loss, kl_in_reward
+from skyrl_train.config.roles import (
+    critic_problem,
+    kl_in_loss,
+    kl_in_reward,
+    needs_critic,
+    needs_reference,
+    sft_needs_reference,
+)
 from skyrl_train.config.schema import AlgorithmConfig, Config, OffPolicyCorrectionConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.learner import Choose
@@ -92,7 +98,7 @@ def _warn_of_uncorrected(cfg: Config) -> None:
 def sft_learning(cfg: Config) -> Learning:
     """The settings for supervised fine-tuning."""
     objective = build_sft_objective(cfg.trainer.algorithm)
-    return Learning(objective, build_reduction(cfg), with_reference="ref_logprobs" in keywords_of(objective.sft_loss))
+    return Learning(objective, build_reduction(cfg), with_reference=sft_needs_reference(cfg.trainer.algorithm))
 
 
 def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
@@ -124,16 +130,9 @@ def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
     Also None if that argument is optional and no critic model is configured. Raises ConfigError if it is required and
     no critic model is configured.
     """
-    name = trainer.algorithm.advantage_estimator
-    estimator = advantage_estimators.get(name)
-    path = trainer.critic.model.path
-    values = inspect.signature(estimator).parameters.get("values")
-    if path is None and values is not None and values.default is values.empty:
-        raise ConfigError(
-            f"trainer.critic.model.path=null: advantage_estimator={name} asks for values, which a critic predicts; "
-            "give the path of a model, usually the policy's."
-        )
-    if path is None or values is None:
+    if (problem := critic_problem(trainer)) is not None:
+        raise ConfigError(str(problem))
+    if not needs_critic(trainer):
         return None
     clip = trainer.algorithm.value_clip
     return ValueObjective(math.inf if clip is None else clip)
@@ -237,11 +236,6 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
         "dppo_kl_threshold": algorithm.dppo.kl_threshold,
         "minor_beta": algorithm.sft.minor_beta,
     }
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether anything reads the reference model's log-probs; a KL term with coefficient 0 does not."""
-    return kl_in_reward(algorithm) or kl_in_loss(algorithm) or "ref_logprobs" in _estimator_reads(algorithm)
 
 
 def read_before_loss(algorithm: AlgorithmConfig) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,7 @@ def _check_history(cfg: Config, tokenizer: Any) -> None:
 
 def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str) -> PromptDataset:
     """The prompts of `sources` that are short enough; logs how many are left out."""
-    options = dict(cfg.generator.chat_template_kwargs)
-
-    def length(prompt: Prompt) -> int:
-        return len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, options)))
-
-    dataset = load_prompts(sources, length, cfg.trainer.max_prompt_length, cfg.environment.env_class)
+    dataset = _prompts(cfg, tokenizer, sources)
     if dataset.too_long:
         log.warning(
             "%s: %d of %d prompts are longer than trainer.max_prompt_length=%d tokens and are left out.",
@@ -99,11 +95,34 @@ def build_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], key: str)
     return dataset
 
 
-def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstration], str]:
+def sample_prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], seconds: float) -> PromptDataset:
+    """Return the first prompt that is short enough; none if it is not found in so many seconds.
+
+    Raises:
+        DataError: A row up to there cannot be used, or no prompt is short enough.
+    """
+    return _prompts(cfg, tokenizer, sources, sample_s=seconds)
+
+
+def _prompts(cfg: Config, tokenizer: Any, sources: Sequence[str], sample_s: float | None = None) -> PromptDataset:
+    options = dict(cfg.generator.chat_template_kwargs)
+
+    def length(prompt: Prompt) -> int:
+        return len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, options)))
+
+    limit, env_class = cfg.trainer.max_prompt_length, cfg.environment.env_class
+    return load_prompts(sources, length, limit, env_class, sample_s=sample_s)
+
+
+def build_demonstrations(cfg: Config, tokenizer: Any, sample_s: float | None = None) -> tuple[list[Demonstration], str]:
     """Return the conversations of the `messages` column as tokens, and a fingerprint of all of them.
 
     A conversation is one demonstration, or one for each answer where the chat template rewrites earlier turns. Those
     longer than max_prompt_length + max_generate_length tokens are left out; their number is logged.
+
+    Args:
+        sample_s: Read only as far as the first conversation that is kept, for at most so many seconds: then there may
+            be none. None reads everything.
 
     Raises:
         DataError: A row is no conversation, has no answer to learn, or the chat template does not write all that it
@@ -114,6 +133,7 @@ def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstratio
     kept: list[Demonstration] = []
     digest = hashlib.sha256()
     too_long = 0
+    begun = time.monotonic()
     for source in cfg.data.train_data:
         for where, row in read_rows(source):
             for ids, mask in _sequences(where, row, tokenizer, options):
@@ -122,6 +142,8 @@ def build_demonstrations(cfg: Config, tokenizer: Any) -> tuple[list[Demonstratio
                     continue
                 digest.update(repr((ids, mask)).encode())
                 kept.append(Demonstration(ids, mask))
+            if sample_s is not None and (kept or time.monotonic() - begun > sample_s):
+                return kept, digest.hexdigest()[:32]
     if not kept:
         raise DataError(f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens.")
     if too_long:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import OPEN_TO_PLUGINS
+from skyrl_train.config.validate import OPEN_TO_PLUGINS, role_problems
 from skyrl_train.environments.own_classes import why_not_sent
 from skyrl_train.registry import import_plugins, unknown
 
@@ -15,11 +15,14 @@ from skyrl_train.registry import import_plugins, unknown
 def check_plugins(cfg: Config) -> None:
     """Import trainer.plugins, and check that every configured name that is not built in was registered.
 
-    Raises ConfigError for a module that cannot be imported, and one for all names that are not registered. Loads torch
-    only for a name that is not built in.
+    Loads torch only for a name that is not built in.
+
+    Raises:
+        ConfigError: A module cannot be imported, names are not registered, or a registered algorithm needs a model that
+            is not configured.
     """
     import_plugins(cfg.trainer.plugins)
-    raise_all([*_unregistered(cfg), *_out_of_reach(cfg, [cfg.environment.env_class])])
+    raise_all([*_unregistered(cfg), *_out_of_reach(cfg, [cfg.environment.env_class]), *role_problems(cfg)])
 
 
 def check_reachable(cfg: Config, env_classes: Iterable[str]) -> None:

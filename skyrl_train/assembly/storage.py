@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.presence import Uses, data_sources, model_paths
+from skyrl_train.config.presence import Uses, data_sources, model_paths, why_not_writable
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
@@ -112,6 +112,11 @@ def check_addresses(cfg: Config, uses: Uses) -> None:
     for key, path in model_paths(cfg, uses):
         if is_address(path) and StoredFolder(path).read("config.json") is None:
             problems.append(Problem(key, path, "a model's folder", "There is no config.json at this address."))
+    for name in ("ckpt_path", "export_path") if uses.learner else ():
+        path = getattr(cfg.trainer, name)
+        if is_address(path) and (reason := why_not_writable(working_folder(path))) is not None:
+            advice = f"{reason} Set SKYRL_CACHE to a folder that can be written."
+            problems.append(Problem(f"trainer.{name}", path, "an address whose copy here can be written", advice))
     raise_all(problems)
     if uses.learner and is_address(cfg.trainer.ckpt_path):
         stored = StoredFolder(cfg.trainer.ckpt_path).read(IDENTITY_FILE)

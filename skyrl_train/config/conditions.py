@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.config.fields import Needs
 from skyrl_train.config.problems import show
-from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, kl_in_reward, measures_kl
+from skyrl_train.config.roles import (
+    CRITIC_ESTIMATORS,
+    REFERENCE_ESTIMATORS,
+    REFERENCE_SFT_LOSSES,
+    kl_in_reward,
+    measures_kl,
+    needs_critic,
+)
 
 if TYPE_CHECKING:
     from skyrl_train.config.schema import Config
@@ -74,7 +81,7 @@ def _estimator_is(*names: str) -> Callable[[Config], bool]:
 CLIPPING_LOSS = Needs(
     _loss_is(*CLIPPING_LOSSES), f"It belongs to policy_loss_type={', '.join(sorted(CLIPPING_LOSSES))}."
 )
-CRITIC = Needs(_estimator_is("gae"), "It belongs to advantage estimators with a critic (gae).")
+CRITIC = Needs(_estimator_is(*CRITIC_ESTIMATORS), "It belongs to advantage estimators with a critic (gae).")
 
 
 def _correction_is_on(config: Config) -> bool:
@@ -118,7 +125,7 @@ def _kl_is_adaptive(config: Config) -> bool:
 
 def _something_reads_a_reference(config: Config) -> bool:
     algorithm = config.trainer.algorithm
-    asks = _estimator_is(*ESTIMATORS)(config) or algorithm.sft.loss_type in SFT_LOSSES
+    asks = _estimator_is(*REFERENCE_ESTIMATORS)(config) or algorithm.sft.loss_type in REFERENCE_SFT_LOSSES
     return measures_kl(algorithm) or asks
 
 
@@ -153,7 +160,7 @@ REFERENCE_APART = Needs(
     "The reference has the policy's ranks: set trainer.placement.colocate_policy_ref and colocate_all to false.",
 )
 CRITIC_APART = Needs(
-    lambda config: config.trainer.algorithm.advantage_estimator != "gae" or _shape_counts(config, "critic"),
+    lambda config: not needs_critic(config.trainer) or _shape_counts(config, "critic"),
     "The critic has the policy's ranks: set trainer.placement.colocate_all to false.",
 )
 REWARD_MODEL = only_if_set("trainer.reward.model.path")

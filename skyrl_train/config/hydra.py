@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -285,8 +286,7 @@ def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, 
         except Unfit as unfit:
             problems.append(Problem(key, _select(merged, key), unfit.allowed, unfit.advice))
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else "It refers to itself."
-            problems.append(Problem(key, _written(merged, key), "resolvable", reason))
+            problems.append(Problem(key, _written(merged, key), "resolvable", _why_not_resolved(error)))
         try:
             return read(_select(_defaults(), key), hint)
         except (Unfit, OmegaConfBaseException):
@@ -304,6 +304,14 @@ def _defaults() -> DictConfig:
 def _select(config: DictConfig | ListConfig, key: str) -> Any:
     value = OmegaConf.select(config, key, throw_on_missing=True)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _why_not_resolved(error: Exception) -> str:
+    """Return what to do about a reference that cannot be followed."""
+    reason = str(error).splitlines()[0] if str(error) else "It refers to itself."
+    if found := re.search(r"Environment variable '(\w+)' not found", reason):
+        return f"The environment variable {found[1]} is not set: export it, or give this key a value without it."
+    return reason
 
 
 def _written(config: DictConfig | ListConfig, key: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from skyrl_train.config.schema import Config
 _MEGATRON = "Only Megatron reads it; here trainer.policy.fsdp_config and tensor_parallel_size divide models."
 _OFFLOAD = "The whole trainer leaves the accelerator while engines generate, with trainer.placement.colocate_all=true."
 _LOGPROBS = "The log-prob of every sampled token is always returned."
+
+_TYPED_ESCAPE = re.compile(r"\\([nrt])")
 
 IGNORED = {
     "trainer.policy.model.lora.lora_sync_path": "Engines get them, merged or not, by generator.weight_sync_route.",
@@ -46,6 +49,17 @@ def warnings(config: Config, defaults: Config) -> Iterator[str]:
             yield f"{name}={show(value)} has no effect here. {advice}"
         elif (usual := key.facts.usual) is not None and value != 0 and value not in usual:
             yield f"{name}={show(value)} is unusual. Most runs use {usual.low:g} to {usual.high:g}; check the number."
+
+
+def stop_warnings(config: Config) -> Iterator[str]:
+    """Yield a line for each stop string with a typed escape, such as a backslash and an n, which no shell converts."""
+    for name in ("sampling_params", "eval_sampling_params"):
+        for text in getattr(config.generator, name).stop or []:
+            if found := _TYPED_ESCAPE.search(text):
+                yield (
+                    f"generator.{name}.stop={show(text)}: it holds a backslash and the letter {found[1]}, which stay "
+                    f"what they are. For a control character quote it as $'generator.{name}.stop=[\"\\{found[1]}\"]'."
+                )
 
 
 def evaluation_warnings(config: Config) -> Iterator[str]:

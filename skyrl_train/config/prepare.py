@@ -23,10 +23,10 @@ from skyrl_train.config.hydra import (
     unresolved,
     written_keys,
 )
-from skyrl_train.config.inert import evaluation_warnings, warnings
+from skyrl_train.config.inert import evaluation_warnings, stop_warnings, warnings
 from skyrl_train.config.keys import misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
-from skyrl_train.config.presence import Uses, missing
+from skyrl_train.config.presence import Uses, crowding, missing
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
 from skyrl_train.config.run_folder import with_own_folders
 from skyrl_train.config.schema import Config
@@ -117,7 +117,9 @@ def _check(
     notes += [one_line(f"{own.key}={show(own.value)} is a key of your own. {_hint(own)}") for own in line.own]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
     frozen = freeze(with_own_folders(config, given))
-    found = [*warnings(frozen, freeze(defaults)), *evaluation_warnings(frozen)]
+    found = [*warnings(frozen, freeze(defaults)), *evaluation_warnings(frozen), *stop_warnings(frozen)]
+    if uses is not None:
+        found += crowding(frozen, uses)
     return PreparedConfig(frozen, found, notes)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from skyrl_train.config.device import count_accelerators
 from skyrl_train.config.problems import Problem
-from skyrl_train.config.reference import ESTIMATORS, SFT_LOSSES, measures_kl
+from skyrl_train.config.roles import needs_critic, needs_reference, sft_needs_reference
 from skyrl_train.config.schema import Config
 from skyrl_train.config.slots import SlotCounts, count_slots
 from skyrl_train.config.sources import (
@@ -26,6 +27,7 @@ from skyrl_train.config.sources import (
     may_be_on_hub,
     split_of,
 )
+from skyrl_train.listening import API_KEY
 
 INSTALL = {
     "vllm": "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs",
@@ -50,6 +52,8 @@ class Uses:
     engines: bool = True
     rewards: bool = True
     """The reward model, if one is named."""
+    tokenizer: bool = True
+    """The policy's tokenizer."""
 
 
 def missing(config: Config, uses: Uses) -> Iterator[Problem]:
@@ -57,6 +61,10 @@ def missing(config: Config, uses: Uses) -> Iterator[Problem]:
     yield from _data(config, uses)
     yield from _models(config, uses)
     yield from _other_files(config, uses)
+    yield from _folders(config, uses)
+    if uses.engines and not config.generator.run_engines_locally and not os.environ.get(API_KEY):
+        advice = f"Set the environment variable {API_KEY} to the token of the servers."
+        yield Problem("generator.run_engines_locally", False, f"true without {API_KEY}", advice)
     for name in [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger:
         if name in TRACKERS and not _is_installed(name):
             advice = f"Install it: `uv run --extra {name} ...`, or leave it out."
@@ -70,7 +78,7 @@ def missing(config: Config, uses: Uses) -> Iterator[Problem]:
     local_engines = uses.engines and config.generator.run_engines_locally
     if local_engines and backend in INSTALL and importlib.util.find_spec(backend) is None:
         yield Problem("generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL[backend]}.")
-    if not _is_connected() and os.environ.get("RAY_ADDRESS") in (None, "", "local"):  # else nobody knows the nodes yet
+    if _own_machine():  # else nobody knows the nodes yet
         yield from _slots(config, uses)
 
 
@@ -86,17 +94,15 @@ def _is_connected() -> bool:
 
 
 def slots_of(config: Config, uses: Uses) -> SlotCounts:
-    """The slots of the run, unless a plugin asks for a model that the configuration does not show."""
+    """Return the slots of the run. What a plugin's algorithm needs counts once the plugin is imported."""
     algorithm = config.trainer.algorithm
-    reference = algorithm.sft.loss_type in SFT_LOSSES
-    if uses.engines:
-        reference = measures_kl(algorithm) or algorithm.advantage_estimator in ESTIMATORS
+    reference = needs_reference(algorithm) if uses.engines else sft_needs_reference(algorithm)
     return count_slots(
         config.trainer.placement,
         config.generator,
         with_policy=uses.learner,
         with_reference=uses.learner and reference,
-        with_critic=uses.learner and uses.engines and algorithm.advantage_estimator == "gae",
+        with_critic=uses.learner and uses.engines and needs_critic(config.trainer),
         with_reward=uses.rewards and config.trainer.reward.model.path is not None,
         with_engines=uses.engines and config.generator.run_engines_locally,
     )
@@ -110,6 +116,8 @@ def data_sources(config: Config, uses: Uses) -> Iterator[tuple[str, str]]:
 
 
 def _data(config: Config, uses: Uses) -> Iterator[Problem]:
+    if uses.train_data and not config.data.train_data:
+        yield Problem("data.train_data", [], "at least one file or dataset")
     for key, source in data_sources(config, uses):
         path = os.path.expanduser(split_of(local_path(source))[0])
         if os.path.splitext(path)[1].lower() in OTHER_FILES:
@@ -181,6 +189,43 @@ def _other_files(config: Config, uses: Uses) -> Iterator[Problem]:
     if resumes and not is_address(trainer.resume_path) and not os.path.isdir(str(trainer.resume_path)):
         allowed, advice = "a checkpoint's folder", _instead(str(trainer.resume_path))
         yield Problem("trainer.resume_path", trainer.resume_path, allowed, advice)
+
+
+def crowding(config: Config, uses: Uses) -> Iterator[str]:
+    """Yield a warning if more processes compute at the same time than this machine has CPUs."""
+    slots, cpus = slots_of(config, uses), os.cpu_count() or 1
+    if _own_machine() and slots.total > cpus:
+        yield (
+            f"{slots.total} ranks and engines compute at the same time, more than the {cpus} CPUs here can "
+            "carry. Ask for fewer (trainer.placement.policy_num_gpus_per_node, generator.num_inference_engines), or "
+            "let them take turns: trainer.placement.colocate_all=true."
+        )
+
+
+def _own_machine() -> bool:
+    """True if the run starts its own Ray here, so that this machine's CPUs and accelerators are all that it has."""
+    return not _is_connected() and os.environ.get("RAY_ADDRESS") in (None, "", "local")
+
+
+def _folders(config: Config, uses: Uses) -> Iterator[Problem]:
+    """Yield the folders of a run that cannot be written."""
+    for name in ("ckpt_path", "export_path") if uses.learner else ():
+        path = getattr(config.trainer, name)
+        if not is_address(local_path(path)) and (reason := why_not_writable(local_path(path))) is not None:
+            advice = f"{reason} Choose a folder of yours, or give the user of the run the right to write there."
+            yield Problem(f"trainer.{name}", path, "a folder that can be written", advice)
+
+
+def why_not_writable(folder: str | os.PathLike[str]) -> str | None:
+    """Return why a folder cannot be made or written, as a sentence; None if it can. Leaves nothing behind."""
+    existing = os.path.abspath(folder)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return f"{existing} cannot be written: {error.strerror}."
 
 
 def _slots(config: Config, uses: Uses) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ def one_line(text: str) -> str:
     return visible(redact(text).rstrip())
 
 
-def raise_all(problems: Iterable[Problem]) -> None:
+def raise_all(problems: Iterable[Problem | ConfigError]) -> None:
     """Raise one ConfigError that lists every problem, a line each; nothing if there are none."""
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     if lines:

@@ -14,7 +14,7 @@ from skyrl_train.config.fields import Facts
 from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
-from skyrl_train.config.reference import ESTIMATORS, measures_kl
+from skyrl_train.config.roles import critic_problem, needs_critic, needs_reference
 from skyrl_train.config.schema import Config, DPPOConfig
 from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
@@ -105,14 +105,8 @@ def _combinations(config: Config) -> Iterator[Problem]:
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         key, value = "trainer.resume_path", trainer.resume_path
         yield Problem(key, value, "a checkpoint folder with trainer.resume_mode=from_path")
-    ranks = {"policy": placement.policy_num_nodes * placement.policy_num_gpus_per_node}
-    if trainer.algorithm.advantage_estimator == "gae" and not placement.colocate_all:
-        ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
-    for role, count in ranks.items():
-        if trainer.strategy == "single" and count > 1:
-            advice = f"The {role} has {count} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
-            yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
-    yield from _own_ranks(config)
+    yield from _single("policy", placement.policy_num_nodes * placement.policy_num_gpus_per_node, trainer.strategy)
+    yield from role_problems(config)
     yield from _routing(config)
     yield from _router_loss(config)
     yield from _parallel(config)
@@ -127,8 +121,6 @@ def _combinations(config: Config) -> Iterator[Problem]:
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
     yield from _addresses(config)
-    if not config.data.train_data:
-        yield Problem("data.train_data", [], "at least one file or dataset")
 
 
 def _addresses(config: Config) -> Iterator[Problem]:
@@ -227,13 +219,32 @@ def _router_loss(config: Config) -> Iterator[Problem]:
             yield Problem(key, coef, f"0, or {only}", why)
 
 
+def role_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with the models that the algorithm needs besides the policy.
+
+    A plugin's algorithm counts once it is registered, so this is called again after plugins are imported.
+    """
+    trainer, placement = config.trainer, config.trainer.placement
+    if (problem := critic_problem(trainer)) is not None:
+        yield problem
+    if needs_critic(trainer) and not placement.colocate_all:
+        ranks = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        yield from _single("critic", ranks, trainer.strategy)
+    yield from _own_ranks(config)
+
+
+def _single(role: str, ranks: int, strategy: str) -> Iterator[Problem]:
+    if strategy == "single" and ranks > 1:
+        advice = f"The {role} has {ranks} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
+        yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
+
+
 def _own_ranks(config: Config) -> Iterator[Problem]:
     """Dedicated roles must have slots."""
     placement, algorithm = config.trainer.placement, config.trainer.algorithm
     apart = {
-        "ref": not placement.colocate_policy_ref
-        and (measures_kl(algorithm) or algorithm.advantage_estimator in ESTIMATORS),
-        "critic": algorithm.advantage_estimator == "gae",
+        "ref": not placement.colocate_policy_ref and needs_reference(algorithm),
+        "critic": needs_critic(config.trainer),
         "reward": config.trainer.reward.model.path is not None,
     }
     for role in (name for name, is_there in apart.items() if is_there and not placement.colocate_all):
@@ -405,9 +416,6 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         advice = "It is the older name of tis_ratio_type=token, and its bound is not a sequence's: set it to false."
         allowed = "false with off_policy_correction.tis_ratio_type=sequence"
         yield Problem("trainer.algorithm.use_tis", True, allowed, advice)
-    if estimator == "gae" and not config.trainer.critic.model.path:
-        advice = "advantage_estimator=gae needs a critic; the policy's path is a usual choice."
-        yield Problem("trainer.critic.model.path", config.trainer.critic.model.path, "the path of a model", advice)
     if generator.sampling_params.temperature == 0:
         key = "generator.sampling_params.temperature"
         yield Problem(key, 0.0, "more than 0", "Greedy samples of a prompt are all the same; evaluation may be greedy.")

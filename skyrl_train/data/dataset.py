@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,7 +61,12 @@ class PromptDataset:
 
 
 def load_prompts(
-    sources: Sequence[str], length: Callable[[Prompt], int], max_prompt_length: int, default_env_class: str
+    sources: Sequence[str],
+    length: Callable[[Prompt], int],
+    max_prompt_length: int,
+    default_env_class: str,
+    *,
+    sample_s: float | None = None,
 ) -> PromptDataset:
     """Read `sources` (see `rows.read_rows`) one after the other.
 
@@ -68,12 +74,15 @@ def load_prompts(
         length: Number of tokens of a prompt for the model; see `assembly.data.build_prompts`.
         max_prompt_length: In tokens; longer prompts are left out.
         default_env_class: The env_class of rows that have none.
+        sample_s: Read only as far as the first prompt that is kept, for at most so many seconds: then the dataset may
+            be empty. None reads everything.
 
     A prompt's uid is its row number over all sources, from 0, counting rows that are left out. Raises DataError for an
     unusable row, a source without rows, or if no prompt is short enough.
     """
     kept: list[Prompt] = []
     number, shortest = 0, None
+    begun = time.monotonic()
     for source in sources:
         before = number
         for where, row in read_rows(source):
@@ -83,6 +92,8 @@ def load_prompts(
             shortest = tokens if shortest is None else min(shortest, tokens)
             if tokens <= max_prompt_length:
                 kept.append(prompt)
+            if sample_s is not None and (kept or time.monotonic() - begun > sample_s):
+                return PromptDataset(tuple(kept), number - len(kept))
         if number == before:
             raise DataError(f"{source}: has no rows.")
     if not kept:

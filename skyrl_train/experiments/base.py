@@ -18,13 +18,12 @@ from skyrl_train.config.prepare import launch
 from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
-from skyrl_train.config.sources import addresses, is_address
+from skyrl_train.config.sources import is_address
 from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.experiments.collecting import collecting_seldom
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.experiments.stopping import signals_leave, until_told
 from skyrl_train.messages import to_stderr
-from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.report.phases import phase, say
 from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.run_directory import refuse_other_run
@@ -57,21 +56,17 @@ class Experiment:
 
         check_plugins(config)
         trainer = config.trainer
-        if self.uses.learner or self.uses.val_data:  # what only serves has no numbers of a run
-            check_metrics_address(trainer.metrics_host, trainer.metrics_port)
         if self.uses.learner:
             if (short := short_grace()) is not None:
                 to_stderr(f"warning: {short}")
             folder = working_folder(trainer.ckpt_path)
             uploaded = f", uploaded to {trainer.ckpt_path}" if is_address(trainer.ckpt_path) else ""
             say("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
-        if any(addresses(config)):
-            from skyrl_train.assembly.storage import check_addresses
+            refuse_other_run(folder, identity(config))
+        with phase("checks", "models, tokenizer, a sample of the data, addresses"):
+            from skyrl_train.assembly.preflight import check_run
 
-            with phase("storage", "files at addresses that the run needs"):
-                check_addresses(config, self.uses)
-        if self.uses.learner:
-            refuse_other_run(working_folder(trainer.ckpt_path), identity(config))
+            check_run(config, used_by(type(self)))
         from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
 
         self.restarts = 0
@@ -310,4 +305,5 @@ def used_by(experiment: type[Experiment]) -> Uses:
         uses,
         train_data=uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
         val_data=uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
+        tokenizer=uses.tokenizer and experiment.get_tokenizer is named.get_tokenizer,
     )

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from skyrl_train.config.sources import is_address
+from skyrl_train.config.sources import is_address, local_path
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 from skyrl_train.storage.copies import local_copy
@@ -93,6 +93,48 @@ def open_causal_lm(
     Everything else of the model, such as buffers, is on the CPU.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    model, saved = _open(path, config, dtype, key, attention)
+    tie_equal(model, saved)
+    make_rest_real(model, saved)
+    return model, saved
+
+
+def described_causal_lm(
+    path: str,
+    *,
+    key: str = POLICY_PATH,
+    model_config_kwargs: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+    checkpoint: bool = True,
+) -> PreTrainedModel:
+    """Return the model of `open_causal_lm` on the meta device without reading a weight.
+
+    Args:
+        checkpoint: Also check the names and shapes in the weight files of a folder, as `open_causal_lm` does. Weight
+            files on the hub or at an address are never looked at.
+
+    Raises:
+        ConfigError: As `open_causal_lm`, and for an architecture that is no causal language model.
+    """
+    config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    if checkpoint and is_folder(path):
+        return _open(path, config, torch.float32, key, "eager")[0]
+    try:
+        return _without_memory(config, torch.float32)
+    except ValueError as error:
+        raise _cannot_load(key, path, error) from error
+
+
+def is_folder(path: str) -> bool:
+    """True for a folder of this machine, False for a name on the hub and for an address of storage."""
+    return Path(local_path(path)).is_dir()
+
+
+def _open(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype, key: str, attention: str | None
+) -> tuple[PreTrainedModel, SavedWeights]:
+    """Return the model on the meta device and its checkpoint, whose names and shapes fit. Raises ConfigError."""
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
@@ -108,8 +150,6 @@ def open_causal_lm(
             "row: transformers makes them of its tensors in a way that is not known here. Save the model with "
             "save_pretrained, and give that folder."
         )
-    tie_equal(model, saved)
-    make_rest_real(model, saved)
     return model, saved
 
 
@@ -122,9 +162,25 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Load a sequence classifier with one output, in evaluation mode.
 
-    Raises ConfigError as `load_causal_lm` does; also for another number of outputs, for a head with tensors unknown to
-    its class, and for encoder-decoders.
+    On the device "meta" everything is checked, but no weights are read. Raises ConfigError as `load_causal_lm` does;
+    also for another number of outputs, for a head with tensors unknown to its class, and for encoder-decoders.
     """
+    config = reward_config(path, model_config_kwargs)
+    meta = "meta" if str(device) == "meta" else None
+    model, unexpected = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype, device=meta)
+    body = model.base_model_prefix
+    if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
+        raise ConfigError(
+            f"{REWARD_PATH}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
+            "others than those it was trained to give; use a model that transformers' own class describes."
+        )
+    for part in (model.config, model.config.get_text_config()):
+        part.use_cache = False
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return the configuration of a reward model. Raises ConfigError for one that gives no single score of a text."""
     config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
     if config.num_labels != 1:
         raise ConfigError(
@@ -136,16 +192,7 @@ def load_reward_model(
             f"{REWARD_PATH}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
             "a model that has one of them."
         )
-    model, unexpected = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype)
-    body = model.base_model_prefix
-    if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
-        raise ConfigError(
-            f"{REWARD_PATH}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
-            "others than those it was trained to give; use a model that transformers' own class describes."
-        )
-    for part in (model.config, model.config.get_text_config()):
-        part.use_cache = False
-    return model.to(device)  # type: ignore[arg-type]
+    return config
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

@@ -51,7 +51,7 @@ class RaggedModel(nn.Module):
         `saved`: what the parameters of a model on the meta device are read from.
         """
         super().__init__()
-        _refuse_what_packing_changes(model)
+        refuse_what_packing_changes(model)
         model.set_attn_implementation(RAGGED)
         self.model = model
         self.saved = saved
@@ -280,7 +280,7 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().amax()))
 
 
-def _refuse_what_packing_changes(model: PreTrainedModel) -> None:
+def refuse_what_packing_changes(model: PreTrainedModel) -> None:
     """Raises ConfigError for a model whose log-probs would depend on the rest of the batch, or on randomness."""
     config: Any = model.config
     name = type(model).__name__

@@ -15,7 +15,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
-from skyrl_train.models.ragged_model import RaggedModel, check_and_divide, close, linear_head
+from skyrl_train.models.ragged_model import (
+    RaggedModel,
+    check_and_divide,
+    close,
+    linear_head,
+    refuse_what_packing_changes,
+)
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
 from skyrl_train.models.saved_weights import SavedWeights
@@ -129,24 +135,53 @@ class TokenScorer(RaggedModel):
         return self._shape(self.model.get_output_embeddings()(hidden))
 
 
+def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
+    """Raise ConfigError for a model that a scorer refuses, as far as a model on the meta device shows it.
+
+    Args:
+        values: For a ValueScorer, which has a head of its own, and not for a TokenScorer.
+    """
+    refuse_what_packing_changes(model)
+    head = linear_head(model)
+    if not values:
+        _logits_after(model, torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
+
+
+def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the model's own logits [1, n, V] for last hidden states [1, n, hidden size].
+
+    The model's body is replaced by these states for the duration of the call, so it costs only rows of the head.
+
+    Raises:
+        ConfigError: The model reads something else of its body.
+    """
+    body = model.base_model
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+    body.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+    try:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({error}), "
+            "so it is not trained; use a model of another architecture."
+        ) from error
+    finally:
+        del body.forward
+
+
 def _check_head(scorer: TokenScorer) -> None:
     """Compare `logits` with those of the model's own forward for the same hidden states. Raises ConfigError.
 
-    It costs only a few rows of the head: the model's body is temporarily replaced by given states.
+    It costs only a few rows of the head.
     """
     model, head = scorer.model, linear_head(scorer.model)
-    body = model.base_model
     noise = torch.randn(1, 4, head.in_features, generator=torch.Generator().manual_seed(0))
     sizes = torch.tensor([0.1, 1.0, 10.0, 100.0]).view(1, 4, 1)
     hidden: Any = (noise * sizes).to(head.weight.device, head.weight.dtype)
-    ids = torch.zeros(1, 4, dtype=torch.int64, device=hidden.device)
-    body.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
-    try:
-        with torch.no_grad():
-            theirs = model(input_ids=ids, use_cache=False).logits
-            ours = scorer.logits(hidden)
-    finally:
-        del body.forward
+    theirs = _logits_after(model, hidden)
+    with torch.no_grad():
+        ours = scorer.logits(hidden)
     if theirs.shape != ours.shape or not close(theirs.to(ours.dtype), ours, head.weight.dtype):
         raise ConfigError(
             f"{type(model).__name__} changes its logits after the head in a way that is not known here (known: "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.presence import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, Session, used_by
@@ -32,6 +33,8 @@ class BasePPOExp(Experiment):
     `cfg` is what Hydra composed. `self.config` is its checked form, with what was fitted to this machine and with the
     run's folders, which everything here reads; `self.cfg` is the same as a DictConfig.
     """
+
+    uses = Uses()
 
     def __init__(self, cfg: DictConfig | Config):
         from skyrl_train.skyrl.registries import receive_registered

@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+from skyrl_train.config.problems import Problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.storage.places import explained
+
+REQUEST_S = 3.0
+"""Time for the hub to say whether it has a model."""
+
+
+def unreachable_model(key: str, name: str) -> Problem | None:
+    """Return the problem if a named model is neither in the cache of this machine nor on a hub that answers.
+
+    Makes at most one request, which is given up after REQUEST_S.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+    files = ("model.safetensors", "model.safetensors.index.json")
+    is_cached = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *files)]
+    if is_cached[0] and any(is_cached[1:]):
+        return None
+    allowed = "a model's folder or the name of a model that can be loaded"
+    if constants.HF_HUB_OFFLINE:
+        return Problem(key, name, allowed, "HF_HUB_OFFLINE is set and the model is not in this machine's cache.")
+    error = _request(f"{constants.ENDPOINT}/{name}/resolve/main/config.json")
+    if error is None:
+        return None
+    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError
+        advice = "The hub asks for its terms to be accepted: accept them on the model's page and set HF_TOKEN."
+    elif isinstance(error, RepositoryNotFoundError):
+        advice = "The hub has no such model, or it is private: check the name, or set HF_TOKEN to a token that sees it."
+    elif isinstance(error, EntryNotFoundError):
+        advice = "It has no config.json, which every model has."
+    else:
+        advice = (
+            f"The hub does not answer within {REQUEST_S:g} s ({type(error).__name__}). Give the model's folder, set "
+            "HF_ENDPOINT or a proxy, or set HF_HUB_OFFLINE=1 where the model is in the cache."
+        )
+    return Problem(key, name, allowed, advice)
+
+
+def _request(url: str) -> Exception | None:
+    """Ask the hub for a file's metadata; return what that raises, or TimeoutError after REQUEST_S."""
+    from huggingface_hub import get_hf_file_metadata
+
+    raised: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(url, timeout=REQUEST_S)
+            raised.append(None)
+        except Exception as error:  # the hub's client raises what its HTTP library does
+            raised.append(error)
+
+    # In a thread, because resolving a host's name has no deadline of its own.
+    thread = threading.Thread(target=ask, name="hub request", daemon=True)
+    thread.start()
+    thread.join(REQUEST_S)
+    return raised[0] if raised else TimeoutError()
 
 
 def refuse_taken(name: str, overwrite: bool) -> None:

@@ -33,7 +33,8 @@ class ServedModel:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, name: str, keeps_routing: bool = False):
         """`keeps_routing`: whether `routing` tells which experts the tokens of the last forward went to."""
-        _refuse(model, name)
+        if reason := refusal(model):
+            raise EngineError(f"Engine {name!r} {reason}")
         self._routers = Routers(model)
         if keeps_routing and not self._routers.modules:
             raise EngineError(f"Engine {name!r}: {type(model).__name__} has no routers whose choices it could keep.")
@@ -185,7 +186,8 @@ class ServedModel:
             )
 
 
-def _refuse(model: PreTrainedModel, name: str) -> None:
+def refusal(model: PreTrainedModel) -> str | None:
+    """Return why the engine cannot serve a model, which may be on the meta device; None if nothing is known yet."""
     config: Any = model.config
     text: Any = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -202,7 +204,4 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
         reason = "its layers share keys and values"
     elif (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
         reason = "its rope depends on the longest sequence of a batch; set rope_scaling to a static type"
-    if reason:
-        raise EngineError(
-            f"Engine {name!r} cannot serve {type(model).__name__}: {reason}. Use another engine for this model."
-        )
+    return reason and f"cannot serve {type(model).__name__}: {reason}. Use another engine for this model."

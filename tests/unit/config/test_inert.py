@@ -9,7 +9,7 @@ import pytest
 import skyrl_train
 from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses, sft_losses
 from skyrl_train.algorithms.selections import selection_of
-from skyrl_train.config import reference
+from skyrl_train.config import roles
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
 from skyrl_train.config.conditions import CLIPPING_LOSSES
 from skyrl_train.config.inert import IGNORED
@@ -210,9 +210,10 @@ def test_tables_of_who_reads_what_are_those_of_the_signatures():
         clipping = {name for name, f in losses.items() if asks(f, bound) or asks(selection_of(f), bound)}
         assert clipping == CLIPPING_LOSSES
     estimators = {name: advantage_estimators.get(name) for name in ADVANTAGE_ESTIMATORS}
-    assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == reference.ESTIMATORS
+    assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == roles.REFERENCE_ESTIMATORS
+    assert {name for name, f in estimators.items() if asks(f, "values")} == roles.CRITIC_ESTIMATORS
     assert {name for name, f in estimators.items() if asks(f, "norm_by_std")} == {"grpo"}
-    assert {name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")} == reference.SFT_LOSSES
+    assert {name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")} == roles.REFERENCE_SFT_LOSSES
 
 
 def source_of_readers() -> str:
@@ -220,7 +221,7 @@ def source_of_readers() -> str:
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
-    modules.append(PACKAGE / "config" / "reference.py")  # read on behalf of `assembly`
+    modules.append(PACKAGE / "config" / "roles.py")  # read on behalf of `assembly`
     return "\n".join(path.read_text() for path in modules)
 
 

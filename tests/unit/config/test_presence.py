@@ -130,6 +130,7 @@ def test_an_engine_must_be_installed_unless_servers_have_it(there: list[str], mo
     monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     assert "generator.backend=vllm: must be an engine that is installed" in found(*there, "generator.backend=vllm")[0]
     servers = ["generator.run_engines_locally=false", "generator.backend=vllm"]
+    monkeypatch.setenv("SKYRL_API_KEY", "token")
     assert found(*there, *servers) == []
 
 

@@ -335,7 +335,6 @@ def test_where_ranks_of_an_engine_are_is_said_in_one_place(name: str):
             "trainer.critic.deepspeed_config.zero_optimization.stage",
             "trainer.critic.deepspeed_config.zero_stage",
         ),
-        (["data.train_data=[]"], "data.train_data", "at least one file"),
         (["generator.over_provisioning=-0.1"], "generator.over_provisioning", "at least 0"),
         (
             ["generator.over_provisioning=0.5", "trainer.fully_async.enabled=true"],

@@ -1,0 +1,236 @@
+"""What a run would only fail at once its processes have started: models, tokenizer, prompts, addresses, tokens.
+
+Nothing is started and no weight is read. `config.presence` checks before this whatever needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, sample_prompts
+from skyrl_train.assembly.environments import environment_settings
+from skyrl_train.assembly.storage import check_addresses
+from skyrl_train.config.presence import Uses, data_sources, missing, model_paths
+from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.schema import Config
+from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub
+from skyrl_train.engines.sglang.arguments import engine_arguments
+from skyrl_train.engines.transformers.model import refusal
+from skyrl_train.environments.registry import check_environments
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import (
+    POLICY_PATH,
+    REWARD_PATH,
+    described_causal_lm,
+    has_tokenizer,
+    is_folder,
+    load_config,
+    load_reward_model,
+    load_tokenizer,
+    reward_config,
+)
+from skyrl_train.models.token_scorer import refuse_unscorable
+from skyrl_train.report.metrics_server import check_metrics_address
+from skyrl_train.storage.hub import unreachable_model
+
+SAMPLE_S = 3.0
+"""Time for reading each data set up to a prompt that is short enough."""
+CHAT_TEMPLATE = "generator.chat_template.name_or_path"
+
+
+def check_run(cfg: Config, uses: Uses) -> None:
+    """Check everything that a run needs and that can be known before Ray starts.
+
+    `missing` must have passed, and plugins must have been imported: see `names.check_plugins`.
+
+    Raises:
+        ConfigError: Lists every problem at once; a single one keeps its kind, such as DataError.
+        StorageError: An address cannot be reached.
+    """
+    if cfg.trainer.plugins:  # their algorithms may need further models
+        raise_all(missing(cfg, uses))
+    if any(addresses(cfg)):
+        check_addresses(cfg, uses)
+    problems: list[Problem | ConfigError] = []
+
+    def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a check; None if it raises what is wrong, which is kept."""
+        try:
+            return check(*arguments)
+        except ConfigError as error:
+            problems.append(error)
+            return None
+
+    is_served = uses.learner or not uses.rewards  # an evaluation is not
+    if uses.engines and is_served and cfg.generator.enable_http_endpoint:
+        from skyrl_train.assembly.serving import check_endpoint  # imports Ray
+
+        attempt(check_endpoint, cfg)
+    if uses.learner or uses.val_data:  # serving has no metrics
+        attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
+    policy = None
+    unreachable: set[str] = set()
+    with _quiet_transformers():
+        for key, path in model_paths(cfg, uses):
+            if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
+                problems.append(problem)
+                unreachable.add(key)
+                continue
+            model = attempt(_model, cfg, uses, key, path)
+            policy = model if key == POLICY_PATH else policy
+    tokenizer = None
+    if uses.tokenizer and POLICY_PATH not in unreachable:
+        tokenizer = attempt(_tokenizer, cfg)
+    names = {cfg.environment.env_class}
+    if tokenizer is not None:
+        if policy is not None:
+            attempt(_check_token_ids, cfg, tokenizer, policy)
+        if tokenizer.chat_template is None and (uses.learner or uses.rewards):
+            problems.append(_no_chat_template(cfg))
+        else:
+            names = attempt(_sample, cfg, uses, tokenizer) or names
+    if uses.rewards and not cfg.environment.hosts:  # on hosts, their own processes check
+        attempt(check_environments, names, environment_settings(cfg))
+    if len(problems) == 1 and isinstance(problems[0], ConfigError):
+        raise problems[0]
+    raise_all(problems)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers from showing progress bars and reports of a checkpoint's tensors: errors name these."""
+    shows_progress, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:
+    """Return a causal language model on the meta device; None if nothing here builds it, or for a reward model.
+
+    Raises:
+        ConfigError: The learner or the run's engines cannot run the model.
+    """
+    if key == REWARD_PATH:
+        _check_reward_model(path, cfg.trainer.reward.model_config_kwargs)
+        return None
+    role, trainer, generator = key.split(".")[1], cfg.trainer, cfg.generator
+    backend = generator.backend if key == POLICY_PATH and uses.engines and generator.run_engines_locally else None
+    try:
+        if backend == "sglang":
+            _check_sglang(cfg)
+        if not uses.learner and backend != "transformers":
+            return None  # other engines have model classes of their own
+        model = described_causal_lm(
+            path,
+            key=key,
+            model_config_kwargs=getattr(trainer, role).model_config_kwargs if uses.learner else None,
+            rope_scaling=trainer.rope_scaling,
+            rope_theta=trainer.rope_theta,
+            checkpoint=uses.learner,
+        )
+        if uses.learner:
+            refuse_unscorable(model, values=role == "critic")
+        if backend == "transformers" and (reason := refusal(model)):
+            raise ConfigError(f"generator.backend=transformers {reason}")
+    except ConfigError as error:
+        if str(error).startswith(key):
+            raise
+        raise ConfigError(f"{key}={path!r}: {error}") from error
+    return model
+
+
+def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:
+    if load_tokenizer(path, key=REWARD_PATH).chat_template is None:
+        raise ConfigError(f"{REWARD_PATH}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
+    if is_folder(path):
+        load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=model_config_kwargs)
+    else:
+        reward_config(path, model_config_kwargs)
+
+
+def _check_sglang(cfg: Config) -> None:
+    """Raise ConfigError for a model or an argument that SGLang would refuse."""
+    generator, options = cfg.generator, dict(cfg.generator.engine_init_kwargs)
+    longest = load_config(generator.model_name).get_text_config().max_position_embeddings
+    engine_arguments(
+        generator.model_name,
+        name=generator.backend,
+        device=cfg.device,
+        dtype=generator.model_dtype,
+        max_num_seqs=generator.max_num_seqs,
+        max_model_len=options.pop("max_model_len", None) or longest,
+        max_lora_rank=options.pop("max_lora_rank", 0),
+        rope_scaling=generator.rope_scaling,
+        rope_theta=generator.rope_theta,
+        options=options,
+    )
+
+
+def _tokenizer(cfg: Config) -> Any:
+    """Return the policy's tokenizer. Raises ConfigError if there is none: transformers would make an empty one."""
+    path = cfg.trainer.policy.model.path
+    if not has_tokenizer(path):
+        raise ConfigError(
+            f"{POLICY_PATH}={path!r} has no tokenizer; save that of the model it was made from into the same folder."
+        )
+    return build_tokenizer(cfg)
+
+
+def _no_chat_template(cfg: Config) -> Problem:
+    advice = (
+        f"The tokenizer of {cfg.trainer.policy.model.path} has none: name one, give the file of the model's own with "
+        "generator.chat_template.source=file, or use the instruction-tuned model."
+    )
+    return Problem(CHAT_TEMPLATE, None, "a chat template", advice)
+
+
+def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> None:
+    """Raise ConfigError if text or the chat template can become token ids that the policy has no embedding for.
+
+    A special token that nothing writes, such as one for padding, may be beyond.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    special = set(tokenizer.all_special_tokens)
+    written = f"{tokenizer.chat_template} {tokenizer.eos_token} {tokenizer.bos_token}"
+    beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}
+    emitted = [token for token in beyond if token not in special or token in written]
+    if emitted:
+        token = max(emitted, key=lambda one: beyond[one])
+        raise ConfigError(
+            f"{POLICY_PATH}={cfg.trainer.policy.model.path!r}: its tokenizer has {len(emitted)} tokens beyond the "
+            f"model's embedding of {rows} rows, such as {token!r} with id {beyond[token]}. Resize the embedding with "
+            "model.resize_token_embeddings(len(tokenizer)) and save the model again, or use its own tokenizer."
+        )
+
+
+def _sample(cfg: Config, uses: Uses, tokenizer: Any) -> set[str]:
+    """Return the environments of a sample of the rows. Raises DataError for rows that cannot be used.
+
+    Only files are read: folders and datasets on the hub would have to be converted or downloaded as a whole.
+    """
+    if not uses.rewards:
+        if uses.train_data and _all_files(source for _, source in data_sources(cfg, uses)):
+            build_demonstrations(cfg, tokenizer, SAMPLE_S)
+        return set()
+    names = set()
+    for name in ("train_data", "val_data"):
+        sources = [source for key, source in data_sources(cfg, uses) if key == f"data.{name}"]
+        if sources and _all_files(iter(sources)):
+            names |= {prompt.env_class for prompt in sample_prompts(cfg, tokenizer, sources, SAMPLE_S).prompts}
+    return names
+
+
+def _all_files(sources: Iterator[str]) -> bool:
+    return all(is_file_of_rows(source) and not is_address(source) for source in sources)
