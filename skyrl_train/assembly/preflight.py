@@ -201,7 +201,7 @@ def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> Non
 
     A special token that nothing writes, such as one for padding, may be beyond.
     """
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
     special = set(tokenizer.all_special_tokens)
     written = f"{tokenizer.chat_template} {tokenizer.eos_token} {tokenizer.bos_token}"
     beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}

@@ -121,7 +121,7 @@ def described_causal_lm(
     if checkpoint and is_folder(path):
         return _open(path, config, torch.float32, key, "eager")[0]
     try:
-        return _without_memory(config, torch.float32)
+        return model_without_memory(config, torch.float32)
     except ValueError as error:
         raise _cannot_load(key, path, error) from error
 

@@ -33,19 +33,20 @@ class TwiceEnv(BaseTextEnv):
 
 register("twice", "twice_plugin:TwiceEnv")
 """
-FORGETFUL = (
+REWRITING = (
     "{% for message in messages %}{% set again = message['role'] == 'assistant' and not loop.last %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + ('...' if again else message['content']) + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + ('(earlier) ' if again else '') + message['content'] }}"
+    "{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Keeps nothing of earlier answers."""
+"""Marks the earlier answers."""
 
 
 @pytest.fixture
 def twice(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path) -> list[str]:
     """Two steps of 4 prompts x 4 samples x 2 turns."""
     (plugins / "twice_plugin.py").write_text(PLUGIN)
-    (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
+    (tmp_path / "rewriting.jinja").write_text(REWRITING)
     rows = [{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
@@ -89,7 +90,7 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
 ):
     template = [
         "generator.chat_template.source=file",
-        f"generator.chat_template.name_or_path={tmp_path}/forgetful.jinja",
+        f"generator.chat_template.name_or_path={tmp_path}/rewriting.jinja",
     ]
     refused = run("main_base", *twice, *template, expect=2)
     assert "generator.step_wise_trajectories=true" in refused.stderr
