@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.assembly.names import check_plugins
@@ -184,6 +184,58 @@ def ranks_of_a_plugin_s_reference(folder: Path, patch: pytest.MonkeyPatch) -> li
     return [*names, "trainer.algorithm.use_kl_loss=false", "trainer.placement.colocate_all=false", *own]
 
 
+def corrupt_weights(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    (folder / "model" / "model.safetensors").write_bytes(b"no tensors at all")
+    return []
+
+
+def corrupt_tokenizer(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    (folder / "model" / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "None"}}')
+    return []
+
+
+def corrupt_model_config(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": "wide"}))
+    return []
+
+
+def unknown_lora_target(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    lora = "trainer.policy.model.lora"
+    return [f"{lora}.rank=4", f"{lora}.target_modules=[query]"]
+
+
+def indivisible_heads(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.policy.tensor_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=3"]
+
+
+def indivisible_query_heads(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.policy.sequence_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=3"]
+
+
+def experts_of_a_dense_model(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.policy.expert_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2"]
+
+
+def router_loss_of_a_dense_model(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.algorithm.router_aux_loss_coef=0.01"]
+
+
+def reference_of_another_family(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    save_tiny_model(folder / "reference")
+    file = folder / "reference" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a": 68', '"a": 0x').replace('"b": 69', '"b": 68').replace("0x", "69"))
+    return [f"trainer.ref.model.path={folder}/reference"]
+
+
+def engine_model_that_is_missing(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return [f"generator.model_name={folder}/other"]
+
+
+def engine_model_without_head(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return [f"generator.model_name={encoder_decoder(folder / 'served', patch) or folder / 'served' / 'model'}"]
+
+
 def no_data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     return ["data.train_data=[]"]
 
@@ -212,6 +264,17 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=asks_for_values needs a critic"],
     ranks_of_a_plugin_s_critic: ["trainer.placement.critic_num_nodes=0", "at least 1"],
     ranks_of_a_plugin_s_reference: ["trainer.placement.ref_num_nodes=0", "at least 1"],
+    corrupt_weights: [f"{POLICY_PATH}=", "cannot be loaded", "SafetensorError"],
+    corrupt_tokenizer: [f"{POLICY_PATH}=", "cannot be loaded", "a tokenizer"],
+    corrupt_model_config: [f"{POLICY_PATH}=", "cannot be loaded", "hidden_size"],
+    unknown_lora_target: ["trainer.policy.model.lora.target_modules='query'", "q_proj"],
+    indivisible_heads: ["trainer.policy.tensor_parallel_size=3 does not divide", "num_attention_heads"],
+    indivisible_query_heads: ["trainer.policy.sequence_parallel_size=3 does not divide", "attention heads"],
+    experts_of_a_dense_model: ["Qwen2ForCausalLM: set trainer.policy.expert_parallel_size to 1"],
+    router_loss_of_a_dense_model: ["trainer.algorithm.router_aux_loss_coef: Qwen2ForCausalLM has no routers"],
+    reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy's", "the policy's tokenizer"],
+    engine_model_that_is_missing: ["generator.model_name=", "a model's folder or its name on the hub"],
+    engine_model_without_head: ["generator.model_name=", "cannot be loaded", "T5Config"],
     no_data: ["data.train_data=[]", "at least one file or dataset"],
 }
 
@@ -237,6 +300,38 @@ def test_mistake_is_found_within_ten_seconds(
     assert [part for part in MISTAKES[mistake] if part not in text] == [], text
     assert "config ok" not in text
     assert seconds < 10
+
+
+@pytest.mark.parametrize("flag", check_config.ENTRYPOINTS)
+def test_entrypoint_is_checked_for_its_own_needs(
+    flag: str, good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    messages = [*ROW["prompt"], {"role": "assistant", "content": "2"}]  # type: ignore[misc]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    data = {
+        "--sft": [f"data.train_data=['{tmp_path}/talks.jsonl']"],
+        "--generate": ["data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/x"],
+        "--serve": ["data.train_data=[]", "generator.http_endpoint_port=0"],
+    }
+    code, text, _ = check(capsys, flag, *good, *data[flag])
+    assert (code, text.startswith("config ok\n"), "no effect" in text) == (0, True, False), text
+    assert check(capsys, *good, *data[flag])[0] == 2
+    if flag == "--serve":
+        no_tokenizer(tmp_path, monkeypatch)
+        assert "has no tokenizer" in check(capsys, flag, *good, *data[flag])[1]
+
+
+@pytest.mark.parametrize("flags", [["--sft", "--serve"], ["--sft", "--plan"]])
+def test_flags_that_exclude_each_other_are_refused(
+    flags: list[str], good: list[str], capsys: pytest.CaptureFixture[str]
+):
+    code, text, _ = check(capsys, *flags, *good)
+    assert (code, "at most one of them" in text) == (2, True)
+
+
+def test_evaluation_without_data_is_refused(good: list[str], capsys: pytest.CaptureFixture[str]):
+    code, text, _ = check(capsys, "--generate", *good)
+    assert (code, "data.val_data=[]: must be at least one file" in text) == (2, True)
 
 
 def test_elsewhere_looks_at_nothing_of_this_machine(good: list[str], capsys: pytest.CaptureFixture[str]):
@@ -309,6 +404,43 @@ def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: P
     check_run(prepare(good, has_accelerator=False).config, Uses())
 
 
+def test_reserved_token_beyond_embedding_is_accepted(good: list[str], tmp_path: Path):
+    save_tiny_model(tmp_path / "model", vocab_size=259)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert len(tokenizer) == 260 and "<|reserved|>" not in tokenizer.all_special_tokens
+    check_run(prepare(good, has_accelerator=False).config, Uses())
+
+
+def test_tokenizer_in_older_files_is_accepted(good: list[str], tmp_path: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink()
+    letters = {chr(code): code for code in range(33, 127)} | {"Ġ": 127, "Ċ": 128}
+    (tmp_path / "model" / "vocab.json").write_text(json.dumps(letters))
+    (tmp_path / "model" / "merges.txt").write_text("#version: 0.2\n")
+    check_run(prepare(good, has_accelerator=False).config, Uses())
+
+
+def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_tiny_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    monkeypatch.setattr("skyrl_train.models.loading.is_folder", lambda path: False)
+    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+        described_causal_lm(str(tmp_path / "model"))
+
+
+def test_large_json_list_is_left_to_the_run(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rows.json").write_text("[no JSON")
+    argv = [*good, f"data.train_data=['{tmp_path}/rows.json']"]
+    with pytest.raises(DataError, match="not JSON"):
+        check_run(prepare(argv, has_accelerator=False).config, Uses())
+    monkeypatch.setattr("skyrl_train.assembly.preflight.SAMPLE_BYTES", 4)
+    check_run(prepare(argv, has_accelerator=False).config, Uses())
+
+
 def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Path):
     file = tmp_path / "model" / "config.json"
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
@@ -334,6 +466,16 @@ def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: 
         _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
 
 
+def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def read(path: str) -> bool:
+        raise AssertionError("on the hub this would download the weights")
+
+    monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_separate_head", read)
+    options = "generator.engine_init_kwargs={dtype: float32, max_num_seqs: 4}"  # of the engine, not of ServerArgs
+    config = prepare([*good, "generator.backend=sglang", options], has_accelerator=False).config
+    _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
+
+
 def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -343,6 +485,16 @@ def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "refs" / "main").write_text("0" * 40)
     save_tiny_model(folder / "snapshots" / ("0" * 40))
     assert unreachable_model(POLICY_PATH, "nobody/tiny") is None
+
+
+def test_model_in_cache_needs_offline_where_hub_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    unreachable_hub(tmp_path, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--nobody--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    save_tiny_model(folder / "snapshots" / ("0" * 40))
+    assert "Set HF_HUB_OFFLINE=1: the model is in this" in str(unreachable_model(POLICY_PATH, "nobody/tiny"))
 
 
 def test_name_that_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch):
