@@ -6,15 +6,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.assembly.names import check_plugins
-from skyrl_train.assembly.preflight import _model, check_run
+from skyrl_train.assembly.preflight import _check_trainable, _model, check_run
 from skyrl_train.assembly.storage import check_addresses
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.prepare import prepare
@@ -25,10 +27,11 @@ from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
-from skyrl_train.models.loading import POLICY_PATH, described_causal_lm
+from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
 from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
-from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model
+from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
+from tests.integration.models.table import ARCHITECTURES, architecture, column
 from tests.support.hub_server import hub_server
 
 ROW = {
@@ -461,6 +464,21 @@ def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Pat
     refuse_unscorable(model, values=True)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel computes its logits from more than"):
         refuse_unscorable(model)
+
+
+@pytest.mark.parametrize("kind", ["TP", "SP", "EP", "LoRA"])
+@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
+def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, good: list[str]):
+    """The same answer as the learner's: tests/integration/models asks two real ranks."""
+    sizes = {"TP": "tensor_parallel_size", "SP": "sequence_parallel_size", "EP": "expert_parallel_size"}
+    key = f"trainer.policy.{sizes[kind]}=2" if kind in sizes else "trainer.policy.model.lora.rank=2"
+    config = prepare([*good, key, "trainer.placement.policy_num_gpus_per_node=2"], has_accelerator=False).config
+    model_config = _tiny_config(architecture(name).kind)
+    model_config.update(architecture(name).config)
+    model = model_without_memory(model_config, torch.float32)
+    refused = column(kind).refused.get(name)
+    with pytest.raises(ConfigError, match=refused.message) if refused else nullcontext():
+        _check_trainable(config, POLICY_PATH, model)
 
 
 def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
