@@ -178,16 +178,14 @@ def _check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
         Routers(model).check_needed(model, replay is not None, coef)
     if key != REFERENCE_PATH and section.model.lora.rank:
         adapted_layers(model, section.model.lora, f"{key.removesuffix('path')}lora")
-    groups = (
-        planned_group(kind, size, key.replace("model.path", f"{name}_parallel_size"))
-        for name, kind in (("sequence", SequenceParallel), ("tensor", TensorParallel), ("expert", ExpertParallel))
-        if (size := getattr(section, f"{name}_parallel_size")) > 1
-    )
-    for group in groups:
-        if isinstance(group, SequenceParallel):
-            group.check_heads(model.config.get_text_config().num_attention_heads)
-        else:
-            group.divide(model)
+    keys = {name: key.replace("model.path", f"{name}_parallel_size") for name in ("sequence", "tensor", "expert")}
+    if (size := section.sequence_parallel_size) > 1:
+        heads = model.config.get_text_config().num_attention_heads
+        planned_group(SequenceParallel, size, keys["sequence"]).check_heads(heads)
+    if (size := section.tensor_parallel_size) > 1:
+        planned_group(TensorParallel, size, keys["tensor"]).divide(model)
+    if (size := section.expert_parallel_size) > 1:
+        planned_group(ExpertParallel, size, keys["expert"]).divide(model)
 
 
 def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:

@@ -474,7 +474,7 @@ def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, g
     key = f"trainer.policy.{sizes[kind]}=2" if kind in sizes else "trainer.policy.model.lora.rank=2"
     config = prepare([*good, key, "trainer.placement.policy_num_gpus_per_node=2"], has_accelerator=False).config
     model_config = _tiny_config(architecture(name).kind)
-    model_config.update(architecture(name).config)
+    model_config.update(dict(architecture(name).config))
     model = model_without_memory(model_config, torch.float32)
     refused = column(kind).refused.get(name)
     with pytest.raises(ConfigError, match=refused.message) if refused else nullcontext():
