@@ -481,6 +481,22 @@ def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, g
         _check_trainable(config, POLICY_PATH, model)
 
 
+def test_model_that_reads_values_is_left_to_the_learner():
+    small = {
+        "d_model": 16,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 16,
+        "encoder_layers": 1,
+    }
+    model = model_without_memory(
+        AutoConfig.for_model("whisper", **small, vocab_size=320, pad_token_id=0), torch.float32
+    )
+    with pytest.raises(RuntimeError, match="meta"):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+    refuse_unscorable(model)
+
+
 def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", "gpt_oss")
     config = prepare([*good, "generator.backend=sglang"], has_accelerator=False).config
