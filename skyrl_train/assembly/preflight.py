@@ -50,7 +50,7 @@ SAMPLE_S = 3.0
 """Time for reading each data set up to a prompt that is short enough."""
 REFERENCE_PATH = "trainer.ref.model.path"
 CRITIC_PATH = "trainer.critic.model.path"
-SAMPLE_BYTES = 64 << 20
+SAMPLE_BYTES = 32 << 20
 """Size up to which a JSON file, which may be one list, is read."""
 CHAT_TEMPLATE = "generator.chat_template.name_or_path"
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from huggingface_hub import constants
@@ -21,6 +23,7 @@ from skyrl_train.assembly.storage import check_addresses
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import Uses
+from skyrl_train.data.rows import _python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
@@ -28,7 +31,7 @@ from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
 from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
-from skyrl_train.models.token_scorer import refuse_unscorable
+from skyrl_train.models.token_scorer import _logits_after, refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
 from tests.integration.models.table import ARCHITECTURES, architecture, column
@@ -379,6 +382,19 @@ def test_only_first_prompt_that_fits_is_read(good: list[str], tmp_path: Path):
     check_run(prepare(good, has_accelerator=False).config, Uses())
 
 
+def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pq.write_table(pa.Table.from_pylist([ROW] * 20_000), tmp_path / "rows.parquet")
+    converted: list[int] = []
+
+    def counted(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, object]]:
+        converted.append(batch.num_rows)
+        return _python_rows(batch, path, before)
+
+    monkeypatch.setattr("skyrl_train.data.rows._python_rows", counted)
+    check_run(prepare([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config, Uses())
+    assert sum(converted) < 5_000
+
+
 def test_evaluation_needs_no_training_data(good: list[str], tmp_path: Path):
     argv = [*good, "data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/ckpts"]
     prepared = prepare(argv, has_accelerator=False, uses=used_by(EvaluationExp))
@@ -493,7 +509,7 @@ def test_model_that_reads_values_is_left_to_the_learner():
         AutoConfig.for_model("whisper", **small, vocab_size=320, pad_token_id=0), torch.float32
     )
     with pytest.raises(RuntimeError, match="meta"):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+        _logits_after(model, torch.zeros(1, 1, 16, device="meta"))
     refuse_unscorable(model)
 
 
