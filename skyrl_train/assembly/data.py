@@ -20,7 +20,7 @@ from skyrl_train.data.rows import DatasetRow, read_rows
 from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,27 @@ def build_tokenizer(cfg: Config) -> Any:
         name = tokenizer.convert_ids_to_tokens(end)
         log.info("Answers also end at %r (token %d), with which the chat template closes them.", name, end)
     return tokenizer
+
+
+def check_same_tokens(policy_path: str, path: str, key: str) -> None:
+    """Raises ConfigError unless the tokenizer of `path` gives the policy's tokens the same ids, except added tokens.
+
+    Models of one family may differ in control tokens that were added later, and in the padding of their vocabulary. A
+    folder without a tokenizer cannot be checked and is accepted.
+    """
+    if path == policy_path or not has_tokenizer(path):
+        return
+    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
+    added = policy.added_tokens_decoder
+    differing = [
+        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
+    ]
+    if differing:
+        raise ConfigError(
+            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
+            "the policy's tokenizer."
+        )
 
 
 def configured_template(template: ChatTemplateConfig) -> str | None:

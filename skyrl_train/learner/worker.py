@@ -21,7 +21,6 @@ from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, f
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
-from skyrl_train.errors import ConfigError
 from skyrl_train.learner.base_model import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
@@ -220,8 +219,7 @@ class LearnerWorker:
             self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
         scorer = self._scorer(model, saved)
         self.routers = scorer.routers
-        if (asks := _asks_for_routers(spec)) and not self.routers.modules:
-            raise ConfigError(f"{asks}: {type(model).__name__} has no routers that are known here.")
+        self.routers.check_needed(model, spec.replays_routing, spec.router_aux_loss_coef)
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -481,13 +479,6 @@ class LearnerWorker:
             repeated=repeated,
             routing=batch.routing if self.spec.replays_routing else None,
         )
-
-
-def _asks_for_routers(spec: LearnerSpec) -> str:
-    """The key that needs a model with routers; empty if none does."""
-    if spec.replays_routing:
-        return "trainer.moe_routing_replay"
-    return "trainer.algorithm.router_aux_loss_coef" if spec.router_aux_loss_coef else ""
 
 
 def _add_in_one_order() -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.assembly.storage import check_addresses
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.presence import Uses
 from skyrl_train.data.rows import read_rows
-from skyrl_train.errors import StorageError
+from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.models.loading import load_causal_lm, load_config
 from skyrl_train.storage.copies import local_copy
 from skyrl_train.storage.folder import StoredFolder
@@ -155,3 +158,20 @@ def test_changed_file_of_equal_size_is_fetched_again(server: S3Server, tmp_path:
     (local / "config.json").write_text("wrong")
     assert fetch(store, "policy", local) is None
     assert (local / "config.json").read_text() == "first"
+
+
+def test_missing_bucket_is_known(server: S3Server, tmp_path: Path) -> None:
+    assert StoredFolder(f"s3://{BUCKET}/run").has_bucket()
+    assert not StoredFolder("s3://no-such-bucket/run").has_bucket()
+    assert StoredFolder(f"file://{tmp_path}/none/run").has_bucket()
+    server.refused = "HEAD /"
+    assert StoredFolder(f"s3://{BUCKET}/run").has_bucket(), "some may write, and not look at the bucket"
+
+
+def test_check_names_key_of_missing_bucket(server: S3Server) -> None:
+    argv = ["trainer.ckpt_path=s3://no-such-bucket/run", f"trainer.export_path=s3://{BUCKET}/exports"]
+    uses = Uses(train_data=False, val_data=False)
+    with pytest.raises(ConfigError, match=r"1 problem.*\n.*trainer\.ckpt_path=s3://no-such-bucket/run.* that exists"):
+        check_addresses(prepare(argv, has_accelerator=False).config, uses)
+    check_addresses(prepare([argv[1]], has_accelerator=False).config, uses)
+    assert StoredFolder(f"s3://{BUCKET}").find() == {}, "a check writes nothing"
