@@ -254,8 +254,13 @@ class RunState:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _to_disk(self, what: str, folder: Path) -> None:
-        """Export the policy to `folder`. A disk that is full or fails leaves nothing there, and is tried again after
-        RETRY_S; raises CheckpointError when that has happened MAX_FAILED_SAVES times in a row."""
+        """Export the policy to `folder`, in place of what is there.
+
+        A disk that is full or fails leaves nothing there, and is tried again after RETRY_S. Raises CheckpointError when
+        that has happened MAX_FAILED_SAVES times in a row.
+        """
+        # Files of an export by another run would be read as part of this one: an index of other weights, an adapter.
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         for attempt in range(1, MAX_FAILED_SAVES + 1):
             try:
                 return await self._learner.policy.all("export", str(folder), self._chat_template)  # type: ignore[return-value]
