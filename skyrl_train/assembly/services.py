@@ -137,6 +137,7 @@ async def learner_services(
         mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
         directory = await mirrors.enter(stack, run_directory(cfg, fingerprints, mirrors))
         await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
+        stack.enter_context(directory.restored_on_mismatch())
         save_resolved(cfg, directory.path / CONFIG_FILE)
         logs = stack.enter_context(run_logs(directory.path))
         if trainer.trace:

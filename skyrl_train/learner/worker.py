@@ -421,7 +421,7 @@ class LearnerWorker:
     def export(self, directory: str, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
 
-        All ranks must call it; rank 0 writes. A frozen model is written without a tokenizer: only `reload` reads it.
+        All ranks must call it; rank 0 writes.
 
         Args:
             directory: The folder to write.
@@ -444,7 +444,7 @@ class LearnerWorker:
     ) -> None:
         """Write `tensors`, which fill `adapters` as they are taken."""
         base = self.spec.model_path
-        tokenizer = load_tokenizer(base, chat_template=template) if self.spec.optimizer else None
+        tokenizer = load_tokenizer(base, chat_template=template)
         export_hf(self._hf_config, tensors, tokenizer, folder, base=base)
         if self.adapters is not None:
             export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)

@@ -44,7 +44,7 @@ def export_hf(
     Args:
         model_config: The configuration of the trained model.
         tensors: (name, full tensor) pairs.
-        tokenizer: The tokenizer with the chat template of the training. None writes weights and config.json only.
+        tokenizer: The tokenizer with the chat template of the training.
         directory: The folder to write.
         base: The folder or hub name of the model that the training started from; None for that of `model_config`.
         max_shard_bytes: Size of one file of weights.
@@ -74,8 +74,7 @@ def export_hf(
     if hasattr(config, "auto_map"):
         del config.auto_map  # it names code of the base model that is neither used nor exported
     config.save_pretrained(directory)
-    if tokenizer is not None:
-        _complete(directory, tokenizer, model_config.name_or_path if base is None else base)
+    _complete(directory, tokenizer, model_config.name_or_path if base is None else base)
 
 
 def export_adapter(

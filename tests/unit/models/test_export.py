@@ -98,15 +98,6 @@ def test_every_rank_takes_all_tensors_of_an_export(problem: str, tiny_model_path
     assert not (tmp_path / "out").is_dir()
 
 
-def test_frozen_model_is_exported_without_a_tokenizer(tmp_path: Path):
-    """trainer.ref.model.path may be a folder without one."""
-    model = Path(save_tiny_model(tmp_path / "model"))
-    for file in (*model.glob("*token*"), model / "chat_template.jinja"):
-        file.unlink()
-    folder = export_of_learner(str(model), tmp_path / "out", optimizer=None, total_steps=None)
-    assert torch.equal(logits(folder), logits(str(model)))
-
-
 def test_export_does_not_name_code_of_the_base_model(tmp_path: Path):
     file = Path(save_tiny_model(tmp_path / "model")) / "config.json"
     code = {"AutoConfig": "configuration_a.AConfig", "AutoModelForCausalLM": "modeling_a.AModel"}
