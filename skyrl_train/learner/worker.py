@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
+from skyrl_train.config.sources import local_path
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
 from skyrl_train.errors import ConfigError
@@ -447,6 +448,7 @@ class LearnerWorker:
         tokenizer = load_tokenizer(base, chat_template=template)
         export_hf(self._hf_config, tensors, tokenizer, folder, base=base)
         if self.adapters is not None:
+            self.adapters.config.base_model_name_or_path = local_path(base)  # of an address not this machine's copy
             export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)
 
     def ping(self) -> None:
