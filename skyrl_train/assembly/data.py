@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ def configured_template(template: ChatTemplateConfig) -> str | None:
             f"generator.chat_template.name_or_path={template.name_or_path!r} cannot be read ({error}); with "
             "source=file it must be the path of a Jinja chat template."
         ) from error
+
+
+def template_of(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
+    """Return the text of the template that renders conversations; None if tools decide which of several it is."""
+    chosen = chat_template_kwargs.get("chat_template")
+    template = tokenizer.get_chat_template(chosen) if chosen else getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else None
 
 
 def _check_history(cfg: Config, tokenizer: Any) -> None:

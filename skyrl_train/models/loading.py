@@ -283,7 +283,7 @@ def has_separate_head(path: str) -> bool:
     transformers keeps both then. Other engines go by config.json, so they must be told.
     """
     config = load_config(path)
-    if not config.get_text_config().tie_word_embeddings:
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
         return False
     tied = model_without_memory(config, torch.float32)
     if not has_both(tied, checkpoint_names(path)):
