@@ -64,7 +64,7 @@ ZERO3_CASES: dict[str, dict[str, Any]] = {
 OWN_CASES = {"fsdp2": FSDP2_CASES, "zero2": ZERO2_CASES, "zero3": ZERO3_CASES}
 LORA = LoraConfig(rank=3, alpha=6)
 """A rank that does not divide evenly over two."""
-LINEAR = OptimizerConfig(lr=1e-2, scheduler="linear", num_warmup_steps=2)
+LINEAR = OptimizerConfig(lr=1e-2, scheduler="linear", num_warmup_steps=2, adam_betas=[0.8, 0.95], weight_decay=0.5)
 CONSTANT = OptimizerConfig(lr=1e-2)
 Strategy = FSDP2Strategy | DeepSpeedStrategy
 
@@ -214,6 +214,8 @@ def check_gradients(ranks: Ranks) -> None:
             if isinstance(strategy, FSDP2Strategy):
                 strategy.reduce_once = options.get("reduce_once", True)
             accumulate(strategy, make_batch().select(options.get("order", range(7))), options["size"])
+            if case == "nothing_kept":
+                assert not strategy.scorer.optimizer.persistent_parameters
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if ranks.rank == 0:
         save_file(found, ranks.folder / "gradients.safetensors")
@@ -226,7 +228,7 @@ def check_critic(ranks: Ranks) -> dict[str, Any]:
     found = gradients(strategy)
     if ranks.rank == 0:
         save_file(found, ranks.folder / "critic.safetensors")
-    strategy.step()
+    norm = strategy.step()["grad_norm"]
     strategy.save(ranks.folder / "critic")
     dist.barrier()
     resumed = ranks.critic(seed=1)
@@ -234,7 +236,7 @@ def check_critic(ranks: Ranks) -> dict[str, Any]:
     for one in (strategy, resumed):
         accumulate(one, make_batch(), 2, loss_of=value_loss_of)
     same = strategy.step() == resumed.step()
-    return {"resumed": equal(held(strategy), held(resumed)) and same}
+    return {"resumed": equal(held(strategy), held(resumed)) and same, "norm": norm}
 
 
 def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
@@ -248,7 +250,8 @@ def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
         save_file(whole, ranks.folder / "whole.safetensors")
     dist.barrier()
     resumed = ranks.policy(seed=1)
-    update(resumed, 0)  # its moments must be replaced too
+    for seed in range(4):  # its moments and its greater number of steps must be replaced too
+        update(resumed, seed)
     resumed.load(ranks.folder / "sharded")
     same = equal(held(straight), held(resumed))
     metrics = [(update(straight, seed), update(resumed, seed)) for seed in range(3, 6)]
@@ -267,12 +270,16 @@ def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
 
 
 def check_incomplete(ranks: Ranks) -> dict[str, Any]:
-    """A checkpoint without the state of the last parameter, which had no gradient: the others keep theirs."""
+    """A checkpoint without the state of the last parameter, which had no gradient: the others keep theirs.
+
+    All but the first have made fewer steps.
+    """
     folder = ranks.folder / "incomplete"
     source = ranks.folder / "single"
     tensors = load_file(source / "shard_0.safetensors")
     table = json.loads((source / "shard_0.json").read_text())
-    *others, last = table["slices"]
+    first, *others, last = table["slices"]
+    tensors |= {f"step/{name}": torch.ones(()) for name in others}
     if ranks.rank == 0:
         folder.mkdir()
         kept = {key: value for key, value in tensors.items() if key == f"param/{last}" or not key.endswith(f"/{last}")}
@@ -284,7 +291,9 @@ def check_incomplete(ranks: Ranks) -> dict[str, Any]:
     strategy.load(folder)
     moments = (value for key, value in strategy._state(last).items() if key != "step")
     return {
-        "steps": sorted({float(strategy._state(name)["step"]) for name in others if strategy._held(name).numel()}),
+        "steps": {
+            name: float(strategy._state(name)["step"]) for name in (first, others[0]) if strategy._held(name).numel()
+        },
         "moments": not any(bool(value.any()) for value in moments),
     }
 
@@ -426,13 +435,15 @@ def check_mixed_precision(ranks: Ranks) -> dict[str, Any]:
     scorer: Any = strategy.scorer
     products: list[str] = []
     scorer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, o: products.append(str(o.dtype)))
-    batch = ragged_batch((5, 8), temperatures=(0.7, 0.7))
+    batch = ragged_batch((5, 8), temperatures=(0.7, 0.7), seed=ranks.rank)
     scores = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     strategy.backward(scores.logprobs.sum(), last=True)
+    summed = gradients(strategy)
     found = {
         "products": list(products),
         "scores": str(scores.logprobs.dtype),
-        "gradients": sorted({str(gradient.dtype) for gradient in gradients(strategy).values()}),
+        "gradients": sorted({str(gradient.dtype) for gradient in summed.values()}),
+        "rounded": [name for name, gradient in summed.items() if torch.equal(gradient, gradient.bfloat16().float())],
         "skipped": strategy.step()["skipped"],
         "weights": sorted({str(tensor.dtype) for _, tensor in strategy.full_parameters()}),
     }
