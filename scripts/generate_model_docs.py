@@ -118,7 +118,9 @@ def tensor_parallel_section() -> str:
 def _config(kind: str) -> PreTrainedConfig:
     """Return the default configuration of a model type, without dropout, which the learner refuses."""
     fields = CONFIG_MAPPING[kind]().to_dict()
-    chosen = {name: 0.0 for name, value in fields.items() if "drop" in name and isinstance(value, float)}
+    chosen: dict[str, Any] = {
+        name: 0.0 for name, value in fields.items() if "drop" in name and isinstance(value, float)
+    }
     chosen |= {name: value for name, value in NO_DEFAULT.items() if name in fields and fields[name] is None}
     config: PreTrainedConfig = CONFIG_MAPPING[kind](**chosen)
     return config

@@ -5,12 +5,15 @@ Strategies are fsdp2 (checked in float64), or zero2 and zero3: DeepSpeed, which 
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -481,6 +484,16 @@ def check_frozen(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def check_release(ranks: Ranks) -> bool:
+    """True if nothing keeps a reference that is replaced in memory."""
+    scorer = TokenScorer(tiny_model())
+    kept = weakref.ref(scorer)
+    strategy = ranks.strategy(scorer, None)
+    del scorer, strategy
+    gc.collect()
+    return kept() is None
+
+
 def check_syncs(ranks: Ranks) -> dict[str, Any]:
     """Of trained and frozen models, with weights that were updated; and of merged adapters."""
     policies = {"policy": ranks.policy(), "half": ranks.policy(dtype=torch.float32, compute_dtype=torch.bfloat16)}
@@ -510,6 +523,7 @@ def check_syncs(ranks: Ranks) -> dict[str, Any]:
 def main(ranks: Ranks, port: int) -> None:
     torch.set_num_threads(1)
     init_process_group(ranks.rank, ranks.world, "127.0.0.1", port, "gloo", 60.0)
+    new_group = mock.patch.object(dist, "new_group", wraps=dist.new_group).start()
     with double_precision() if ranks.dtype == torch.float64 else nullcontext():
         check_gradients(ranks)
         found = {"checkpoints": check_checkpoints(ranks), "skips": check_skips(ranks)}
@@ -520,7 +534,7 @@ def main(ranks: Ranks, port: int) -> None:
     found |= {"mixed": check_mixed_precision(ranks), "frozen": check_frozen(ranks)}
     found["syncs"] = check_syncs(ranks)
     if ranks.name != "fsdp2":
-        found["moves"] = check_moves(ranks)
+        found |= {"moves": check_moves(ranks), "released": check_release(ranks), "new_groups": new_group.call_count}
     if ranks.rank == 0:
         (ranks.folder / "found.json").write_text(json.dumps(found))
     close_process_group()

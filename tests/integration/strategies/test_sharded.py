@@ -298,6 +298,18 @@ def test_deepspeed_leaves_the_device_comes_back_and_trains_from_host_memory(foun
     assert moves["skips"] == moves["half_skips"] == SKIPPED
 
 
+def test_deepspeed_releases_replaced_models(found: Found) -> None:
+    if found.strategy == "fsdp2":
+        pytest.skip("modules of FSDP2 are in no global list")
+    assert found.values["released"]
+
+
+def test_deepspeed_adds_no_process_group_without_deadline(found: Found) -> None:
+    if found.strategy == "fsdp2":
+        pytest.skip("FSDP2 makes a mesh")
+    assert found.values["new_groups"] == 0
+
+
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"fsdp_config\.fsdp_size=3 does not divide the 4 ranks"):
         FSDP2Strategy(optimizer=None, fsdp=FSDPConfig(fsdp_size=3), device="cpu", rank=0, world_size=4)
