@@ -44,6 +44,7 @@ from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section, freeze
+from skyrl_train.config.skyrl_keys import notes_of, problems_of, skyrl_key, take_skyrl_keys
 from skyrl_train.errors import ConfigError
 
 BASE = "ppo_base_config"
@@ -123,7 +124,8 @@ class Override:
         """The text that sets the key whether or not Hydra has it already: keys are checked by this package."""
         if self.deletes or self.error or self.key.startswith(("hydra.", "hydra/")):
             return self.text
-        return f"++{canonical(self.key)}={self.text.partition('=')[2]}"
+        key = canonical(self.key) if skyrl_key(self.key) is None else self.key
+        return f"++{key}={self.text.partition('=')[2]}"
 
 
 def parse_override(text: str) -> Override:
@@ -331,15 +333,20 @@ def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> 
     }
 
 
-def finish(raw: DictConfig) -> tuple[Config, list[Problem]]:
-    """A composed configuration -> the dataclasses, not frozen, and everything that is wrong with keys and types."""
+def finish(raw: DictConfig) -> tuple[Config, list[Problem], list[str]]:
+    """Turn a composed configuration into the dataclasses, not frozen.
+
+    Returns the configuration, everything that is wrong with keys and types, and notes about keys of SkyRL's that have no
+    effect.
+    """
     content = unresolved(raw)
     hydra_section = content.pop("hydra", {})
+    taken = list(take_skyrl_keys(content))
     problems = [*foreign_targets(hydra_section), *rename_aliases(content)]
     respell(content)
     problems += inspect("", content)
     config, more = resolve(content, [problem.key for problem in problems])
-    return config, [*problems, *more]
+    return config, [*problems, *more, *problems_of(taken, config)], list(notes_of(taken))
 
 
 def load(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
@@ -347,7 +354,7 @@ def load(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
 
     Raises ConfigError for unknown keys and wrong types. Entrypoints use `prepare`, which does all the rest too.
     """
-    config, problems = finish(compose([parse_override(text).for_hydra for text in overrides], preset))
+    config, problems, _ = finish(compose([parse_override(text).for_hydra for text in overrides], preset))
     raise_all(problems)
     return freeze(config)
 

@@ -55,7 +55,12 @@ class PolicyLoraConfig(LoraConfig):
 
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
     """SkyRL's folder for adapters on their way to engines."""
-    sync: str = key("auto", choices=("auto", "merged", "adapter"))
+    sync: str = key(
+        "auto",
+        choices=("auto", "merged", "adapter"),
+        spellings={True: "merged", False: "adapter"},
+        aliases="trainer.policy.megatron_config.lora_config.merge_lora",
+    )
     """What engines get: `merged` weights at every sync, or the model once and then only the `adapter`. `auto` is
     explained in docs/lora.md."""
 
@@ -247,6 +252,11 @@ class PolicyConfig(Section):
     """The policy: the model that is trained and that rollouts are sampled from."""
 
     model: ModelConfig = key(factory=ModelConfig)
+    language_model_only: bool | None = key(
+        None, aliases=("trainer.ref.language_model_only", "generator.inference_engine.language_model_only")
+    )
+    """Use the language model of a checkpoint that has other towers as well, such as one for images, in trainer and
+    engines. null does so where the checkpoint has no other use in a run."""
     optimizer_config: OptimizerConfig = key(factory=OptimizerConfig)
     fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
     deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig, needs=DEEPSPEED)
