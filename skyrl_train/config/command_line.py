@@ -81,7 +81,13 @@ def own_key(override: Override) -> str | None:
 
     Settings below environment.skyrl_gym are those of an environment of the user's that they name.
     """
-    if find(override.key) is not None or skyrl_key(override.key) or not override.text.startswith("+") or override.error or override.sweeps:
+    if (
+        find(override.key) is not None
+        or skyrl_key(override.key)
+        or not override.text.startswith("+")
+        or override.error
+        or override.sweeps
+    ):
         return None
     for section, least in (("environment.skyrl_gym", 2), ("environment", 1), ("generator", 1)):
         name = override.key.removeprefix(f"{section}.")

@@ -111,9 +111,7 @@ class GeneratorConfig(OpenSection):
     stops."""
     backend: str = key("vllm", choices=ENGINES, aliases=SINCE_0_4)
     """Which engine generates."""
-    weight_sync_backend: str = key(
-        "nccl", choices=("nccl", "gloo"), aliases=SINCE_0_4, spellings={"delta": "nccl"}
-    )
+    weight_sync_backend: str = key("nccl", choices=("nccl", "gloo"), aliases=SINCE_0_4, spellings={"delta": "nccl"})
     """Collectives that carry weights to the engines."""
     weight_sync_check: str = key("fingerprint", choices=("off", "fingerprint", "probe"))
     """How it is verified that weights arrived: `fingerprint` compares sums of bit patterns, and in half precision the

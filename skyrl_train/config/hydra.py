@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import io
+import json
 import os
 import re
 import sys
@@ -129,15 +130,39 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Never raises: a text that Hydra's grammar refuses comes back with `error`."""
+    """Read one override. Never raises: a text that Hydra's grammar refuses comes back with `error`.
+
+    Mappings and lists may also be written as JSON, whose quoted keys that grammar refuses.
+    """
     key, _, value = text.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        if (found := _json(value)) is not None:
+            return parse_override(f"{key}={in_grammar(found)}")
         return Override(text, key.lstrip("+~"), value, error=str(error).strip().splitlines()[0])
     name = parsed.key_or_group if parsed.package is None else f"{parsed.key_or_group}@{parsed.package}"
     sweeps = parsed.is_sweep_override()
     return Override(text, name, value if sweeps else parsed.value(), parsed.is_delete(), sweeps)
+
+
+def _json(text: str) -> Any:
+    """The mapping or list that a text is as JSON; None for any other text."""
+    try:
+        return json.loads(text) if text.startswith(("{", "[")) else None
+    except ValueError:
+        return None
+
+
+def in_grammar(value: Any) -> str:
+    """Return a plain value as Hydra's grammar has it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{in_grammar(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_grammar, value))}]"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return json.dumps(value)
 
 
 def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
@@ -336,8 +361,7 @@ def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> 
 def finish(raw: DictConfig) -> tuple[Config, list[Problem], list[str]]:
     """Turn a composed configuration into the dataclasses, not frozen.
 
-    Returns the configuration, everything that is wrong with keys and types, and notes about keys of SkyRL's that have no
-    effect.
+    Returns the configuration, what is wrong with keys and types, and notes about SkyRL's keys without effect.
     """
     content = unresolved(raw)
     hydra_section = content.pop("hydra", {})

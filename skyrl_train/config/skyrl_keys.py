@@ -1,7 +1,7 @@
 """SkyRL's keys that this package has no key for: which have no effect here, and which are refused.
 
-Keys that have a counterpart are other names of it (`fields.Facts.aliases`). Those that SkyRL-train 0.3 has and that have
-no effect are keys of the schema (`inert.IGNORED`), because programs written for 0.3 read them.
+Keys that have a counterpart are other names of it (`fields.Facts.aliases`). Those of SkyRL-train 0.3 without effect are
+keys of the schema (`inert.IGNORED`), because programs written for 0.3 read them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ SKYRL_KEYS = {
     "trainer.critic.model.lora.lora_sync_path": SkyRLKey(_ADAPTERS),
     "trainer.ref.model.lora": SkyRLKey("The reference has no adapters."),
     "trainer.*.model.fake_int4_qat": SkyRLKey("It belongs to fake_int4_qat.enabled=true."),
-    "trainer.*.model.fake_int4_qat.enabled": SkyRLKey("Training with simulated INT4 weights is not available.", (False,)),
+    "trainer.*.model.fake_int4_qat.enabled": SkyRLKey(
+        "Training with simulated INT4 weights is not available.", (False,)
+    ),
     "trainer.*.fsdp_config.mixed_precision": SkyRLKey(_PRECISION, (None,)),
     "trainer.*.fsdp_config.mixed_precision.param_dtype": SkyRLKey(_PRECISION, ("bf16",)),
     "trainer.*.fsdp_config.mixed_precision.reduce_dtype": SkyRLKey(_PRECISION, ("fp32",)),
@@ -108,10 +110,14 @@ SKYRL_KEYS = {
     "trainer.fused_lm_head_logprob": SkyRLKey(_PIECES),
     "trainer.fused_lm_head_logprob_backend": SkyRLKey(_PIECES),
     "generator.inference_engine.delta_weight_sync": SkyRLKey(
-        "Weights travel by generator.weight_sync_route; with generator.weight_sync_only_changed only those that changed."
+        "Weights travel by generator.weight_sync_route; weight_sync_only_changed leaves out those that did not change."
     ),
-    "generator.inference_engine.enable_return_routed_experts": SkyRLKey("Engines do so if trainer.moe_routing_replay asks."),
-    "generator.inference_engine.offload_kv_for_weight_sync": SkyRLKey("Engines that share accelerators free them anyway."),
+    "generator.inference_engine.enable_return_routed_experts": SkyRLKey(
+        "Engines do so if trainer.moe_routing_replay asks."
+    ),
+    "generator.inference_engine.offload_kv_for_weight_sync": SkyRLKey(
+        "Engines that share accelerators free them anyway."
+    ),
     "generator.inference_engine.use_expandable_segments": SkyRLKey(_ALLOCATOR),
     "generator.inference_engine.distributed_executor_backend": SkyRLKey(
         "Ray places engines, and the ranks of one are processes of its node; several nodes are nodes_per_engine."
@@ -127,7 +133,9 @@ SKYRL_KEYS = {
     "generator.inference_engine.router_init_kwargs": SkyRLKey("Requests are spread over engines without a router."),
     "generator.sampling_params.additional_kwargs": SkyRLKey(_KWARGS, (None, {})),
     "generator.eval_sampling_params.additional_kwargs": SkyRLKey(_KWARGS, (None, {})),
-    "generator.use_cache_salt": SkyRLKey("trainer.fully_async.on_sync says what new weights mean for cached keys and values."),
+    "generator.use_cache_salt": SkyRLKey(
+        "trainer.fully_async.on_sync says what new weights mean for cached keys and values."
+    ),
     "generator.vision_language_generator": SkyRLKey("Models read text alone.", (False,)),
     "generator.merge_stepwise_output": SkyRLKey("Turns that continue a sequence are one sequence anyway."),
 }
