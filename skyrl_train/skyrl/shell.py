@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from skyrl_train.errors import ConfigError
 
@@ -23,6 +24,7 @@ _MARKED = re.compile(f"{MARKS[0]}(.*?){MARKS[1]}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*0-9]+\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
+_REDIRECTION = re.compile(r"&?\d*(<<?<?|>>?)[&-]?")
 _DECLARES = frozenset({"export", "readonly", "local", "declare", "typeset"})
 _SKIPPED = {"for": "done", "while": "done", "until": "done", "case": "esac"}
 """What begins a part of a script that is not followed, and what ends it."""
@@ -73,7 +75,8 @@ def commands(text: str, script: Script) -> Iterator[list[str]]:
                 _assign(found, script)
             script.exported += [found[1] for found in assigned if words[0] == "export"]
         else:
-            yield [one for word in words for one in _expand(word, script)]
+            command = dropwhile(_ASSIGNMENT.match, words)  # those before it are its environment
+            yield [one for word in command for one in _expand(word, script)]
 
 
 @dataclass
@@ -132,8 +135,10 @@ def _skip(raw: list[str], skipped: list[str], script: Script) -> None:
         skipped.append("}")
     if skipped[-1] in raw:
         skipped.pop()
-    elif _ASSIGNMENT.match(raw[0]):
-        script.not_followed.append(" ".join(raw))
+    else:
+        words = raw[1:] if first in ("do", "then", "else") else raw
+        if words and _ASSIGNMENT.match(words[0]):
+            script.not_followed.append(" ".join(words))
 
 
 def _holds(words: list[str], script: Script) -> bool | None:
@@ -162,27 +167,47 @@ def _assign(found: re.Match[str], script: Script) -> None:
 
 
 def _split(text: str, path: str) -> Iterator[list[str]]:
-    """Yield the words of each command as they are written, with their quotes."""
+    """Yield the words of each command as they are written, with their quotes and without redirections."""
     words: list[str] = []
+    here_documents: list[str] = []
     at, begin = 0, None
     while at <= len(text):
         char = text[at : at + 1]
-        if text.startswith("\\\n", at):
+        if text.startswith("\\\n", at) and begin is None:
+            at += 2
+        elif char in " \t" or (char in "\n;&|" and not (char == "&" and text[at - 1] in "<>")):  # "" at the end
             if begin is not None:
                 words.append(text[begin:at])
-            at, begin = at + 2, None
-        elif char == "" or char in " \t\n;&|":
-            if begin is not None:
-                words.append(text[begin:at].replace("\\\n", ""))
             if (char == "" or char in "\n;&|") and words:
-                yield words
+                here_documents += [word[2:].strip("-'\"") for word in words if re.match("<<[^<]", word)]
+                if kept := _without_redirections(words):
+                    yield kept
                 words = []
             at, begin = at + 1, None
+            while char == "\n" and here_documents:
+                found = re.compile(rf"^\t*{re.escape(here_documents.pop(0))}$", re.MULTILINE).search(text, at)
+                at = found.end() if found else len(text)
         elif char == "#" and begin is None:
-            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+            at = _end_of_line(text, at)
         else:
             begin = at if begin is None else begin
             at = _end_of_piece(text, at, path)
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    kept = []
+    rest = iter(words)
+    for word in rest:
+        if _REDIRECTION.fullmatch(word):
+            next(rest, None)  # the file
+        elif not _REDIRECTION.match(word):
+            kept.append(word)
+    return kept
+
+
+def _end_of_line(text: str, at: int) -> int:
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found
 
 
 def _end_of_piece(text: str, at: int, path: str) -> int:
@@ -214,7 +239,7 @@ def _closing(text: str, at: int, end: str, path: str, plain: bool = False) -> in
         inside_quotes = end == '"' and text[at] in "'("
         is_comment = end == ")" and text[at] == "#" and text[at - 1].isspace()
         if is_comment:
-            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+            at = _end_of_line(text, at)
         else:
             at = at + 1 if plain or inside_quotes else _end_of_piece(text, at, path)
     line = text.count("\n", 0, begin) + 1
@@ -242,6 +267,8 @@ def _expand(word: str, script: Script, splits: bool = True) -> list[str]:
             end = word.index("'", at + 1)
             add([word[at + 1 : end]], whole=True)
             at = end + 1
+        elif word.startswith("\\\n", at):
+            at += 2
         elif char == "\\":
             kept = char if in_quotes and word[at + 1 : at + 2] not in '\\"$`\n' else ""
             add([kept + word[at + 1 : at + 2]], whole=True)

@@ -2,8 +2,8 @@
 
 skyrl_head_recipes.tsv has a row for each recipe (below SkyRL's examples/): its module; a part of what check_config
 refuses, or nothing; the same of from_skyrl, which knows the programs that are here; and why. skyrl_head_overrides.tsv
-says which recipes have which override, without folders and names of runs and without sections of programs (Harbor). skyrl_head_keys.tsv has the keys that 0.3 does
-not have, with their defaults.
+says which recipes have which override, without names and folders of runs and without Harbor's own section.
+skyrl_head_keys.tsv has the keys that 0.3 does not have, with their defaults.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ def refusal(arguments: list[str]) -> str:
 
 def as_script(recipe: Recipe) -> str:
     """A script in SkyRL's style, in which `$HOME` is the caller's."""
-    program = f"python {recipe.module.replace('.', '/')}.py" if "entrypoint" in recipe.name else f"-m {recipe.module}"
+    program = (
+        f"python {recipe.module.replace('.', '/')}.py"
+        if recipe.module.endswith("entrypoint")
+        else f"-m {recipe.module}"
+    )
     quoted = ['"' + override.replace('"', '\\"') + '"' for override in OVERRIDES[recipe.number]]
     return "\n".join(["set -x", "", " \\\n  ".join([f"uv run --isolated --extra fsdp {program}", *quoted, "$@"])])
 
