@@ -103,9 +103,9 @@ def _without_counterpart() -> str:
     lines = [
         "## Keys of SkyRL without a counterpart\n",
         "Keys of today's SkyRL that this package has no key for. Those that change memory, speed or reports alone are",
-        "accepted, and a note names them. Those that would change results are accepted with the values given here, which",
-        "mean what happens anyway, and refused with any other. `*` stands for `policy`, `ref` or `critic`; a section stands",
-        "for all of its keys.\n",
+        "accepted, and a note names them. Those that would change results are accepted with the values given here,",
+        "which mean what happens anyway, and refused with any other. `*` stands for `policy`, `ref` or `critic`; a",
+        "section stands for all of its keys.\n",
         "| keys | accepted | what is there instead |",
         "| --- | --- | --- |",
     ]

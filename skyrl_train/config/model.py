@@ -252,11 +252,6 @@ class PolicyConfig(Section):
     """The policy: the model that is trained and that rollouts are sampled from."""
 
     model: ModelConfig = key(factory=ModelConfig)
-    language_model_only: bool | None = key(
-        None, aliases=("trainer.ref.language_model_only", "generator.inference_engine.language_model_only")
-    )
-    """Use the language model of a checkpoint that has other towers as well, such as one for images, in trainer and
-    engines. null does so where the checkpoint has no other use in a run."""
     optimizer_config: OptimizerConfig = key(factory=OptimizerConfig)
     fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
     deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig, needs=DEEPSPEED)
@@ -276,6 +271,9 @@ class PolicyConfig(Section):
     pytorch.org/memory_viz shows them."""
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration: `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
+    language_model_only: bool | None = key(None, aliases="generator.inference_engine.language_model_only")
+    """Use only the language model of a composite checkpoint, such as a vision-language model. null: where a checkpoint
+    is one, as images are not trained on. false refuses composites."""
     megatron_config: PolicyMegatronConfig = key(factory=PolicyMegatronConfig)
 
 
@@ -297,6 +295,8 @@ class RefConfig(Section):
     deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig, needs=DEEPSPEED)
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
+    language_model_only: bool | None = None
+    """Likewise for the reference: see `trainer.policy.language_model_only`."""
     megatron_config: MegatronConfig = key(factory=MegatronConfig)
 
 

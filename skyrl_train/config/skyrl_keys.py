@@ -57,7 +57,9 @@ SKYRL_KEYS = {
     "trainer.*.fsdp_config.mixed_precision.param_dtype": SkyRLKey(_PRECISION, ("bf16",)),
     "trainer.*.fsdp_config.mixed_precision.reduce_dtype": SkyRLKey(_PRECISION, ("fp32",)),
     "trainer.*.fsdp_config.mixed_precision.buffer_dtype": SkyRLKey(_PRECISION, ("fp32",)),
-    "trainer.*.fsdp_config.wrap_policy": SkyRLKey("Every layer of the model is sharded on its own."),
+    "trainer.*.fsdp_config.wrap_policy": SkyRLKey(
+        "Every layer of the model is sharded on its own, whatever its class."
+    ),
     "trainer.policy.torch_profiler_config": SkyRLKey("trainer.profile_steps names the steps to profile."),
     "trainer.policy.inference_only_init": SkyRLKey("skyrl_train.entrypoints.main_generate loads no trainer."),
     "trainer.*.megatron_config.moe_token_dispatcher_type": SkyRLKey(_EXPERTS),
@@ -116,7 +118,7 @@ SKYRL_KEYS = {
         "Engines do so if trainer.moe_routing_replay asks."
     ),
     "generator.inference_engine.offload_kv_for_weight_sync": SkyRLKey(
-        "Engines that share accelerators free them anyway."
+        "If there is no room for weights that arrive, lower generator.gpu_memory_utilization."
     ),
     "generator.inference_engine.use_expandable_segments": SkyRLKey(_ALLOCATOR),
     "generator.inference_engine.distributed_executor_backend": SkyRLKey(
@@ -133,9 +135,7 @@ SKYRL_KEYS = {
     "generator.inference_engine.router_init_kwargs": SkyRLKey("Requests are spread over engines without a router."),
     "generator.sampling_params.additional_kwargs": SkyRLKey(_KWARGS, (None, {})),
     "generator.eval_sampling_params.additional_kwargs": SkyRLKey(_KWARGS, (None, {})),
-    "generator.use_cache_salt": SkyRLKey(
-        "trainer.fully_async.on_sync says what new weights mean for cached keys and values."
-    ),
+    "generator.use_cache_salt": SkyRLKey("Prompts that were cached with other weights are never reused."),
     "generator.vision_language_generator": SkyRLKey("Models read text alone.", (False,)),
     "generator.merge_stepwise_output": SkyRLKey("Turns that continue a sequence are one sequence anyway."),
 }
