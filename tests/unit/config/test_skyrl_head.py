@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from skyrl_train.config.keys import all_keys, find
+from skyrl_train.config.keys import all_keys, find, value_at
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.skyrl_keys import SKYRL_KEYS, skyrl_key
 from skyrl_train.entrypoints.from_skyrl import translate
 from skyrl_train.errors import ConfigError
 
 FOLDER = Path(__file__).parent
-ENGINE = "generator.inference_engine."
+ENGINE, MEGATRON = "generator.inference_engine.", "trainer.policy.megatron_config."
 
 
 class Recipe(NamedTuple):
@@ -92,6 +92,74 @@ def test_every_key_of_todays_skyrl_is_accepted_at_its_default():
         entry = skyrl_key(key)
         assert (entry is None) == (find(key) is not None), key
         assert (f"{key}=" in noted) == (entry is not None and entry.accepted is None), key
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "meant"),
+    [
+        (f"{ENGINE}num_engines=3", "generator.num_inference_engines", 3),
+        (f"{ENGINE}weight_sync_backend=delta", "generator.weight_sync_backend", "nccl"),
+        (f"{ENGINE}language_model_only=true", "trainer.policy.language_model_only", True),
+        (f'{ENGINE}engine_init_kwargs={{"a": {{"b": "c d"}}}}', "generator.engine_init_kwargs", {"a": {"b": "c d"}}),
+        ("trainer.max_training_steps=3", "trainer.max_steps", 3),
+        ("trainer.num_dummy_steps=3", "trainer.max_steps", 3),
+        ("trainer.max_tokens_per_microbatch=-1", "trainer.max_tokens_per_microbatch", None),
+        ("trainer.remove_microbatch_padding=false", "trainer.use_sample_packing", False),
+        ("trainer.algorithm.policy_loss_type=dppo", "trainer.algorithm.policy_loss_type", "dppo_tv"),
+        (f"{MEGATRON}moe_enable_routing_replay=false", "trainer.moe_routing_replay", None),
+        (f"{MEGATRON}async_dist_ckpt_save=true", "trainer.async_checkpoint", True),
+        (f"{MEGATRON}lora_config.merge_lora=false", "trainer.policy.model.lora.sync", "adapter"),
+        (f"{MEGATRON}lora_config.merge_lora=true", "trainer.policy.model.lora.sync", "merged"),
+    ],
+)
+def test_todays_keys_have_their_meaning(written: str, key: str, meant: Any, tmp_path: Path):
+    assert value_at(prepare([written], has_accelerator=True).config, key) == meant
+    name, _, value = written.partition("=")
+    *sections, last = name.split(".")
+    text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(sections))
+    (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(sections)}{last}: {value}\n")
+    preset = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert value_at(prepare(preset, has_accelerator=True).config, key) == meant
+
+
+def test_replayed_routing_is_that_of_rollouts():
+    replay = [f"{MEGATRON}moe_enable_routing_replay=true", f"{ENGINE}enable_return_routed_experts=true"]
+    config = prepare([*replay, "generator.backend=transformers"], has_accelerator=True).config
+    assert config.trainer.moe_routing_replay == "rollout"
+    assert "trainer.moe_routing_replay=rollout: must be null or old_policy" in refusal(replay)
+
+
+SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=http://127.0.0.1:8000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.algorithm.temperature=0.7"], "must be null or 1.0"),
+        (["trainer.algorithm.temperature=0.7", "generator.sampling_params.temperature=0.7"], ""),
+        (["trainer.critic.fsdp_config.mixed_precision=null"], ""),
+        (["trainer.policy.fsdp_config.mixed_precision.param_dtype=fp32"], "must be bf16"),
+        (["trainer.ref.model.fake_int4_qat.enabled=true"], "must be false"),
+        (["generator.sampling_params.additional_kwargs={seed:3}"], "additional_kwargs.seed=3: must be null or {}"),
+        (["generator.sampling_params.additional_kwargs={}"], ""),
+        (["trainer.policy.megatron_config.moe_grouped_gem=true"], "unknown key"),
+        (
+            ["generator.step_wise_trajectories=true", "trainer.algorithm.loss_reduction=token_mean_legacy"],
+            "token_mean with",
+        ),
+        (SERVERS, "name the servers behind it in generator.external_server_urls"),
+        ([*SERVERS, f"{ENGINE}external_server_urls=['http://127.0.0.1:8001']"], ""),
+    ],
+)
+def test_what_would_change_results_is_refused(arguments: list[str], said: str):
+    assert said in refusal(arguments) if said else refusal(arguments) == ""
+
+
+def test_keys_without_effect_are_named_by_advice():
+    keys = ["trainer.mtp.enabled=true", f"{MEGATRON}mtp_loss_topk=256", f"{ENGINE}distributed_executor_backend=mp"]
+    first, second = prepare([*keys, "device=cuda"], has_accelerator=True).notes
+    assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect here. {SKYRL_KEYS['trainer.mtp'].advice}"
+    assert second.startswith(f"{keys[2]}: no effect here. Ray places engines")
 
 
 def test_every_entry_of_the_table_is_a_key_of_skyrl():
