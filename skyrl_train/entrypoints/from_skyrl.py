@@ -40,6 +40,8 @@ MOVED = {
 """How the names of today's modules begin -> how those of the modules here do."""
 SKYRLS = ("skyrl_train.", "examples.", "integrations.", "scripts.")
 """How the names of modules begin that SkyRL has; any other is a program of the user's own."""
+IN_TODAYS = re.compile(r"generator\.inference_engine\.")
+"""How keys begin that 0.3 does not have."""
 SAMPLING = "generator.eval_sampling_params."
 DEFAULTS = {
     f"{SAMPLING}temperature": "1.0",
@@ -86,12 +88,8 @@ def translate(
     started = [found for words in every if (found := _started(words))]
     if not started:
         called = [words[1] for words in every if words[0] in ("bash", "sh", "exec", "source", ".") and len(words) > 1]
-        advice = (
-            f"It calls {called[-1]}: name that one, and the arguments after it."
-            if called
-            else ("Name a script that starts a run of SkyRL's.")
-        )
-        raise ConfigError(f"{path}: no command `... -m MODULE key=value ...` was found. {advice}")
+        advice = f"It calls {called[-1]}: name that, and its arguments" if called else "Name a script that starts SkyRL"
+        raise ConfigError(f"{path}: no command `... -m MODULE key=value ...` was found. {advice}.")
     theirs, words = started[-1]
     done = Translation(_module_here(theirs), notes=[f"not followed: {line}" for line in script.not_followed])
     if len(started) > 1:
@@ -102,7 +100,7 @@ def translate(
         done.notes.append(f"{theirs} -> {done.module}")
     if not (REPOSITORY / f"{done.module.replace('.', '/')}.py").is_file() and done.module.startswith(SKYRLS):
         done.problems.append(f"{theirs} has no counterpart here: docs/from_skyrl.md says how its programs run.")
-    is_todays = theirs.startswith(("skyrl.", "examples.train"))
+    is_todays = theirs.startswith(("skyrl.", "examples.train")) or any(map(IN_TODAYS.match, words))
     _add_overrides(done, words, is_todays)
     _check(done, script.environment)
     return done
@@ -168,7 +166,9 @@ def _check(done: Translation, environment: Mapping[str, str]) -> None:
     for text in dict.fromkeys(text for word in done.overrides for text in left_to_shell(word)):
         if text != "$HOME" and text.removeprefix("$") not in environment:
             done.notes.append(f"{text} is left to your shell.")
-    checked = [re.sub(r"\$\(.*?\)+|`.*?`", "x", shown(word, environment)) for word in done.overrides]
+    known = {word: shown(word, environment) for word in done.overrides}
+    unknown = {word for word, text in known.items() if re.search(r"=(\$\w+|\$\(.*\)|`.*`)$", text)}
+    checked = [re.sub(r"\$\(.*?\)+|`.*?`", "x", text) for word, text in known.items() if word not in unknown]
     try:
         own_code = not done.module.startswith("skyrl_train.")
         prepared = prepare([*checked, "device=cuda"], has_accelerator=True, own_code=own_code)

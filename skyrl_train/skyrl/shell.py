@@ -94,7 +94,7 @@ def _of_branch(raw: list[str], branches: list[_Branch], script: Script) -> list[
     """The words of a command without the words of `if` before it; updates `branches`."""
     first = raw[0]
     if first in ("if", "elif", "else"):
-        done = first != "if" and branches.pop().is_last
+        done = first != "if" and bool(branches) and branches.pop().is_last
         holds = True if first == "else" else _holds(raw[1:], script)
         branches.append(_Branch(bool(holds) and not done, holds is None and not done, bool(holds) or done))
         return raw[1:] if first == "else" else []

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from skyrl_train.config.documentation import help_text
 from skyrl_train.config.keys import all_keys, find, value_at
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.skyrl_keys import SKYRL_KEYS, skyrl_key
@@ -160,6 +161,10 @@ def test_keys_without_effect_are_named_by_advice():
     first, second = prepare([*keys, "device=cuda"], has_accelerator=True).notes
     assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect here. {SKYRL_KEYS['trainer.mtp'].advice}"
     assert second.startswith(f"{keys[2]}: no effect here. Ray places engines")
+
+
+def test_help_knows_keys_without_counterpart():
+    assert SKYRL_KEYS["trainer.mtp"].advice in help_text(["trainer.mtp.enabled"], 120)
 
 
 def test_every_entry_of_the_table_is_a_key_of_skyrl():

@@ -141,6 +141,16 @@ def test_keys_of_a_program_get_their_plus():
     assert done.problems == [] and words(done)[-1] == "+generator.miniswe_traj_dir=/x"
 
 
+def test_values_that_only_a_shell_knows_are_not_checked():
+    text = (
+        "python -m skyrl.train.entrypoints.main_base trainer.seed=$SEED trainer.epochs=$(nproc) trainer.max_steps=$MINE"
+    )
+    done = translate(text, environment={"MINE": "no number"})
+    assert done.problems == ["trainer.max_steps=no number: must be an integer or null."]
+    assert done.notes[1:] == ["$SEED is left to your shell.", "$(nproc) is left to your shell."]
+    assert str(done).endswith('"trainer.seed=$SEED" \\\n  "trainer.epochs=$(nproc)" \\\n  "trainer.max_steps=$MINE"')
+
+
 def test_cispo_has_todays_bounds():
     done = translate("python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=cispo")
     assert "trainer.algorithm.cispo.cispo_eps_clip_low=1.0" in words(done)
@@ -150,8 +160,11 @@ def test_cispo_has_todays_bounds():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("echo a=1", "no command `... -m MODULE key=value ...` was found. Name a script that starts a run"),
-        ("bash examples/train/gsm8k/run.sh trainer.seed=1", "It calls examples/train/gsm8k/run.sh: name that one"),
+        ("echo a=1", "no command `... -m MODULE key=value ...` was found. Name a script that starts SkyRL."),
+        (
+            "bash examples/train/gsm8k/run.sh trainer.seed=1",
+            "It calls examples/train/gsm8k/run.sh: name that, and its arguments.",
+        ),
         ("A='x", "line 1: a ' is missing"),
     ],
 )
