@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from skyrl_train.config.keys import Key, aliases, all_keys, arms
 from skyrl_train.config.problems import show
 from skyrl_train.config.safety import FOLDER_SUFFIXES, FOLDERS_AND_NAMES
 from skyrl_train.config.schema import Config
+from skyrl_train.config.skyrl_keys import SKYRL_KEYS
 from skyrl_train.config.validate import OPEN_TO_PLUGINS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -62,9 +64,10 @@ other value is kept or refused.
 are accepted by {plugins}.
 
 **Other names and spellings.** The other names of a key, and other ways to write its values, are given in its row. An
-empty list or mapping can also be written as `null`, and `null`, for keys that accept it, as an empty text. Newer
-versions of SkyRL keep the keys of engines below `generator.inference_engine`; these are accepted for the keys of
-`generator`: {engines}.
+empty list or mapping can also be written as `null`, and `null`, for keys that accept it, as an empty text. Mappings and
+lists may be written as JSON. Today's SkyRL keeps the keys of engines below `generator.inference_engine`; these are
+accepted for the keys of `generator`: {engines}. Its keys [without a counterpart](#keys-of-skyrl-without-a-counterpart)
+are at the end of this page.
 
 **Keys of your own.** With `trainer.plugins`, or in a program of your own that calls `run_experiment`, you can add keys
 for your code below `generator` and `environment` with a leading `+`: `+generator.my_key=3` is `cfg.generator.my_key`,
@@ -91,13 +94,35 @@ def render() -> str:
         parts += [f"## {key.name}\n" if "." not in key.name else f"### {key.name}\n", f"{inspect.getdoc(key.hint)}\n"]
         if rows := [item for item in direct if not item.is_section]:
             parts.append(_table(rows, field_docs(key.hint)))
+    parts.append(_without_counterpart())
     return "\n".join(parts)
+
+
+def _without_counterpart() -> str:
+    """The section about keys of SKYRL_KEYS, those with the same advice together."""
+    lines = [
+        "## Keys of SkyRL without a counterpart\n",
+        "Keys of today's SkyRL that this package has no key for. Those that change memory, speed or reports alone are",
+        "accepted, and a note names them. Those that would change results are accepted with the values given here,",
+        "which mean what happens anyway, and refused with any other. `*` stands for `policy`, `ref` or `critic`; a",
+        "section stands for all of its keys.\n",
+        "| keys | accepted | what is there instead |",
+        "| --- | --- | --- |",
+    ]
+    for advice, group in itertools.groupby(SKYRL_KEYS.items(), key=lambda item: (item[1].advice, item[1].accepted)):
+        accepted = "any value" if advice[1] is None else " or ".join(f"`{show(value)}`" for value in advice[1])
+        lines.append(f"| {', '.join(f'`{name}`' for name, _ in group)} | {accepted} | {advice[0]} |")
+    return "\n".join([*lines, ""])
 
 
 def _introduction() -> str:
     names = ", ".join(f"`{name}`" for name in sorted(FOLDERS_AND_NAMES))
     endings = ", ".join(f"`*{suffix}`" for suffix in FOLDER_SUFFIXES)
-    engines = [alias.removeprefix(ENGINES) for alias in aliases() if alias.startswith(ENGINES)]
+    engines = [
+        alias.removeprefix(ENGINES)
+        for alias, name in aliases().items()
+        if alias.startswith(ENGINES) and name.startswith("generator.")
+    ]
     return INTRODUCTION.format(
         variables=f"{names}, {endings}",
         plugins=", ".join(f"`{key}`" for key in sorted(OPEN_TO_PLUGINS)),
@@ -117,7 +142,7 @@ def _table(keys: list[Key], docs: dict[str, str]) -> str:
 def _other_forms(key: Key) -> Iterator[str]:
     """Other names of the key and spellings of its values."""
     for alias, name in aliases().items():
-        if name == key.name and not alias.startswith(ENGINES):
+        if name == key.name and not (alias.startswith(ENGINES) and name.startswith("generator.")):
             yield f"Other name: `{alias}`."
     if spellings := key.facts.spellings:
         yield f"{', '.join(f'`{show(other)}` means `{show(value)}`' for other, value in spellings.items())}."

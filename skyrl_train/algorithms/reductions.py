@@ -31,7 +31,7 @@ class SequenceReduction:
     """A reduction whose weights are the same for all tokens of a sequence; called like any other."""
 
     def __init__(self, of_sequences: Callable[..., Tensor]):
-        """`of_sequences`: (tokens [B], sequence_ids [B], group_ids [B], *, max_seq_len) to weights [B] float64."""
+        """`of_sequences`: (tokens [B], sequence_ids [B], group_ids [B], *, settings) to weights [B] float64."""
         self.of_sequences = of_sequences
         update_wrapper(self, of_sequences)
 
@@ -49,7 +49,7 @@ class SequenceReduction:
 
 
 def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
-    """Return the mini-batch with `sequence_weights` or else `loss_weights`; `max_seq_len` must already be bound."""
+    """Return the mini-batch with `sequence_weights` or else `loss_weights`; settings must already be bound."""
     inner, settings = (reduction.func, reduction.keywords) if isinstance(reduction, partial) else (reduction, {})
     if isinstance(inner, SequenceReduction):
         ids = mini_batch.episodes_of_sequences, mini_batch.group_ids
@@ -65,6 +65,15 @@ def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatc
 def token_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_seq_len: int) -> Tensor:
     """Every token has the same weight: 1 / tokens (DAPO, arXiv:2503.14476, eq. 12)."""
     return (tokens > 0).double() / tokens.sum().clamp(min=1)
+
+
+@SequenceReduction
+def token_mean_legacy(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, micro_batch_size: int) -> Tensor:
+    """Every `micro_batch_size` sequences in a row have the same weight: 1 / (their tokens * micro-batches).
+
+    SkyRL 0.4 averages the means of micro-batches and calls that `token_mean`. The last micro-batch may be smaller.
+    """
+    return _mean_of_means(tokens, ((tokens > 0).cumsum(0) - 1).clamp(min=0) // micro_batch_size)
 
 
 @SequenceReduction

@@ -28,7 +28,8 @@ KLEstimator = Callable[..., Tensor]
 SFTLoss = Callable[..., Tensor]
 """(logprobs, mask, *, ...), all [T], to loss [T]; see sft.py."""
 Reduction = Callable[..., Tensor]
-"""(mask [T], sequence_ids [T], group_ids [T], *, max_seq_len) to the weight [T] of every token; see reductions.py."""
+"""(mask [T], sequence_ids [T], group_ids [T], *, max_seq_len, micro_batch_size) to the weight [T] of every token: see
+reductions.py."""
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator", ADVANTAGE_ESTIMATORS)
 policy_losses: Registry[PolicyLoss] = Registry("policy loss", POLICY_LOSSES)

@@ -168,7 +168,8 @@ def build_reduction(cfg: Config) -> Callable[..., Tensor]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     longest = algorithm.max_seq_len or generator.max_input_length + generator.sampling_params.max_generate_length
     what = f"loss_reduction={algorithm.loss_reduction}"
-    return bind(reductions.get(algorithm.loss_reduction), what, {"max_seq_len": longest}, frozenset())
+    known = {"max_seq_len": longest, "micro_batch_size": cfg.trainer.micro_train_batch_size_per_gpu or 1}
+    return bind(reductions.get(algorithm.loss_reduction), what, known, frozenset())
 
 
 def build_choice(algorithm: AlgorithmConfig) -> Choose | None:

@@ -214,7 +214,9 @@ class AlgorithmConfig(Section):
     """Normalise advantages over the whole batch to mean 0 and standard deviation 1."""
     value_head_prefix: str = key("value_head", needs=CRITIC)
     """Name of the critic's output layer."""
-    policy_loss_type: str = key("regular", choices=POLICY_LOSSES, plugins=True, aliases="ppo_loss_type")
+    policy_loss_type: str = key(
+        "regular", choices=POLICY_LOSSES, plugins=True, aliases="ppo_loss_type", spellings={"dppo": "dppo_tv"}
+    )
     """The policy loss. `regular` is PPO's clipped surrogate."""
     loss_reduction: str = key("token_mean", choices=REDUCTIONS, plugins=True)
     """How the losses of tokens are combined, always over the whole mini-batch."""

@@ -45,6 +45,7 @@ KL_ESTIMATORS = {
 
 REDUCTIONS = {
     "token_mean": "skyrl_train.algorithms.reductions:token_mean",
+    "token_mean_legacy": "skyrl_train.algorithms.reductions:token_mean_legacy",
     "sequence_mean": "skyrl_train.algorithms.reductions:sequence_mean",
     "seq_mean_token_sum_norm": "skyrl_train.algorithms.reductions:seq_mean_token_sum_norm",
     "prompt_mean": "skyrl_train.algorithms.reductions:prompt_mean",

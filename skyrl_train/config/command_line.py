@@ -13,6 +13,7 @@ from skyrl_train.config.inspection import inspect, unknown_key_advice
 from skyrl_train.config.keys import canonical, find, other_sections
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, show
 from skyrl_train.config.safety import unsafe
+from skyrl_train.config.skyrl_keys import skyrl_key
 
 INFORMATION_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
@@ -80,7 +81,13 @@ def own_key(override: Override) -> str | None:
 
     Settings below environment.skyrl_gym are those of an environment of the user's that they name.
     """
-    if find(override.key) is not None or not override.text.startswith("+") or override.error or override.sweeps:
+    if (
+        find(override.key) is not None
+        or skyrl_key(override.key)
+        or not override.text.startswith("+")
+        or override.error
+        or override.sweeps
+    ):
         return None
     for section, least in (("environment.skyrl_gym", 2), ("environment", 1), ("generator", 1)):
         name = override.key.removeprefix(f"{section}.")

@@ -14,6 +14,7 @@ from skyrl_train.config.keys import Key, aliases, all_keys, canonical, find, nea
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Section
+from skyrl_train.config.skyrl_keys import skyrl_key
 from skyrl_train.errors import ConfigError
 
 SPECIFIC = "COMMAND --help SECTION shows all of a section's keys in full, such as --help trainer.algorithm"
@@ -93,6 +94,9 @@ def _all_in_short(width: int) -> Iterator[str]:
 
 def _in_full(topic: str, width: int) -> Iterator[str]:
     key = find(topic)
+    if key is None and (entry := skyrl_key(topic)) is not None:
+        yield f"{topic}: a key of SkyRL's without a counterpart here. {entry.advice}"
+        return
     if key is None:
         close = nearest(topic)
         raise ConfigError(f"--help {topic}: no key or section. {f'Did you mean {close}?' if close else SPECIFIC}")

@@ -111,7 +111,7 @@ class GeneratorConfig(OpenSection):
     stops."""
     backend: str = key("vllm", choices=ENGINES, aliases=SINCE_0_4)
     """Which engine generates."""
-    weight_sync_backend: str = key("nccl", choices=("nccl", "gloo"), aliases=SINCE_0_4)
+    weight_sync_backend: str = key("nccl", choices=("nccl", "gloo"), aliases=SINCE_0_4, spellings={"delta": "nccl"})
     """Collectives that carry weights to the engines."""
     weight_sync_check: str = key("fingerprint", choices=("off", "fingerprint", "probe"))
     """How it is verified that weights arrived: `fingerprint` compares sums of bit patterns, and in half precision the
@@ -129,15 +129,8 @@ class GeneratorConfig(OpenSection):
     the model."""
     weight_transfer_threshold_cuda_ipc_GB: float = key(1.0, range=POSITIVE, aliases=SINCE_0_4)
     """Size (GiB) of the buckets in which weights travel."""
-    external_proxy_url: str | None = key(
-        None,
-        choices=(None,),
-        unavailable=(
-            "A router of another project cannot take weights: name the servers behind it in external_server_urls."
-        ),
-        aliases=SINCE_0_4,
-    )
-    """A router in front of external servers."""
+    external_proxy_url: str | None = key(None, aliases=SINCE_0_4)
+    """A router in front of external servers. Requires `external_server_urls`."""
     external_server_urls: list[str] | None = key(None, needs=SERVERS, aliases=SINCE_0_4)
     """Other name of `remote_inference_engine_urls`; if both are set, this one counts."""
     inference_engine_tensor_parallel_size: int = key(

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import io
+import json
 import os
 import re
 import sys
@@ -44,6 +45,7 @@ from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section, freeze
+from skyrl_train.config.skyrl_keys import notes_of, problems_of, skyrl_key, take_skyrl_keys
 from skyrl_train.errors import ConfigError
 
 BASE = "ppo_base_config"
@@ -123,19 +125,44 @@ class Override:
         """The text that sets the key whether or not Hydra has it already: keys are checked by this package."""
         if self.deletes or self.error or self.key.startswith(("hydra.", "hydra/")):
             return self.text
-        return f"++{canonical(self.key)}={self.text.partition('=')[2]}"
+        key = canonical(self.key) if skyrl_key(self.key) is None else self.key
+        return f"++{key}={self.text.partition('=')[2]}"
 
 
 def parse_override(text: str) -> Override:
-    """Never raises: a text that Hydra's grammar refuses comes back with `error`."""
+    """Read one override. Never raises: a text that Hydra's grammar refuses comes back with `error`.
+
+    Mappings and lists may also be written as JSON, whose quoted keys that grammar refuses.
+    """
     key, _, value = text.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        if (found := _json(value)) is not None:
+            return parse_override(f"{key}={in_grammar(found)}")
         return Override(text, key.lstrip("+~"), value, error=str(error).strip().splitlines()[0])
     name = parsed.key_or_group if parsed.package is None else f"{parsed.key_or_group}@{parsed.package}"
     sweeps = parsed.is_sweep_override()
     return Override(text, name, value if sweeps else parsed.value(), parsed.is_delete(), sweeps)
+
+
+def _json(text: str) -> Any:
+    """The mapping or list that a text is as JSON; None for any other text."""
+    try:
+        return json.loads(text) if text.startswith(("{", "[")) else None
+    except ValueError:
+        return None
+
+
+def in_grammar(value: Any) -> str:
+    """Return a plain value as Hydra's grammar has it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{in_grammar(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_grammar, value))}]"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return json.dumps(value)
 
 
 def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
@@ -331,15 +358,19 @@ def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> 
     }
 
 
-def finish(raw: DictConfig) -> tuple[Config, list[Problem]]:
-    """A composed configuration -> the dataclasses, not frozen, and everything that is wrong with keys and types."""
+def finish(raw: DictConfig) -> tuple[Config, list[Problem], list[str]]:
+    """Turn a composed configuration into the dataclasses, not frozen.
+
+    Returns the configuration, what is wrong with keys and types, and notes about SkyRL's keys without effect.
+    """
     content = unresolved(raw)
     hydra_section = content.pop("hydra", {})
+    taken = list(take_skyrl_keys(content))
     problems = [*foreign_targets(hydra_section), *rename_aliases(content)]
     respell(content)
     problems += inspect("", content)
     config, more = resolve(content, [problem.key for problem in problems])
-    return config, [*problems, *more]
+    return config, [*problems, *more, *problems_of(taken, config)], list(notes_of(taken))
 
 
 def load(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
@@ -347,7 +378,7 @@ def load(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
 
     Raises ConfigError for unknown keys and wrong types. Entrypoints use `prepare`, which does all the rest too.
     """
-    config, problems = finish(compose([parse_override(text).for_hydra for text in overrides], preset))
+    config, problems, _ = finish(compose([parse_override(text).for_hydra for text in overrides], preset))
     raise_all(problems)
     return freeze(config)
 

@@ -33,6 +33,7 @@ IGNORED = {
     "generator.fully_sharded_loras": "Say it to vLLM: generator.engine_init_kwargs.fully_sharded_loras.",
     "generator.enable_ray_prometheus_stats": "Engines' metrics are logged with the run's, under engines/.",
     "generator.override_existing_update_group": "A server leaves its weight group when a trainer connects.",
+    "generator.external_proxy_url": "Requests go to the servers of external_server_urls, without a router.",
     "generator.sampling_params.logprobs": _LOGPROBS,
     "generator.eval_sampling_params.logprobs": _LOGPROBS,
 }

@@ -9,6 +9,7 @@ from skyrl_train.config.convert import Unfit, read
 from skyrl_train.config.keys import canonical, find, nearest, spelt
 from skyrl_train.config.problems import Problem, UnknownKey
 from skyrl_train.config.safety import is_reference, unsafe
+from skyrl_train.config.skyrl_keys import skyrl_key
 
 
 def inspect(key: str, value: Any) -> list[Problem]:
@@ -20,6 +21,8 @@ def inspect(key: str, value: Any) -> list[Problem]:
 
 def _misplaced(key: str, value: Any) -> Iterator[Problem]:
     known = find(key)
+    if skyrl_key(key) is not None:
+        return  # judged with the rest of the configuration, see skyrl_keys.py
     if key and known is None:
         yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
     elif known is None or known.is_section:

@@ -154,8 +154,8 @@ def canonical(name: str) -> str:
 
 def spelt(name: str, value: Any) -> Any:
     """The value itself, or the one that it is another spelling of."""
-    is_simple = value is None or isinstance(value, str | bool)
-    return leaves()[name].facts.spellings.get(value, value) if is_simple and name in leaves() else value
+    spellings = leaves()[name].facts.spellings if name in leaves() else {}
+    return next((meant for other, meant in spellings.items() if type(other) is type(value) and other == value), value)
 
 
 def value_at(config: Config, name: str) -> Any:

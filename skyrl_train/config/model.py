@@ -55,7 +55,12 @@ class PolicyLoraConfig(LoraConfig):
 
     lora_sync_path: str = "/tmp/skyrl_lora_sync"
     """SkyRL's folder for adapters on their way to engines."""
-    sync: str = key("auto", choices=("auto", "merged", "adapter"))
+    sync: str = key(
+        "auto",
+        choices=("auto", "merged", "adapter"),
+        spellings={True: "merged", False: "adapter"},
+        aliases="trainer.policy.megatron_config.lora_config.merge_lora",
+    )
     """What engines get: `merged` weights at every sync, or the model once and then only the `adapter`. `auto` is
     explained in docs/lora.md."""
 
@@ -266,6 +271,9 @@ class PolicyConfig(Section):
     pytorch.org/memory_viz shows them."""
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration: `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
+    language_model_only: bool | None = key(None, aliases="generator.inference_engine.language_model_only")
+    """Use only the language model of a composite checkpoint, such as a vision-language model. null: where a checkpoint
+    is one, as images are not trained on. false refuses composites."""
     megatron_config: PolicyMegatronConfig = key(factory=PolicyMegatronConfig)
 
 
@@ -287,6 +295,8 @@ class RefConfig(Section):
     deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig, needs=DEEPSPEED)
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
+    language_model_only: bool | None = None
+    """Likewise for the reference: see `trainer.policy.language_model_only`."""
     megatron_config: MegatronConfig = key(factory=MegatronConfig)
 
 

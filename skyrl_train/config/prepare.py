@@ -101,11 +101,12 @@ def prepare_composed(
 def _check(
     raw: DictConfig, line: CommandLine, given: frozenset[str], present: bool, own_code: bool, uses: Uses | None
 ) -> PreparedConfig:
-    config, more = finish(raw)
+    config, more, notes = finish(raw)
     open_to_names = own_code or bool(config.trainer.plugins)
     problems = [*line.problems, *more, *(() if open_to_names else map(_nobodys, line.own))]
     suspects = {problem.key for problem in problems}
-    config, notes = resolve_device(config, present, given)
+    config, fitted = resolve_device(config, present, given)
+    notes += fitted
     for respread in (resolve_megatron, resolve_engine_copies):
         config, moved = respread(config)
         notes += moved

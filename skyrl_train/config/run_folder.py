@@ -63,7 +63,7 @@ def config_of_run(folder: Path) -> Config:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no configuration: it says what was run.")
     content.pop("defaults", None)
-    config, problems = finish(OmegaConf.create(content))
+    config, problems, _ = finish(OmegaConf.create(content))
     raise_all([problem for problem in problems if not isinstance(problem, UnknownKey)])
     return freeze(config)
 

@@ -205,7 +205,11 @@ class TrainerConfig(Section):
     ckpt_interval: int = key(10, range=MINUS_ONE_OR_MORE, spellings=NEVER)
     """How many steps apart checkpoints are written; 0 or less writes none. If it is enabled, the last step writes one
     too."""
-    async_checkpoint: bool = key(False, needs=only_above("trainer.ckpt_interval", 0))
+    async_checkpoint: bool = key(
+        False,
+        needs=only_above("trainer.ckpt_interval", 0),
+        aliases="trainer.policy.megatron_config.async_dist_ckpt_save",
+    )
     """Write checkpoints while training goes on, from a copy of weights and optimizer state in host memory, which must
     have room for it. A save waits for the one before it."""
     hf_save_interval: int = key(-1, range=MINUS_ONE_OR_MORE, spellings=NEVER)
@@ -228,24 +232,29 @@ class TrainerConfig(Section):
     """Prompts per optimizer update of the critic. The last mini-batch of a step may be smaller."""
     micro_train_batch_size_per_gpu: int | None = key(None, range=AT_LEAST_ONE, skyrl_default=1)
     """Sequences per micro-batch: those that a rank runs through one forward and backward pass. Changes memory and speed
-    only, never the update. null: one, unless tokens are counted."""
+    only, never the update, except with `loss_reduction=token_mean_legacy`. null: one, unless tokens are counted."""
     micro_forward_batch_size_per_gpu: int | None = key(None, range=AT_LEAST_ONE, skyrl_default=1)
     """Sequences per micro-batch of a pass without gradient, on each rank. Changes memory and speed only. null: one,
     unless tokens are counted."""
-    max_tokens_per_microbatch: int | None = key(None, range=AT_LEAST_ONE)
+    max_tokens_per_microbatch: int | None = key(None, range=AT_LEAST_ONE, spellings={-1: None})
     """Tokens per micro-batch on a rank. It replaces the two numbers of sequences above. null: on accelerators, if
     neither of those is set either, the most that the memory plan finds room for, up to 16,384; else sequences are
     counted."""
     share_prompt: bool | None = None
     """Run a prompt that several samples in a micro-batch share only once. null does so if it saves at least a sixteenth
     of the tokens."""
-    moe_routing_replay: str | None = key(None, choices=(None, "rollout", "old_policy"), spellings={"none": None})
+    moe_routing_replay: str | None = key(
+        None,
+        choices=(None, "rollout", "old_policy"),
+        spellings={"none": None, True: "rollout", False: None},
+        aliases="trainer.policy.megatron_config.moe_enable_routing_replay",
+    )
     """Which experts a mixture of experts sends a token to when it is scored and learnt: rollout for those that it went
     to in the engine, old_policy for those that the policy chose before the step's first update, null for those that
     routers choose anew."""
     update_ref_every_epoch: bool = key(False, needs=REFERENCE)
     """Replace the reference by the policy after every epoch."""
-    use_sample_packing: bool = True
+    use_sample_packing: bool = key(True, aliases="remove_microbatch_padding")
     """Pack sequences without padding."""
     eval_batch_size: int = key(1024, range=AT_LEAST_ONE)
     """Prompts in flight during evaluation."""
@@ -256,7 +265,7 @@ class TrainerConfig(Section):
     evaluation after the last step."""
     max_prompt_length: int = key(512, range=AT_LEAST_ONE)
     """Maximum length (tokens) of a prompt. Longer prompts are dropped from the data and counted."""
-    max_steps: int | None = key(None, range=AT_LEAST_ONE)
+    max_steps: int | None = key(None, range=AT_LEAST_ONE, aliases=("max_training_steps", "num_dummy_steps"))
     """Stop after this many steps even if epochs are left; null trains for all `epochs`."""
     max_failed_fraction: float = key(0.5, range=FRACTION)
     """If a larger share of a step's rollouts failed, the run stops instead of training on what is left."""

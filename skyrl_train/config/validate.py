@@ -304,6 +304,9 @@ def _accelerator(config: Config) -> Iterator[Problem]:
 
 def _servers(config: Config) -> Iterator[Problem]:
     generator = config.generator
+    if generator.external_proxy_url is not None and not generator.external_server_urls:
+        advice = "A router cannot take weights: name the servers behind it in generator.external_server_urls."
+        yield Problem("generator.external_proxy_url", generator.external_proxy_url, "null", advice)
     key = "external_server_urls" if generator.external_server_urls else "remote_inference_engine_urls"
     if generator.run_engines_locally or not isinstance(getattr(generator, key), list | tuple):
         return
@@ -411,6 +414,9 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             "It is one value a sequence: others would count its length twice.",
         )
         yield Problem(key, algorithm.loss_reduction, "sequence_mean with sft.loss_type=minor_sft", advice)
+    if algorithm.loss_reduction == "token_mean_legacy" and generator.step_wise_trajectories:
+        key, advice = "trainer.algorithm.loss_reduction", "It counts sequences, of which an episode then has several."
+        yield Problem(key, algorithm.loss_reduction, "token_mean with step_wise_trajectories=true", advice)
     if algorithm.use_tis and algorithm.tis_imp_ratio_cap <= 0:
         key, value = "trainer.algorithm.tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap
         yield Problem(key, value, "more than 0 with use_tis=true", "2.0 is usual.")

@@ -172,6 +172,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "scripts/chaos": (files_and_options, run_by("tests/integration/runs/test_chaos.py")),
     "scripts/gpu_check": (files_and_options, run_by("tests/integration/gpu_check/test_gpu_check.py")),
     "python -m pytest tests/gpu": (files_and_options, nowhere("needs a GPU")),
+    "scripts/from_skyrl": (files_and_options, run_by("tests/unit/entrypoints/test_from_skyrl.py")),
     "scripts/check_cuda_wheels": (files_and_options, nowhere("downloads 18 GB")),
     "python scripts/recordings/record.py ": (files_and_options, run_by("tests/unit/report/test_recorded_runs.py")),
     "python scripts/recordings/record.py$": (files_and_options, nowhere("takes an hour; with a name it is run")),

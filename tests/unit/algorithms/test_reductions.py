@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from skyrl_train.config.choices import REDUCTIONS
 from skyrl_train.data.batch import TrainBatch
 from tests.support.hard_batches import SHAPES, hard_batch, mask_only
 
-LONGEST = 10
+LONGEST, MICRO = 10, 2
+SETTINGS = {"max_seq_len": LONGEST, "micro_batch_size": MICRO}
 
 
 def mean(values: list[float]) -> float:
@@ -27,6 +28,9 @@ def by_hand(name: str, batch: TrainBatch, per_token: torch.Tensor) -> float:
     counting = [values for values in sequences if values]
     return {
         "token_mean": mean([x for values in counting for x in values]),
+        "token_mean_legacy": mean(
+            [mean([*chain(*counting[first : first + MICRO])]) for first in range(0, len(counting), MICRO)]
+        ),
         "sequence_mean": mean([mean(values) for values in counting]),
         "seq_mean_token_sum_norm": mean([sum(values) / LONGEST for values in counting]),
         "prompt_mean": mean([mean(values) for values in groups.values() if values]),
@@ -34,7 +38,7 @@ def by_hand(name: str, batch: TrainBatch, per_token: torch.Tensor) -> float:
 
 
 def weights_of(name: str, batch: TrainBatch) -> torch.Tensor:
-    bound = registry.bind(registry.reductions.get(name), name, {"max_seq_len": LONGEST}, frozenset())
+    bound = registry.bind(registry.reductions.get(name), name, SETTINGS, frozenset())
     weights = weigh(batch, bound).token_weights
     assert weights is not None
     return weights
@@ -55,10 +59,11 @@ def test_weights_are_told_by_sequence_and_a_call_spreads_them_over_tokens(name: 
     for shape in SHAPES:
         batch = hard_batch(shape)
         reduction = registry.reductions.get(name)
-        weighed = weigh(batch, partial(reduction, max_seq_len=LONGEST))
+        bound = registry.bind(reduction, name, SETTINGS, frozenset())
+        weighed = weigh(batch, bound)
         assert weighed.loss_weights is None
         ids = batch.episodes.of_token, batch.per_token(batch.group_ids)
-        called = reduction(batch.loss_mask, *ids, max_seq_len=LONGEST)
+        called = bound(batch.loss_mask, *ids)
         assert weighed.token_weights is not None
         assert torch.equal(weighed.token_weights, called)
         assert pickle.loads(pickle.dumps(reduction)) is reduction

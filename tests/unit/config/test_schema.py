@@ -15,6 +15,8 @@ from skyrl_train.config.section import FrozenMapping, freeze
 KEYS = Path(__file__).with_name("skyrl_keys.tsv")
 
 NEW_KEYS = {
+    "trainer.policy.language_model_only",
+    "trainer.ref.language_model_only",
     "data.curriculum.max_pass_rate",
     "data.curriculum.min_pass_rate",
     "device",

@@ -26,7 +26,7 @@ NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reaso
 
 
 def problems(*overrides: str) -> dict[str, str]:
-    config, found = finish(hydra_compose([parse_override(text).for_hydra for text in overrides]))
+    config, found, _ = finish(hydra_compose([parse_override(text).for_hydra for text in overrides]))
     assert found == []
     return {problem.key: str(problem) for problem in validate(resolve_device(config, has_accelerator=False)[0])}
 

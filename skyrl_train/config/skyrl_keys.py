@@ -1,0 +1,194 @@
+"""SkyRL's keys that this package has no key for: which have no effect here, and which are refused.
+
+Keys that have a counterpart are other names of it (`fields.Facts.aliases`). Those of SkyRL-train 0.3 without effect are
+keys of the schema (`inert.IGNORED`), because programs written for 0.3 read them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.config.keys import value_at
+from skyrl_train.config.problems import Problem, one_line, show
+from skyrl_train.config.schema import Config
+
+
+@dataclass(frozen=True)
+class SkyRLKey:
+    """A key or section of SkyRL's without counterpart.
+
+    With `accepted` it would change results: these values mean what happens here anyway, and any other is refused. A
+    value written as `${KEY}` is that of the other key. Without `accepted` every value is accepted, with a note.
+    """
+
+    advice: str
+    accepted: tuple[Any, ...] | None = None
+
+
+_ROUTER = "The model's own router is used as it is configured."
+_EXPERTS = "Only Megatron reads it."
+_CHECKPOINTS = "Every rank writes its part of a checkpoint; trainer.async_checkpoint does so while training goes on."
+_DRAFT = "Draft heads are neither trained nor used, which costs speed alone."
+_ADAPTERS = "Engines serve one adapter, the policy's; they get it by generator.weight_sync_route."
+_ALLOCATOR = "Set PYTORCH_CUDA_ALLOC_CONF in the environment."
+_PIECES = "Log-probs and entropies are always computed without a tensor of all logits."
+_EXAMPLES = "See trainer.console_samples, trainer.console_samples_interval and trainer.keep_rollouts."
+_PRECISION = "trainer.bf16 computes in bfloat16 and sums gradients in float32; false computes in float32."
+_BALANCE = "trainer.algorithm.router_aux_loss_coef is the coefficient of a loss that balances experts."
+_KWARGS = "repetition_penalty, min_p, top_k and stop are keys of their own."
+_SIMULATION = "The trainer always trains; skyrl_train.entrypoints.main_generate samples without it."
+_PREFILL = "Every engine both prefills and decodes, which costs speed alone."
+
+SKYRL_KEYS = {
+    "data.dataloader": SkyRLKey("Prompts are read by the run's own process."),
+    "trainer.use_expandable_segments": SkyRLKey(_ALLOCATOR),
+    "trainer.*.model.lora.max_loras": SkyRLKey(_ADAPTERS),
+    "trainer.*.model.lora.max_cpu_loras": SkyRLKey(_ADAPTERS),
+    "trainer.critic.model.lora.lora_sync_path": SkyRLKey(_ADAPTERS),
+    "trainer.ref.model.lora": SkyRLKey("The reference has no adapters."),
+    "trainer.*.model.fake_int4_qat": SkyRLKey("It belongs to fake_int4_qat.enabled=true."),
+    "trainer.*.model.fake_int4_qat.enabled": SkyRLKey(
+        "Training with simulated INT4 weights is not available.", (False,)
+    ),
+    "trainer.*.fsdp_config.mixed_precision": SkyRLKey(_PRECISION, (None,)),
+    "trainer.*.fsdp_config.mixed_precision.param_dtype": SkyRLKey(_PRECISION, ("bf16",)),
+    "trainer.*.fsdp_config.mixed_precision.reduce_dtype": SkyRLKey(_PRECISION, ("fp32",)),
+    "trainer.*.fsdp_config.mixed_precision.buffer_dtype": SkyRLKey(_PRECISION, ("fp32",)),
+    "trainer.*.fsdp_config.wrap_policy": SkyRLKey(
+        "Every layer of the model is sharded on its own, whatever its class."
+    ),
+    "trainer.policy.torch_profiler_config": SkyRLKey("trainer.profile_steps names the steps to profile."),
+    "trainer.policy.inference_only_init": SkyRLKey("skyrl_train.entrypoints.main_generate loads no trainer."),
+    "trainer.*.megatron_config.moe_token_dispatcher_type": SkyRLKey(_EXPERTS),
+    "trainer.*.megatron_config.moe_grouped_gemm": SkyRLKey(_EXPERTS),
+    "trainer.*.megatron_config.moe_per_layer_logging": SkyRLKey(_EXPERTS),
+    "trainer.*.megatron_config.moe_router_dtype": SkyRLKey(_ROUTER),
+    "trainer.*.megatron_config.moe_router_score_function": SkyRLKey(_ROUTER),
+    "trainer.*.megatron_config.moe_router_enable_expert_bias": SkyRLKey(_ROUTER),
+    "trainer.*.megatron_config.moe_router_load_balancing_type": SkyRLKey(_BALANCE, ("none", None)),
+    "trainer.*.megatron_config.moe_aux_loss_coeff": SkyRLKey(_BALANCE, (0,)),
+    "trainer.ref.megatron_config.moe_enable_routing_replay": SkyRLKey("It is that of trainer.policy.megatron_config."),
+    "trainer.*.megatron_config.freeze_moe_router": SkyRLKey("Routers are trained with the model.", (False,)),
+    "trainer.*.megatron_config.hf_export_config": SkyRLKey("One rank writes an export."),
+    "trainer.*.megatron_config.dist_ckpt_optim_fully_reshardable": SkyRLKey(_CHECKPOINTS),
+    "trainer.ref.megatron_config.async_dist_ckpt_save": SkyRLKey(_CHECKPOINTS),
+    "trainer.*.megatron_config.async_dist_ckpt_strategy": SkyRLKey(_CHECKPOINTS),
+    "trainer.*.megatron_config.async_save_prestage_to_cpu": SkyRLKey(_CHECKPOINTS),
+    "trainer.*.megatron_config.mtp_num_layers": SkyRLKey(_DRAFT),
+    "trainer.*.megatron_config.mtp_loss_weight": SkyRLKey(_DRAFT),
+    "trainer.*.megatron_config.mtp_loss_chunk_size": SkyRLKey(_DRAFT),
+    "trainer.*.megatron_config.mtp_loss_topk": SkyRLKey(_DRAFT),
+    "trainer.ref.megatron_config.lora_config": SkyRLKey("The reference has no adapters."),
+    "trainer.ref.megatron_config.ddp_config": SkyRLKey("The reference has no gradients."),
+    "trainer.ref.megatron_config.optimizer_config_kwargs": SkyRLKey("The reference has no optimizer."),
+    "trainer.ref.megatron_config.empty_cuda_cache": SkyRLKey("The reference has no optimizer."),
+    "trainer.mtp": SkyRLKey(_DRAFT),
+    "trainer.algorithm.temperature": SkyRLKey(
+        "Log-probs are those of the distribution that is sampled: set generator.sampling_params.temperature.",
+        (None, "${generator.sampling_params.temperature}"),
+    ),
+    "trainer.algorithm.zero_variance_filter_tol": SkyRLKey(
+        "Rewards count as equal if they are the same number.", (0, 1e-6)
+    ),
+    "trainer.algorithm.dppo.dppo_type": SkyRLKey(
+        "Set trainer.algorithm.policy_loss_type=dppo_kl and dppo.kl_threshold.", ("binary_tv",)
+    ),
+    "trainer.fully_async.simulate_training": SkyRLKey(_SIMULATION, (False,)),
+    "trainer.fully_async.simulate_training_step_seconds": SkyRLKey(_SIMULATION),
+    "trainer.fully_async.simulate_weight_sync_seconds": SkyRLKey(_SIMULATION),
+    "trainer.recompute_old_logprobs_per_minibatch": SkyRLKey("Log-probs do not depend on how a batch is divided."),
+    "trainer.enable_ray_gpu_monitor": SkyRLKey("The memory of ranks and engines is logged with the run's metrics."),
+    "trainer.tags": SkyRLKey("Set WANDB_TAGS in the environment."),
+    "trainer.print_example_interval": SkyRLKey(_EXAMPLES),
+    "trainer.log_example_interval": SkyRLKey(_EXAMPLES),
+    "trainer.num_logger_eval_samples": SkyRLKey(_EXAMPLES),
+    "trainer.num_logger_train_samples": SkyRLKey(_EXAMPLES),
+    "trainer.logprobs_chunk_size": SkyRLKey(_PIECES),
+    "trainer.vocab_entropy_chunk_size": SkyRLKey(_PIECES),
+    "trainer.vocab_entropy_chunk_memory_mb": SkyRLKey(_PIECES),
+    "trainer.fused_lm_head_logprob": SkyRLKey(_PIECES),
+    "trainer.fused_lm_head_logprob_backend": SkyRLKey(_PIECES),
+    "generator.inference_engine.delta_weight_sync": SkyRLKey(
+        "Weights travel by generator.weight_sync_route; weight_sync_only_changed leaves out those that did not change."
+    ),
+    "generator.inference_engine.enable_return_routed_experts": SkyRLKey(
+        "Engines do so if trainer.moe_routing_replay asks."
+    ),
+    "generator.inference_engine.offload_kv_for_weight_sync": SkyRLKey(
+        "If there is no room for weights that arrive, lower generator.gpu_memory_utilization."
+    ),
+    "generator.inference_engine.use_expandable_segments": SkyRLKey(_ALLOCATOR),
+    "generator.inference_engine.distributed_executor_backend": SkyRLKey(
+        "Ray places engines, and the ranks of one are processes of its node; several nodes are nodes_per_engine."
+    ),
+    "generator.inference_engine.speculative_config": SkyRLKey(
+        "Pass it to the engine: generator.engine_init_kwargs.speculative_config."
+    ),
+    "generator.inference_engine.enable_pd": SkyRLKey(_PREFILL),
+    "generator.inference_engine.num_prefill": SkyRLKey(_PREFILL),
+    "generator.inference_engine.engine_init_kwargs.kv_transfer_config": SkyRLKey(
+        f"{_PREFILL} A connector for something else is generator.engine_init_kwargs.kv_transfer_config."
+    ),
+    "generator.inference_engine.router_init_kwargs": SkyRLKey("Requests are spread over engines without a router."),
+    "generator.sampling_params.additional_kwargs": SkyRLKey(_KWARGS, (None, {})),
+    "generator.eval_sampling_params.additional_kwargs": SkyRLKey(_KWARGS, (None, {})),
+    "generator.use_cache_salt": SkyRLKey("Prompts that were cached with other weights are never reused."),
+    "generator.vision_language_generator": SkyRLKey("Models read text alone.", (False,)),
+    "generator.merge_stepwise_output": SkyRLKey("Turns that continue a sequence are one sequence anyway."),
+}
+"""Name -> what is there instead. `*` stands for one part of a name; everything below a name has its entry."""
+
+
+@functools.cache
+def skyrl_key(name: str) -> SkyRLKey | None:
+    """The entry of a key, or of the innermost section of SKYRL_KEYS that it lies in."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        starred = [parts[0], "*", *parts[2:end]]
+        for pattern in (parts[:end], starred):
+            if entry := SKYRL_KEYS.get(".".join(pattern)):
+                return entry
+    return None
+
+
+def take_skyrl_keys(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Remove the keys of SKYRL_KEYS from nested plain values, and the sections that this leaves empty."""
+    for name in list(content):
+        key, value = f"{prefix}{name}", content[name]
+        has_keys = isinstance(value, dict) and bool(value)
+        if has_keys:
+            yield from take_skyrl_keys(value, f"{key}.")
+        if skyrl_key(key) is not None and not has_keys:
+            yield key, value
+        if (has_keys and not value) or (skyrl_key(key) is not None and not has_keys):
+            del content[name]
+
+
+def problems_of(taken: Iterable[tuple[str, Any]], config: Config) -> Iterator[Problem]:
+    """Yield what would change results and cannot be honoured."""
+    for key, value in taken:
+        entry = skyrl_key(key)
+        if entry is None or entry.accepted is None:
+            continue
+        accepted = [_followed(one, config) for one in entry.accepted]
+        if value not in accepted:
+            yield Problem(key, value, " or ".join(show(one) for one in accepted), entry.advice)
+
+
+def notes_of(taken: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield a line for all keys without effect that have the same advice."""
+    by_advice: dict[str, list[str]] = {}
+    for key, value in taken:
+        entry = skyrl_key(key)
+        if entry is not None and entry.accepted is None:
+            by_advice.setdefault(entry.advice, []).append(f"{key}={show(value)}")
+    for advice, keys in by_advice.items():
+        yield one_line(f"{', '.join(keys)}: no effect here. {advice}")
+
+
+def _followed(value: Any, config: Config) -> Any:
+    is_reference = isinstance(value, str) and value.startswith("${")
+    return value_at(config, value[2:-1]) if is_reference else value

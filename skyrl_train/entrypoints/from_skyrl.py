@@ -1,0 +1,210 @@
+"""python -m skyrl_train.entrypoints.from_skyrl RECIPE.sh: the command line for this package of a recipe of SkyRL's.
+
+Reads a shell script without running it and prints the command that starts SkyRL, 0.3's (skyrl_train) or today's
+(skyrl.train), with the modules and keys of this package. What differs is explained on standard error; exit code 2 if
+something cannot be honoured. Variables that the script lets its caller set are taken from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+import skyrl_train
+from skyrl_train.config.command_line import own_key
+from skyrl_train.config.hydra import Override, in_grammar, parse_override
+from skyrl_train.config.keys import canonical, spelt
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.problems import show
+from skyrl_train.config.schema import Config
+from skyrl_train.config.skyrl_keys import skyrl_key
+from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
+from skyrl_train.skyrl.shell import Script, commands, left_to_shell, quoted, shown
+
+REPOSITORY = Path(skyrl_train.__file__).resolve().parents[1]
+MOVED = {
+    "skyrl.train.": "skyrl_train.",
+    "examples.train_scripts.": "scripts.",
+    "examples.train_integrations.": "integrations.",
+    "examples.train.algorithms.dapo.main_dapo_fully_async": "examples.fully_async.main_fully_async",
+    "examples.train.": "examples.",
+}
+"""How the names of today's modules begin -> how those of the modules here do."""
+SKYRLS = ("skyrl_train.", "examples.", "integrations.", "scripts.")
+"""How the names of modules begin that SkyRL has; any other is a program of the user's own."""
+IN_TODAYS = re.compile(r"generator\.inference_engine\.")
+"""How keys begin that 0.3 does not have."""
+SAMPLING = "generator.eval_sampling_params."
+DEFAULTS = {
+    f"{SAMPLING}temperature": "1.0",
+    f"{SAMPLING}max_generate_length": "1024",
+    "trainer.algorithm.cispo.cispo_eps_clip_low": "1.0",
+    "trainer.algorithm.cispo.cispo_eps_clip_high": "4.0",
+}
+"""Defaults of today's SkyRL that differ from 0.3's, which are the ones here, and change results."""
+
+
+@dataclass
+class Translation:
+    """A command line for this package."""
+
+    module: str
+    overrides: list[str] = field(default_factory=list)
+    """As words of a shell: with `shell.MARKS` around what is left to it."""
+    extras: list[str] = field(default_factory=list)
+    """Extras of this package that the run needs."""
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What cannot be honoured, and why."""
+
+    def __str__(self) -> str:
+        extras = "".join(f" --extra {name}" for name in self.extras)
+        return " \\\n  ".join([f"uv run{extras} -m {self.module}", *map(quoted, self.overrides)])
+
+
+def translate(
+    text: str, path: str = "recipe.sh", arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Translation:
+    """Return the command line for this package of a shell script that starts SkyRL.
+
+    Args:
+        text: The script.
+        path: Its name, for messages and for what it says of its own folder.
+        arguments: What the script is called with, its `$@`.
+        environment: Variables that its caller sets.
+
+    Raises ConfigError for a script that cannot be read, or that starts nothing of SkyRL's with `key=value` arguments.
+    """
+    script = Script(path, arguments=list(arguments), environment=environment or {})
+    every = list(commands(text, script))
+    started = [found for words in every if (found := _started(words))]
+    if not started:
+        called = [words[1] for words in every if words[0] in ("bash", "sh", "exec", "source", ".") and len(words) > 1]
+        advice = f"It calls {called[-1]}: name that, and its arguments" if called else "Name a script that starts SkyRL"
+        raise ConfigError(f"{path}: no command `... -m MODULE key=value ...` was found. {advice}.")
+    theirs, words = started[-1]
+    done = Translation(_module_here(theirs), notes=[f"not followed: {line}" for line in script.not_followed])
+    if len(started) > 1:
+        done.notes.append(f"{path} starts {len(started)} runs; this is the last one.")
+    if script.exported:
+        done.notes.append(f"the recipe exports {', '.join(script.exported)}; if the run needs them, export them, too.")
+    if theirs != done.module:
+        done.notes.append(f"{theirs} -> {done.module}")
+    if not (REPOSITORY / f"{done.module.replace('.', '/')}.py").is_file() and done.module.startswith(SKYRLS):
+        done.problems.append(f"{theirs} has no counterpart here: docs/from_skyrl.md says how its programs run.")
+    is_todays = theirs.startswith(("skyrl.", "examples.train")) or any(map(IN_TODAYS.match, words))
+    _add_overrides(done, words, is_todays)
+    _check(done, script.environment)
+    return done
+
+
+def _started(words: list[str]) -> tuple[str, list[str]] | None:
+    """(module, arguments) of a command that starts a Python program with at least one `key=value`."""
+    for at, word in enumerate(words):
+        if word == "-m" and at + 1 < len(words):
+            module, rest = words[at + 1], words[at + 2 :]
+        elif word.endswith(".py") and not word.startswith("-"):
+            module, rest = word.removesuffix(".py").removeprefix("./").replace("/", "."), words[at + 1 :]
+        else:
+            continue
+        return (module, rest) if any(re.match(r"[+~]*\w[\w.]*=", one) for one in rest) else None
+    return None
+
+
+def _module_here(module: str) -> str:
+    for theirs, ours in MOVED.items():
+        if module.startswith(theirs):
+            return ours + module.removeprefix(theirs)
+    return module
+
+
+def _add_overrides(done: Translation, arguments: Sequence[str], is_todays: bool) -> None:
+    """Add the arguments with this package's names of keys, without those that have no effect."""
+    given: dict[str, str] = {}
+    for word in arguments:
+        key, equals, value = word.partition("=")
+        key, plus = key.lstrip("+"), key[: len(key) - len(key.lstrip("+"))]
+        if not equals or not re.fullmatch(r"~?\w[\w.@/]*", key):
+            done.problems.append(f"{shown(word)}: not key=value.")
+            continue
+        if parse_override(shown(word)).error and not left_to_shell(word):
+            value = in_grammar(yaml.safe_load(value))
+        if skyrl_key(key) is not None:
+            given[key] = value
+            continue
+        mine = Override(f"+{key}={value}", key, value)
+        if not plus and own_key(mine) and not done.module.startswith("skyrl_train."):
+            plus = "+"  # a key of the program's own
+        if not left_to_shell(value) and spelt(canonical(key), read := parse_override(f"{key}={value}").value) != read:
+            value = show(spelt(canonical(key), read))
+        given[f"{plus}{canonical(key)}"] = value
+    if is_todays:
+        for key, value in _todays_defaults(given):
+            given[key] = value
+            done.notes.append(f"{key}={value} is added: today's SkyRL has this default, 0.3 and this package another.")
+    done.overrides += [f"{key}={value}" for key, value in given.items()]
+
+
+def _todays_defaults(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    evaluates = any(key.startswith(SAMPLING) for key in given)
+    clips = given.get("trainer.algorithm.policy_loss_type", "").strip("'\"") == "cispo"
+    for key, value in DEFAULTS.items():
+        if key not in given and (evaluates if key.startswith(SAMPLING) else clips):
+            yield key, value
+
+
+def _check(done: Translation, environment: Mapping[str, str]) -> None:
+    """Add what the checks say, and leave out keys without effect."""
+    for text in dict.fromkeys(text for word in done.overrides for text in left_to_shell(word)):
+        if text != "$HOME" and text.removeprefix("$") not in environment:
+            done.notes.append(f"{text} is left to your shell.")
+    known = {word: shown(word, environment) for word in done.overrides}
+    unknown = {word for word, text in known.items() if re.search(r"=(\$\w+|\$\(.*\)|`.*`)$", text)}
+    checked = [re.sub(r"\$\(.*?\)+|`.*?`", "x", text) for word, text in known.items() if word not in unknown]
+    try:
+        own_code = not done.module.startswith("skyrl_train.")
+        prepared = prepare([*checked, "device=cuda"], has_accelerator=True, own_code=own_code)
+    except ConfigError as error:
+        done.problems += [line.strip() for line in str(error).splitlines()[1:]]
+        return
+    done.notes += [*prepared.notes, *prepared.warnings]
+    done.overrides = [word for word in done.overrides if skyrl_key(word.partition("=")[0]) is None]
+    done.extras = list(_extras(prepared.config))
+
+
+def _extras(config: Config) -> Iterator[str]:
+    if config.generator.run_engines_locally and config.generator.backend in ("vllm", "sglang"):
+        yield config.generator.backend
+    trackers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger
+    yield from (name for name in trackers if name in ("mlflow", "trackio"))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="from_skyrl", description="The command line for this package of a recipe.")
+    parser.add_argument("recipe", help="a shell script that starts SkyRL; it is read, not run")
+    parser.add_argument("arguments", nargs="*", help="what the script is called with: key=value")
+    given = parser.parse_args(arguments)
+    try:
+        done = translate(Path(given.recipe).read_text(encoding="utf-8"), given.recipe, given.arguments, os.environ)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        to_stderr(f"{error}")
+        sys.exit(2)
+    print(done)
+    for text in done.notes:
+        to_stderr(f"note: {text}")
+    for text in done.problems:
+        to_stderr(f"refused: {text}")
+    if done.problems:
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

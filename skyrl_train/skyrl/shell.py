@@ -1,0 +1,369 @@
+"""The commands of a shell script, with the variables that it assigns: read, never run.
+
+It understands assignments, arrays, `export`, `: "${NAME:=default}"`, arithmetic, line continuations, and `if` that
+compares texts. What only a shell knows, the output of a command or a variable that nobody assigned, stays as it is
+written, between MARKS, and `quoted` leaves it to the shell.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os.path
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import dropwhile
+
+from skyrl_train.errors import ConfigError
+
+MARKS = "\ue000", "\ue001"
+"""Around what is left to the shell; characters that no script has."""
+_MARKED = re.compile(f"{MARKS[0]}(.*?){MARKS[1]}", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*0-9]+\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
+_REDIRECTION = re.compile(r"&?\d*(<<?<?|>>?)[&-]?")
+_DECLARES = frozenset({"export", "readonly", "local", "declare", "typeset"})
+_SKIPPED = {"for": "done", "while": "done", "until": "done", "case": "esac"}
+"""What begins a part of a script that is not followed, and what ends it."""
+_SUMS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass
+class Script:
+    """What `commands` has found in a script beside the commands."""
+
+    path: str
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """The words of each variable that was assigned: one, unless it is an array."""
+    arguments: list[str] = field(default_factory=list)
+    """What `$@` stands for."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the caller sets, as in `NUM_GPUS=1 bash recipe.sh`."""
+    exported: list[str] = field(default_factory=list)
+    """Names of variables that the script exports."""
+    not_followed: list[str] = field(default_factory=list)
+    """Assignments in loops, functions, and under conditions that cannot be decided."""
+
+
+def commands(text: str, script: Script) -> Iterator[list[str]]:
+    """Yield the words of every command. Raises ConfigError for a script that cannot be read."""
+    branches: list[_Branch] = []
+    skipped: list[str] = []
+    for raw in _split(text, script.path):
+        if skipped or raw[0] in _SKIPPED or raw[0].endswith("()") or raw[1:2] == ["()"]:
+            _skip(raw, skipped, script)
+            continue
+        if not (words := _of_branch(raw, branches, script)):
+            continue
+        if not all(branch.is_taken for branch in branches):
+            if _ASSIGNMENT.match(words[0]) and any(branch.is_unknown for branch in branches):
+                script.not_followed.append(" ".join(words))
+            continue
+        declares = words[0] in _DECLARES
+        assigned = [found for word in words[declares:] if (found := _ASSIGNMENT.fullmatch(word))]
+        if declares or len(assigned) == len(words):
+            for found in assigned:
+                _assign(found, script)
+            script.exported += [found[1] for found in assigned if words[0] == "export"]
+        else:
+            command = dropwhile(_ASSIGNMENT.match, words)  # those before it are its environment
+            yield [one for word in command for one in _expand(word, script)]
+
+
+@dataclass
+class _Branch:
+    """The branch of an `if` that is being read."""
+
+    is_taken: bool
+    is_unknown: bool
+    """The condition cannot be decided here; the branch is not taken."""
+    is_last: bool
+    """A branch before it was taken, or it is."""
+
+
+def _of_branch(raw: list[str], branches: list[_Branch], script: Script) -> list[str]:
+    """The words of a command without the words of `if` before it; updates `branches`."""
+    first = raw[0]
+    if first in ("if", "elif", "else"):
+        done = first != "if" and bool(branches) and branches.pop().is_last
+        holds = True if first == "else" else _holds(raw[1:], script)
+        branches.append(_Branch(bool(holds) and not done, holds is None and not done, bool(holds) or done))
+        return raw[1:] if first == "else" else []
+    if first == "fi" and branches:
+        branches.pop()
+    return raw[1:] if first in ("then", "fi") else raw
+
+
+def shown(word: str, environment: Mapping[str, str] | None = None) -> str:
+    """The word with what is left to the shell as it is written, or as `environment` has it."""
+    known = environment or {}
+    return _MARKED.sub(lambda found: known.get(found[1].removeprefix("$"), found[1]), word)
+
+
+def quoted(word: str) -> str:
+    """The word for a shell, which fills in what was left to it."""
+    if MARKS[0] not in word:
+        return shlex.quote(word)
+    parts = _MARKED.split(word)
+    plain = [re.sub(r'([\\"$`])', r"\\\1", part) for part in parts[::2]]
+    return f'"{"".join(a + b for a, b in zip(plain, [*parts[1::2], ""], strict=True))}"'
+
+
+def left_to_shell(word: str) -> list[str]:
+    """What is left to the shell in a word."""
+    return _MARKED.findall(word)
+
+
+def _marked(text: str) -> str:
+    return f"{MARKS[0]}{text}{MARKS[1]}"
+
+
+def _skip(raw: list[str], skipped: list[str], script: Script) -> None:
+    first = raw[0]
+    if first in _SKIPPED:
+        skipped.append(_SKIPPED[first])
+    elif not skipped:
+        skipped.append("}")
+    if skipped[-1] in raw:
+        skipped.pop()
+    else:
+        words = raw[1:] if first in ("do", "then", "else") else raw
+        if words and _ASSIGNMENT.match(words[0]):
+            script.not_followed.append(" ".join(words))
+
+
+def _holds(words: list[str], script: Script) -> bool | None:
+    """True if the words are a comparison of texts that holds; None if they are another condition."""
+    expanded = [one for word in words for one in _expand(word, script)]
+    match expanded:
+        case ["[" | "[[", left, "=" | "==", right, "]" | "]]"] if MARKS[0] not in left + right:
+            return left == right
+        case ["[" | "[[", left, "!=", right, "]" | "]]"] if MARKS[0] not in left + right:
+            return left != right
+        case ["[" | "[[", "-n" | "-z" as kind, value, "]" | "]]"] if MARKS[0] not in value:
+            return bool(value) is (kind == "-n")
+    return None
+
+
+def _assign(found: re.Match[str], script: Script) -> None:
+    name, adds, value = found.groups()
+    if value.startswith("(") and value.endswith(")"):
+        inner = [word for raw in _split(value[1:-1], script.path) for word in raw]
+        words = [one for word in inner for one in _expand(word, script)]
+    else:
+        home = re.sub(r"^~(?=/|$)", "$HOME", value)
+        words = [" ".join(_expand(home, script, splits=False))]
+    before = script.variables.get(name, []) if adds else []
+    script.variables[name] = [*before, *words] if value.startswith("(") else ["".join([*before, *words])]
+
+
+def _split(text: str, path: str) -> Iterator[list[str]]:
+    """Yield the words of each command as they are written, with their quotes and without redirections."""
+    words: list[str] = []
+    here_documents: list[str] = []
+    at, begin = 0, None
+    while at <= len(text):
+        char = text[at : at + 1]
+        if text.startswith("\\\n", at) and begin is None:
+            at += 2
+        elif char in " \t" or (char in "\n;&|" and not (char == "&" and text[at - 1] in "<>")):  # "" at the end
+            if begin is not None:
+                words.append(text[begin:at])
+            if (char == "" or char in "\n;&|") and words:
+                here_documents += [word[2:].strip("-'\"") for word in words if re.match("<<[^<]", word)]
+                if kept := _without_redirections(words):
+                    yield kept
+                words = []
+            at, begin = at + 1, None
+            while char == "\n" and here_documents:
+                found = re.compile(rf"^\t*{re.escape(here_documents.pop(0))}$", re.MULTILINE).search(text, at)
+                at = found.end() if found else len(text)
+        elif char == "#" and begin is None:
+            at = _end_of_line(text, at)
+        else:
+            begin = at if begin is None else begin
+            at = _end_of_piece(text, at, path)
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    kept = []
+    rest = iter(words)
+    for word in rest:
+        if _REDIRECTION.fullmatch(word):
+            next(rest, None)  # the file
+        elif not _REDIRECTION.match(word):
+            kept.append(word)
+    return kept
+
+
+def _end_of_line(text: str, at: int) -> int:
+    found = text.find("\n", at)
+    return len(text) if found < 0 else found
+
+
+def _end_of_piece(text: str, at: int, path: str) -> int:
+    """The end of the character, quoted text, expansion or array that begins at `at`."""
+    char = text[at]
+    if char == "\\":
+        return at + 2
+    if char == "'":
+        return _closing(text, at + 1, "'", path, plain=True)
+    if char == '"':
+        return _closing(text, at + 1, '"', path)
+    if text.startswith("$'", at):
+        return _closing(text, at + 2, "'", path, plain=True)
+    if text.startswith(("$(", "${"), at):
+        return _closing(text, at + 2, ")" if text[at + 1] == "(" else "}", path)
+    if char == "`":
+        return _closing(text, at + 1, "`", path, plain=True)
+    if char == "(":
+        return _closing(text, at + 1, ")", path)
+    return at + 1
+
+
+def _closing(text: str, at: int, end: str, path: str, plain: bool = False) -> int:
+    """The place after `end`. With `plain`, nothing in between is special."""
+    begin = at
+    while at < len(text):
+        if text[at] == end:
+            return at + 1
+        inside_quotes = end == '"' and text[at] in "'("
+        is_comment = end == ")" and text[at] == "#" and text[at - 1].isspace()
+        if is_comment:
+            at = _end_of_line(text, at)
+        else:
+            at = at + 1 if plain or inside_quotes else _end_of_piece(text, at, path)
+    line = text.count("\n", 0, begin) + 1
+    raise ConfigError(f"{path}, line {line}: a {end} is missing. Only plain scripts of a shell can be read.")
+
+
+def _expand(word: str, script: Script, splits: bool = True) -> list[str]:
+    """The words that a written word stands for, without quotes, in order."""
+    fields, started, at, in_quotes = [""], False, 0, False
+
+    def add(values: list[str], whole: bool) -> None:
+        """`whole`: a quoted value stays one word."""
+        nonlocal started
+        parts = values if whole or not splits else [part for value in values for part in _words_of(value)]
+        if parts:
+            fields[-1] += parts[0]
+            fields.extend(parts[1:])
+            started = True
+
+    while at < len(word):
+        char = word[at]
+        if char == '"':
+            in_quotes, started, at = not in_quotes, started or word[at + 1 : at + 2] == '"', at + 1
+        elif char == "'" and not in_quotes:
+            end = word.index("'", at + 1)
+            add([word[at + 1 : end]], whole=True)
+            at = end + 1
+        elif word.startswith("\\\n", at):
+            at += 2
+        elif char == "\\":
+            kept = char if in_quotes and word[at + 1 : at + 2] not in '\\"$`\n' else ""
+            add([kept + word[at + 1 : at + 2]], whole=True)
+            at += 2
+        elif char == "`" or (char == "$" and word[at + 1 : at + 2] in ("(", "{", "'")):
+            end = _end_of_piece(word, at, script.path)
+            add(_value(word[at:end], script), whole=in_quotes)
+            at = end
+        elif char == "$" and (name := _VARIABLE.match(word, at + 1)):
+            add(_variable(name[0], script), whole=in_quotes)
+            at = name.end()
+        else:
+            add([char], whole=True)
+            at += 1
+    return fields if started else []
+
+
+def _words_of(value: str) -> list[str]:
+    """A value that stands without quotes, as the shell splits it; what is left to the shell is not split."""
+    marked = _MARKED.findall(value)
+    numbered = iter(marked)
+    plain = _MARKED.sub(MARKS[0], value)
+    return [re.sub(MARKS[0], lambda _: _marked(next(numbered)), part) for part in plain.split()]
+
+
+def _value(written: str, script: Script) -> list[str]:
+    """What `$(...)`, `${...}`, `$'...'` or a command in backquotes stands for."""
+    if written.startswith("$'"):
+        return [written[2:-1].encode().decode("unicode_escape")]
+    if written.startswith("$((") and written.endswith("))"):
+        return [_sum(written, script)]
+    if written.startswith("${"):
+        return _braced(written, script)
+    command = [
+        one for raw in _split(written.strip("$()`"), script.path) for word in raw for one in _expand(word, script)
+    ]
+    if command[:1] == ["dirname"] and len(command) > 1 and MARKS[0] not in command[-1]:
+        return [os.path.dirname(command[-1]) or "."]
+    return [_marked(re.sub(r"\$\{?(\w+)\}?", lambda name: _known(name, script), written))]
+
+
+def _known(name: re.Match[str], script: Script) -> str:
+    """The value of a variable that the script assigned, inside a command that is left to the shell."""
+    return " ".join(map(shown, script.variables.get(name[1], [name[0]])))
+
+
+def _variable(name: str, script: Script) -> list[str]:
+    if name in script.variables:
+        return script.variables[name][:1]
+    if name == "0":
+        return [script.path]
+    if name in "@*":
+        return script.arguments
+    return [] if name.isdigit() else [_marked(f"${name}")]
+
+
+def _braced(written: str, script: Script) -> list[str]:
+    """`${NAME}`, `${NAME[@]}`, and with a default, an error or an alternative; others stay as written."""
+    found = _BRACED.fullmatch(written[2:-1])
+    if found is None:
+        return [_marked(written)]
+    name, index, kind, other = found.groups()
+    if name == "BASH_SOURCE":
+        return [script.path]
+    if index in ("[@]", "[*]"):
+        return script.variables.get(name, [])
+    value = _variable(name, script)
+    if kind is not None and name not in script.variables and name in script.environment:
+        value = script.variables[name] = [script.environment[name]]
+    has_value = name in script.variables and (value != [""] or not (kind or "").startswith(":"))
+    if kind in (":+", "+"):
+        return _expand(f'"{other}"', script) if has_value else []
+    if kind is None or has_value or kind.endswith("?"):
+        return value
+    default = _expand(other if other.startswith(('"', "'")) else f'"{other}"', script) or [""]
+    if kind.endswith("="):
+        script.variables[name] = default
+    return default
+
+
+def _sum(written: str, script: Script) -> str:
+    """The value of `$((...))`; as written if it is no sum of known numbers."""
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: "".join(_variable(name[1], script)), written[3:-2])
+    try:
+        return str(_evaluated(ast.parse(text.replace("/", "//").strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return _marked(written)
+
+
+def _evaluated(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SUMS:
+            return int(_SUMS[type(op)](_evaluated(left), _evaluated(right)))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand)
+    raise ValueError("not a sum of integers")

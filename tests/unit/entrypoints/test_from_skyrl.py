@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.prepare import prepare
+from skyrl_train.entrypoints.from_skyrl import Translation, main, translate
+from skyrl_train.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+TODAYS = r"""
+set -x
+# bash examples/train/megatron/run.sh
+DATA_DIR="$HOME/data/gsm8k"
+: "${NUM_GPUS:=4}"
+: "${LOGGER:=console}" # or wandb
+MODEL="Qwen/Qwen3-0.6B"
+MINI=$((16 * 4))
+TEMPLATE="$(dirname "$0")/chat.jinja"
+
+uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  data.val_data="['$DATA_DIR/validation.parquet']" \
+  trainer.policy.model.path=$MODEL \
+  trainer.strategy=megatron \
+  trainer.policy.megatron_config.tensor_model_parallel_size=2 \
+  trainer.policy.megatron_config.moe_grouped_gemm=true \
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
+  trainer.remove_microbatch_padding=true \
+  trainer.max_training_steps=20 \
+  trainer.policy_mini_batch_size=$MINI \
+  trainer.algorithm.loss_reduction=token_mean_legacy \
+  trainer.policy.language_model_only=True \
+  generator.inference_engine.language_model_only=True \
+  generator.inference_engine.num_engines=$NUM_GPUS \
+  generator.inference_engine.backend=vllm \
+  generator.inference_engine.engine_init_kwargs='{"kernel_config": {"moe_backend": "triton"}}' \
+  generator.chat_template.source=file generator.chat_template.name_or_path="$TEMPLATE" \
+  generator.sampling_params.stop='["</sql>", "</solution>"]' \
+  generator.eval_sampling_params.stop='["</sql>", "</solution>"]' \
+  trainer.logger="$LOGGER" \
+  trainer.run_name="run-$(date +%s)" \
+  "$@"
+"""
+
+
+def words(done: Translation) -> list[str]:
+    """The words that a shell passes to the command."""
+    stub = 'uv() { printf "%s\\n" "$@"; }\n'
+    environment = {"PATH": os.environ["PATH"], "HOME": "/home/me"}
+    return subprocess.check_output(["bash", "-c", f"{stub}{done}"], text=True, env=environment).splitlines()
+
+
+def test_todays_recipe_becomes_a_command_of_this_package():
+    done = translate(TODAYS, "recipes/run.sh", ["trainer.seed=1", "trainer.max_training_steps=5"])
+    assert done.problems == []
+    _, *head, module = words(done)[:5]
+    assert (head, module) == (["--extra", "vllm", "-m"], "skyrl_train.entrypoints.main_base")
+    config = prepare(words(done)[5:], has_accelerator=True).config
+    assert config.data.train_data == ("/home/me/data/gsm8k/train.parquet",)
+    assert (config.trainer.max_steps, config.trainer.seed, config.trainer.policy_mini_batch_size) == (5, 1, 64)
+    assert config.trainer.policy.language_model_only is True
+    assert config.trainer.policy.tensor_parallel_size == 2
+    assert config.trainer.algorithm.loss_reduction == "token_mean_legacy"
+    assert config.generator.engine_init_kwargs == {"kernel_config": {"moe_backend": "triton"}}
+    assert config.generator.chat_template.name_or_path == "recipes/chat.jinja"
+    assert config.generator.sampling_params.stop == ("</sql>", "</solution>")
+    assert config.trainer.run_name.removeprefix("run-").isdecimal()
+    assert str(done).count("language_model_only") == 1 and "inference_engine." not in str(done)
+
+
+def test_differences_are_explained():
+    done = translate(TODAYS)
+    notes = "\n".join(done.notes)
+    assert "skyrl.train.entrypoints.main_base -> skyrl_train.entrypoints.main_base" in notes
+    assert "trainer.policy.megatron_config.moe_grouped_gemm=true: no effect here. Only Megatron reads it." in notes
+    assert "moe_grouped_gemm" not in str(done)
+    assert "$(date +%s) is left to your shell." in notes and "$HOME is left" not in notes
+    assert "generator.eval_sampling_params.temperature=1.0 is added" in notes
+    assert "generator.eval_sampling_params.temperature=1.0" in words(done)
+    assert "generator.eval_sampling_params.max_generate_length=1024" in words(done)
+
+
+def test_recipe_of_0_3_keeps_its_module_and_defaults():
+    text = (
+        "uv run --isolated --extra vllm -m skyrl_train.entrypoints.main_base trainer.use_sample_packing=true \\\n"
+        '  +generator.engine_init_kwargs.max_model_len=99 generator.eval_sampling_params.top_p=0.7 "$@"'
+    )
+    done = translate(text)
+    assert (done.module, done.problems, done.notes) == ("skyrl_train.entrypoints.main_base", [], [])
+    assert words(done)[5:] == [
+        "trainer.use_sample_packing=true",
+        "+generator.engine_init_kwargs.max_model_len=99",
+        "generator.eval_sampling_params.top_p=0.7",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("examples.train.algorithms.dapo.main_dapo", "examples.algorithms.dapo.main_dapo"),
+        ("examples.train.algorithms.dapo.main_dapo_fully_async", "examples.fully_async.main_fully_async"),
+        ("examples.train_scripts.full_context.main_full_ctx", "scripts.full_context.main_full_ctx"),
+        (
+            "examples.train_integrations.openenv.entrypoints.main_openenv",
+            "integrations.openenv.entrypoints.main_openenv",
+        ),
+        ("skyrl.train.entrypoints.serve", "skyrl_train.entrypoints.serve"),
+        ("my_project.train", "my_project.train"),
+    ],
+)
+def test_modules_are_those_that_are_here(theirs: str, ours: str):
+    done = translate(f"python -m {theirs} trainer.seed=1")
+    assert (done.module, done.problems) == (ours, [])
+
+
+def test_what_cannot_be_honoured_is_refused_with_the_reason():
+    text = (
+        "python examples/train/visgym/entrypoint.py --env_variant instruct generator.vision_language_generator=true "
+        "trainer.algorithm.temperature=0.5 trainer.policy.megatron_config.moe_aux_loss_coeff=0.01 trainer.sed=1"
+    )
+    assert translate(text).problems == [
+        "examples.train.visgym.entrypoint has no counterpart here: docs/from_skyrl.md says how its programs run.",
+        "--env_variant: not key=value.",
+        "instruct: not key=value.",
+        "trainer.sed=1: unknown key. Did you mean trainer.seed?",
+        "trainer.policy.megatron_config.moe_aux_loss_coeff=0.01: must be 0. trainer.algorithm.router_aux_loss_coef is "
+        "the coefficient of a loss that balances experts.",
+        "trainer.algorithm.temperature=0.5: must be null or 1.0. Log-probs are those of the distribution that is "
+        "sampled: set generator.sampling_params.temperature.",
+        "generator.vision_language_generator=true: must be false. Models read text alone.",
+    ]
+
+
+def test_keys_of_a_program_get_their_plus():
+    done = translate("python -m examples.train.mini_swe_agent.main_mini_swe generator.miniswe_traj_dir=/x")
+    assert done.problems == [] and words(done)[-1] == "+generator.miniswe_traj_dir=/x"
+
+
+def test_values_that_only_a_shell_knows_are_not_checked():
+    text = (
+        "python -m skyrl.train.entrypoints.main_base trainer.seed=$SEED trainer.epochs=$(nproc) trainer.max_steps=$MINE"
+    )
+    done = translate(text, environment={"MINE": "no number"})
+    assert done.problems == ["trainer.max_steps=no number: must be an integer or null."]
+    assert done.notes[1:] == ["$SEED is left to your shell.", "$(nproc) is left to your shell."]
+    assert str(done).endswith('"trainer.seed=$SEED" \\\n  "trainer.epochs=$(nproc)" \\\n  "trainer.max_steps=$MINE"')
+
+
+def test_cispo_has_todays_bounds():
+    done = translate("python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=cispo")
+    assert "trainer.algorithm.cispo.cispo_eps_clip_low=1.0" in words(done)
+    assert "trainer.algorithm.cispo.cispo_eps_clip_high=4.0" in words(done)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo a=1", "no command `... -m MODULE key=value ...` was found. Name a script that starts SkyRL."),
+        (
+            "bash examples/train/gsm8k/run.sh trainer.seed=1",
+            "It calls examples/train/gsm8k/run.sh: name that, and its arguments.",
+        ),
+        ("A='x", "line 1: a ' is missing"),
+    ],
+)
+def test_other_scripts_are_refused(text: str, said: str):
+    with pytest.raises(ConfigError) as refused:
+        translate(text)
+    assert said in str(refused.value)
+
+
+def test_script_prints_the_command_and_explains_on_standard_error(tmp_path: Path):
+    (tmp_path / "run.sh").write_text(TODAYS)
+    environment = {**os.environ, "PYTHON": sys.executable, "NUM_GPUS": "2"}
+    script = str(REPOSITORY / "scripts" / "from_skyrl")
+    done = subprocess.run(
+        [script, "run.sh", "trainer.seed=7"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("uv run --extra vllm -m skyrl_train.entrypoints.main_base \\\n")
+    assert "generator.num_inference_engines=2 \\\n" in done.stdout and "$HOME/data/gsm8k" in done.stdout
+    assert done.stdout.endswith("trainer.seed=7\n") or "trainer.seed=7 \\\n" in done.stdout
+    assert "note: skyrl.train.entrypoints.main_base -> " in done.stderr
+
+
+def test_refusals_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = tmp_path / "run.sh"
+    recipe.write_text("python -m skyrl.train.entrypoints.main_base trainer.fully_async.simulate_training=true")
+    for arguments in ([str(recipe)], [str(tmp_path / "absent.sh")]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert "refused: trainer.fully_async.simulate_training=true: must be false." in said.err
+    assert "absent.sh" in said.err and said.out.startswith("uv run")
