@@ -47,6 +47,10 @@ def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
         group_steps=[],
         batch_steps=[step, "correction"],
         evaluator=None,
+        learner=None,
+        state=None,
+        batch_dump=None,
+        metrics=Metrics(),
         samples_of_rows=[],
         schedule=SimpleNamespace(total_steps=9),
     )
