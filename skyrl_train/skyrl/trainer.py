@@ -308,7 +308,7 @@ class RayPPOTrainer:
         if self._overrides("load_checkpoints") and self.cfg.trainer.resume_mode not in (None, "none"):
             state.resume = partial(self._resume, state.resume)  # type: ignore[method-assign]
         if self._overrides("save_models"):
-            state.export = partial(self._export, state.export)  # type: ignore[method-assign]
+            state.export = partial(self._export, state.export)  # type: ignore[method-assign, assignment]
         if self._overrides("update_ref_with_policy") and self.cfg.trainer.update_ref_every_epoch:
             state.update_reference = partial(self._update_reference, state.update_reference)  # type: ignore[method-assign]
 

@@ -202,7 +202,7 @@ def test_a_masked_sample_shows_its_reward_and_keeps_what_is_added():
 
 def test_responses_may_not_be_changed_with_rewards():
     class Shorter(RayPPOTrainer):
-        def postprocess_generator_output(self, generator_output: Any, uids: list[str]) -> Any:
+        def postprocess_generator_output(self, generator_output: Any, uids: list[str], *more: Any) -> Any:
             return generator_output | {"response_ids": generator_output["response_ids"][1:]}
 
     cfg = SimpleNamespace(trainer=SimpleNamespace(placement=SimpleNamespace(colocate_all=False)))
