@@ -335,6 +335,7 @@ class RayPPOTrainer:
         return self._add_advantages
 
     def _log_numbers(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
+        self._data = None  # that of the step before
         self._log_into(metrics)
 
     def _postprocess(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
@@ -353,11 +354,11 @@ class RayPPOTrainer:
             take_over(groups, changed)
         if self._overrides("convert_to_training_input"):
             self._output = changed, uids
-        self._log_into(metrics)
+        self._log_numbers(groups, metrics)
 
     async def _score(self, score: Callable[[TrainBatch], Awaitable[TrainBatch]], batch: TrainBatch) -> TrainBatch:
         """In place of Learner.score."""
-        self._batch, self._data = batch, None
+        self._batch = batch
         if self._output is not None:
             output, self._output = self._output, None
             data = await to_its_end(asyncio.to_thread(self.convert_to_training_input, *output))
@@ -383,8 +384,9 @@ class RayPPOTrainer:
         if step.kl is not None:
             data = self.apply_reward_kl_penalty(data)
         data = self.compute_advantages_and_returns(data)
-        self._data = data
         batch = self._changed(data, "compute_advantages_and_returns", rewards=False)
+        reads_later = self._overrides("dump_data") or self._overrides("train_critic_and_policy")
+        self._batch, self._data = None, data if reads_later else None
         advantages, returns = batch.token_advantages, batch.returns
         if advantages is None:
             name = self._name("compute_advantages_and_returns")

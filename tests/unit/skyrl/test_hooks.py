@@ -207,6 +207,28 @@ def test_scores_and_updates_pass_through_their_overrides():
     assert loop.metrics.flush() == {"mine": 2.0}
 
 
+def test_batch_of_a_step_is_forgotten_before_the_next():
+    class Mine(RayPPOTrainer):
+        def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
+            assert "mine" not in training_input
+            data = super().fwd_logprobs_values_reward(training_input)
+            data["mine"] = torch.arange(len(data))
+            self.all_metrics["rows"] = len(data.metadata["uids"])
+            return data
+
+    _, loop = connected(Mine)
+
+    async def run() -> None:
+        for shape in ("regular", "failed rows"):
+            batch = hard_batch(shape)
+            loop.samples_of_rows = samples_of(batch)
+            loop.group_steps[0]([], loop.metrics)
+            await loop.learner.score(batch)
+            assert loop.metrics.flush() == {"rows": len(batch)}
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("calls", [0, 2])
 def test_update_override_must_call_super_once(calls: int):
     class Mine(RayPPOTrainer):
