@@ -12,7 +12,20 @@ import torch
 from torch import Tensor
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.skyrl.interface import TrajectoryID
+from skyrl_train.errors import ConfigError
+from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
+
+_FIELDS = {
+    "loss_mask": "loss_mask",
+    "rollout_logprobs": "rollout_logprobs",
+    "action_log_probs": "old_logprobs",
+    "base_action_log_probs": "ref_logprobs",
+    "values": "values",
+    "advantages": "token_advantages",
+    "returns": "returns",
+}
+"""SkyRL's names of tensors (B, R), and the TrainBatch's attributes that hold them."""
+_FIXED = ("sequences", "attention_mask", "response_mask")
 
 
 class TrainingInputBatch(dict[str, Any]):
@@ -134,24 +147,8 @@ def training_input(
 ) -> TrainingInputBatch:
     """SkyRL's batch of a scored TrainBatch, before advantages. `samples`: uid and number, of each of its sequences."""
     assert len(samples) == len(batch)
-    of_response = torch.ones(len(batch.input_ids), dtype=torch.int64)
-
-    def known(flat: Tensor | None) -> Tensor | None:
-        return None if flat is None else rectangles.responses(flat)
-
-    assert batch.token_rewards is not None
-    data = TrainingInputBatch(
-        sequences=rectangles.whole(batch.input_ids.long(), pad_token_id),
-        attention_mask=rectangles.whole(of_response),
-        response_mask=rectangles.responses(of_response),
-        loss_mask=rectangles.responses(batch.loss_mask.long()),
-        rewards=_rewards(batch, rectangles),
-        rollout_logprobs=known(batch.rollout_logprobs),
-        action_log_probs=known(batch.old_logprobs),
-        base_action_log_probs=known(batch.ref_logprobs),
-        values=known(batch.values),
-        is_last_step=_last_of_episodes(batch),
-    )
+    data = _tensors(batch, rectangles, pad_token_id)
+    data["is_last_step"] = _last_of_episodes(batch)
     lengths = (batch.lengths - batch.prompt_lengths).double()
     data.metadata = {
         "uids": [uid for uid, _ in samples],
@@ -162,6 +159,108 @@ def training_input(
         "metrics": {},
     }
     return data
+
+
+def _tensors(batch: TrainBatch, rectangles: Rectangles, pad_token_id: int) -> TrainingInputBatch:
+    """Return what the batch knows, by SkyRL's names; None for what it does not know."""
+    of_response = torch.ones(len(batch.input_ids), dtype=torch.int64)
+    data = TrainingInputBatch(
+        sequences=rectangles.whole(batch.input_ids.long(), pad_token_id),
+        attention_mask=rectangles.whole(of_response),
+        response_mask=rectangles.responses(of_response),
+    )
+    for name, field in _FIELDS.items():
+        flat = getattr(batch, field)
+        flat = flat.long() if name == "loss_mask" else flat
+        data[name] = None if flat is None else rectangles.responses(flat)
+    data["rewards"] = None if batch.token_rewards is None else _rewards(batch, rectangles)
+    return data
+
+
+def with_output(data: TrainingInputBatch, output: GeneratorOutput, by: str) -> TrainingInputBatch:
+    """Set rewards of tokens, loss masks and the engine's log-probs to those of an output with the same rows.
+
+    Raises ConfigError for an output with more or fewer entries.
+    """
+    rows, width = data["response_mask"].shape
+    if len(output["response_ids"]) != rows:
+        raise ConfigError(
+            f"{by}: the output has {len(output['response_ids'])} entries, but the step has {rows}. Leave samples out "
+            "with loss_masks of zeros."
+        )
+    lengths = data["response_mask"].sum(dim=1).tolist()
+    fields = {"loss_mask": output["loss_masks"], "rewards": output["rewards"]}
+    if data["rollout_logprobs"] is not None and output.get("rollout_logprobs") is not None:
+        fields["rollout_logprobs"] = output["rollout_logprobs"]  # type: ignore[assignment]
+    for name, values in fields.items():
+        filled = torch.zeros(rows, width, dtype=data[name].dtype)
+        for row, (length, of_row) in enumerate(zip(lengths, values, strict=True)):
+            filled[row, :length] = torch.tensor(of_row[:length], dtype=filled.dtype)  # type: ignore[index]
+        data[name] = filled
+    return data
+
+
+def with_changes(
+    batch: TrainBatch, data: TrainingInputBatch, by: str, pad_token_id: int, *, scored: bool, rewards: bool = True
+) -> TrainBatch:
+    """Return the batch with what an override has changed in `data`, which was made of it.
+
+    Tensors that are as they were leave the batch as it was, to the last bit.
+
+    Args:
+        batch: The batch that `data` was made of.
+        data: SkyRL's batch, (B, R) for each tensor of responses.
+        by: The override, for messages.
+        pad_token_id: As for `training_input`.
+        scored: True if log-probs have been scored, for the tokens that the loss mask had then.
+        rewards: False if changed rewards of tokens are not read any more.
+
+    Raises:
+        ConfigError: Tokens or rows have changed, a loss mask is neither 0 nor 1, or it has new tokens after scoring.
+    """
+    rectangles, dtype = Rectangles(batch), batch.rewards.dtype
+    before = _tensors(batch, rectangles, pad_token_id)
+    for name in _FIXED:
+        if not _equal(data.get(name), before[name]):
+            raise ConfigError(
+                f"{by}: data[{name!r}] has changed. Rows and tokens are those that were sampled: change them in the "
+                "generator, or leave samples out with a loss_mask of zeros."
+            )
+    changed = {
+        name: _flat(rectangles, data[name], name, by)
+        for name in (*_FIELDS, "rewards")
+        if data.get(name) is not None and not _equal(data[name], before[name])
+    }
+    if (mask := changed.pop("loss_mask", None)) is not None:
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise ConfigError(f"{by}: data['loss_mask'] must be 0 or 1. Scale data['advantages'] to weight tokens.")
+        counts = mask.bool() & batch.per_token(batch.status)
+        if scored and bool((counts & ~batch.loss_mask).any()):
+            raise ConfigError(
+                f"{by}: data['loss_mask'] has tokens that it did not have when log-probs were scored. Add them in "
+                "convert_to_training_input."
+            )
+        batch = batch.with_tokens(loss_mask=counts)
+    token_rewards = changed.pop("rewards", None)
+    if rewards and token_rewards is not None and batch.token_rewards is not None:
+        batch = with_token_rewards(batch, rectangles, data["rewards"])
+    if (advantages := changed.pop("advantages", None)) is not None:
+        batch = replace(batch, sequence_advantages=None)
+        batch = batch.with_tokens(advantages=torch.where(batch.loss_mask, advantages.to(dtype), 0.0))
+    return batch.with_tokens(**{_FIELDS[name]: flat.to(dtype) for name, flat in changed.items()})
+
+
+def _equal(tensor: Tensor | None, before: Tensor | None) -> bool:
+    if tensor is None or before is None:
+        return tensor is before
+    return tensor.shape == before.shape and torch.equal(tensor.double(), before.double())
+
+
+def _flat(rectangles: Rectangles, tensor: Tensor, name: str, by: str) -> Tensor:
+    try:
+        return rectangles.flat(tensor.detach().cpu())
+    except ValueError as error:
+        raise ConfigError(f"{by}: data[{name!r}] has {error}") from error
 
 
 def _rewards(batch: TrainBatch, rectangles: Rectangles) -> Tensor:

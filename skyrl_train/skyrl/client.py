@@ -19,7 +19,7 @@ from skyrl_train.engines.http.wire import Limits
 from skyrl_train.engines.sampling import normalise, request_seed, with_stop_token
 from skyrl_train.errors import ConfigError, DataError, UnsupportedParameter
 from skyrl_train.skyrl.interface import InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.skyrl.refusals import refuse
+from skyrl_train.skyrl.refusals import CLIENT, refuse
 from skyrl_train.skyrl.scope import current
 
 _NO_EFFECT = frozenset({"skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "detokenize", "logprobs"})
@@ -148,7 +148,7 @@ class InferenceEngineClient:
         await self._client.reset_prefix_cache()
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse(type(self).__name__, name)
+        refuse(type(self).__name__, CLIENT, name)
 
 
 def _error(message: str, param: str | None) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -15,13 +15,14 @@ from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, Session, used_by
 from skyrl_train.skyrl.launch import config_of, readable
-from skyrl_train.skyrl.refusals import refuse, refuse_overrides
+from skyrl_train.skyrl.refusals import EXPERIMENT, refuse, refuse_overrides
 from skyrl_train.storage.places import working_folder
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.run import RunningServices
     from skyrl_train.data.dataset import PromptDataset
     from skyrl_train.skyrl.client import InferenceEngineClient
+    from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
     from skyrl_train.skyrl.trainer import RayPPOTrainer
     from skyrl_train.trainer.schedule import StepSchedule
     from skyrl_train.trainer.trainer import Trainer
@@ -32,14 +33,19 @@ class BasePPOExp(Experiment):
 
     `cfg` is what Hydra composed. `self.config` is its checked form, with what was fitted to this machine and with the
     run's folders, which everything here reads; `self.cfg` is the same as a DictConfig.
+
+    Overriding a method of SkyRL's experiment that is not called here raises ConfigError when the class is defined.
     """
 
     uses = Uses()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls, BasePPOExp, EXPERIMENT)
+
     def __init__(self, cfg: DictConfig | Config):
         from skyrl_train.skyrl.registries import receive_registered
 
-        refuse_overrides(type(self), BasePPOExp, {"_setup_trainer"})
         receive_registered()
         config = config_of(cfg, used_by(type(self)))
         self.adopt(config)
@@ -109,8 +115,8 @@ class BasePPOExp(Experiment):
     def get_tracker(self) -> Any:
         """None: those that trainer.logger names. Another object gets the numbers too: log(data, step, commit)."""
 
-    def _setup_trainer(self) -> Any:
-        refuse(type(self).__name__, "_setup_trainer")
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse(type(self).__name__, EXPERIMENT, name)
 
     # -- the run that they are parts of ------------------------------------------------------------------------------
 
@@ -131,7 +137,6 @@ class BasePPOExp(Experiment):
 
         client = InferenceEngineClient(running.client, self.tokenizer, self.config)
         generator = self.get_generator(self.cfg, self.tokenizer, client)
-        rollouts = {evaluation: self._rollouts(generator, running, evaluation) for evaluation in (False, True)}
         facade = self.get_trainer(
             cfg=self.cfg,
             tracker=StepNumbers() if self._own_tracker is None else self._own_tracker,
@@ -143,6 +148,10 @@ class BasePPOExp(Experiment):
             colocate_pg=self.colocate_pg,
         )
         self._facade = _checked(facade, self)
+        rollouts = {
+            False: self._rollouts(generator, running, False, self._facade.own_generate),
+            True: self._rollouts(generator, running, True),
+        }
         trainer = build_trainer(
             _without_overlong_buffer(self.config) if facade.changes_rewards else self.config,
             running,
@@ -159,8 +168,17 @@ class BasePPOExp(Experiment):
         self._facade.connect(trainer)
         return trainer
 
-    def _rollouts(self, generator: Any, running: RunningServices, evaluation: bool) -> Any:
-        """What makes the groups of prompts: SkyRL's generator, or our own if that is the one by its name."""
+    def _rollouts(
+        self,
+        generator: Any,
+        running: RunningServices,
+        evaluation: bool,
+        generate: Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None = None,
+    ) -> Any:
+        """What makes the groups of prompts: SkyRL's generator, or our own if that is the one by its name.
+
+        `generate`: that of the trainer, which calls the generator's, if a subclass overrides it.
+        """
         from skyrl_train.assembly.algorithm import needs_rollout_logprobs
         from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
         from skyrl_train.skyrl.interface import GeneratorInterface
@@ -177,11 +195,11 @@ class BasePPOExp(Experiment):
         }
         if isinstance(generator, SkyRLGymGenerator):
             generator.connect(players)  # type: ignore[arg-type]
-            if generator.is_builtin:
+            if generator.is_builtin and generate is None:
                 return players["eval" if evaluation else "train"]
         needs = needs_rollout_logprobs(self.config.trainer.algorithm)
         settings = batch_settings(self.config, evaluation=evaluation, needs_logprobs=needs)
-        return GeneratorRollouts(generator, settings, self.tokenizer)
+        return GeneratorRollouts(generator, settings, self.tokenizer, generate)
 
     async def fit(self, session: Session) -> None:
         await self._facade.run()

@@ -14,11 +14,8 @@ from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
 from skyrl_train.skyrl.metrics import get_rollout_metrics
 from skyrl_train.skyrl.outputs import output_of
-from skyrl_train.skyrl.refusals import refuse_overrides
+from skyrl_train.skyrl.refusals import GENERATOR, mentioned_names, refuse_overrides
 from skyrl_train.tasks import gather_all
-
-_PARTS = frozenset({"agent_loop", "generate_batched", "_env_init", "_env_step", "_run_in_executor_if_available"})
-"""Of SkyRL's own, which subclasses may have replaced."""
 
 
 class _Player(Protocol):
@@ -26,22 +23,37 @@ class _Player(Protocol):
 
 
 class SkyRLGymGenerator(GeneratorInterface):
-    """Subclasses may override `generate` altogether, or change what goes into it and comes out of it."""
+    """Subclasses may override `generate` altogether, or change what goes into it and comes out of it.
+
+    Overriding another method of SkyRL's generator raises ConfigError when the class is defined, unless the subclass
+    calls it in a `generate` of its own.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = cls.__mro__[: cls.__mro__.index(SkyRLGymGenerator)]
+        called = set().union(*map(mentioned_names, own)) if cls.generate is not SkyRLGymGenerator.generate else set()
+        refuse_overrides(cls, SkyRLGymGenerator, {name: GENERATOR[name] for name in GENERATOR.keys() - called})
 
     def __init__(
-        self, generator_cfg: Any, skyrl_gym_cfg: Any, inference_engine_client: Any, tokenizer: Any, model_name: str
+        self,
+        generator_cfg: Any,
+        skyrl_gym_cfg: Any,
+        inference_engine_client: Any,
+        tokenizer: Any,
+        model_name: str | None = None,
+        policy_model_name: str | None = None,
     ):
+        """Take what SkyRL's generator takes; `policy_model_name` is today's name of `model_name`."""
         self.generator_cfg = generator_cfg
         self.skyrl_gym_cfg = skyrl_gym_cfg
         self.inference_engine_client = inference_engine_client
         self.tokenizer = tokenizer
-        self.model_name = model_name
+        self.model_name = self.policy_model_name = policy_model_name or model_name
         self.max_turns = generator_cfg.max_turns
         self.batched = generator_cfg.batched
         self.use_conversation_multi_turn = generator_cfg.use_conversation_multi_turn
         self._players: dict[TrainingPhase, _Player] = {}
-        if self.is_builtin:
-            refuse_overrides(type(self), SkyRLGymGenerator, _PARTS)
 
     @property
     def is_builtin(self) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.cluster.job import cluster_has_gpus
-from skyrl_train.config.hydra import plain
+from skyrl_train.config.command_line import read_command_line
+from skyrl_train.config.hydra import compose, plain
 from skyrl_train.config.prepare import prepare_composed
 from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
@@ -46,6 +49,30 @@ def readable(config: Config) -> DictConfig:
             section[name] = OmegaConf.merge(section[name], value) if name in section else value
         section["own"] = own
     return cfg
+
+
+class SkyRLTrainConfig:
+    """The name by which today's SkyRL programs compose their configuration."""
+
+    @staticmethod
+    def from_cli_overrides(args: Sequence[str]) -> DictConfig:
+        """Compose the configuration of `key=value` arguments, as `@hydra.main` would.
+
+        Keys of the program's own, below `generator` and `environment`, are added with a plus. What is wrong with the
+        arguments is printed, all of it, and the program exits with status 2.
+        """
+        line = read_command_line(args)
+        try:
+            raise_all(line.problems)
+            cfg = compose(line.overrides, line.flags["config_name"], line.flags["config_dir"])
+        except ConfigError as error:
+            to_stderr(redact(str(error)))
+            sys.exit(2)
+        with open_dict(cfg):
+            cfg.pop("hydra")
+            for section in (cfg.generator, cfg.environment, cfg.environment.skyrl_gym):
+                section.merge_with(section.pop("own", {}))  # where the program reads them
+        return cfg
 
 
 def validate_cfg(cfg: DictConfig) -> None:

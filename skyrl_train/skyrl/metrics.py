@@ -7,7 +7,29 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from skyrl_train.clock import now
 from skyrl_train.skyrl.interface import GeneratorOutput, MetricsOutput
+
+
+class Timer:
+    """Adds the seconds of a `with` block to `update_dict[message]`, for example to `all_timings` of the trainer."""
+
+    def __init__(self, message: str, update_dict: dict[str, float] | None = None):
+        self._message = message
+        self._seconds = {} if update_dict is None else update_dict
+
+    def __enter__(self) -> Timer:
+        self._start = now()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds[self._message] = self._seconds.get(self._message, 0.0) + now() - self._start
+
+    async def __aenter__(self) -> Timer:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        self.__exit__(*error)
 
 
 def total(reward: float | Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,14 @@ from skyrl_train.data.messages import continues_message, with_answer
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
-from skyrl_train.skyrl.interface import BatchMetadata, GeneratorInput, GeneratorInterface, TrainingPhase, TrajectoryID
+from skyrl_train.skyrl.interface import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    TrainingPhase,
+    TrajectoryID,
+)
 from skyrl_train.skyrl.outputs import check_output, trajectories_of
 from skyrl_train.skyrl.scope import scope
 from skyrl_train.trainer.loop import TrainingLoop
@@ -51,8 +58,16 @@ class GeneratorRollouts:
     sample that is to be left out has a loss mask of zeros.
     """
 
-    def __init__(self, generator: GeneratorInterface, settings: BatchSettings, tokenizer: Any):
+    def __init__(
+        self,
+        generator: GeneratorInterface,
+        settings: BatchSettings,
+        tokenizer: Any,
+        generate: Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None = None,
+    ):
+        """`generate`: called in place of the generator's, which it calls."""
         self._generator = generator
+        self._generate_batch = generate or generator.generate
         self._settings = settings
         self._tokenizer = tokenizer
         self._loop: TrainingLoop | None = None
@@ -125,9 +140,9 @@ class GeneratorRollouts:
         with scope(f"{self._settings.phase}.{batch[0].position if self._settings.one_by_one else step}"):
             if isinstance(self._generator, SkyRLGymGenerator):
                 with self._generator.playing([(one.prompt, one.position) for one in batch]) as played:
-                    output = await self._generator.generate(given)
+                    output = await self._generate_batch(given)
             else:
-                output = await self._generator.generate(given)
+                output = await self._generate_batch(given)
         check_output(output, ids, name)
         if self._settings.needs_logprobs and output.get("rollout_logprobs") is None:
             raise RolloutsFailed(

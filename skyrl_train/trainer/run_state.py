@@ -122,6 +122,8 @@ class RunState:
         self._failed_in_a_row = 0
         self.saved_step = 0
         """The step of the last checkpoint that was written or resumed from."""
+        self.resumed_from: Path | None = None
+        """The folder of the checkpoint that was resumed from."""
 
     async def resume(self) -> tuple[int, Unfinished]:
         """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
@@ -147,7 +149,7 @@ class RunState:
         for role, group in self._learner.trained.items():
             _log_changed_rate(role, (await group.all("load", str(found.path / role)))[0])
         self._learner.loaded(found.step)
-        self.saved_step = found.step
+        self.saved_step, self.resumed_from = found.step, found.path
         if self._reference_folder is not None and (found.path / "reference").is_dir():
             await self._reference("reload", found.path / "reference")
         for name, controller in self._controllers.items():

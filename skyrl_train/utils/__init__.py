@@ -2,4 +2,10 @@
 
 from skyrl_train.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(__name__, {"skyrl_train.skyrl.launch": ("initialize_ray", "validate_cfg")})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "skyrl_train.skyrl.launch": ("SkyRLTrainConfig", "initialize_ray", "validate_cfg"),
+        "skyrl_train.skyrl.metrics": ("Timer",),
+    },
+)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.skyrl.batches import TrainingInputBatch
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from skyrl_train.trainer.batch_dump import read_batch
 from tests.support.pages import snippets
@@ -29,7 +30,8 @@ def script(small: Callable[[Path], list[str]], tmp_path: Path) -> Script:
     """Run a script for two steps; returns its rows of metrics and what it printed."""
 
     def run(name: str, *overrides: str, expect: int = 0) -> tuple[dict[int, dict[str, Any]], str]:
-        keys = [*small(tmp_path), *TWO_STEPS, *overrides]
+        given = {text.partition("=")[0]: text for text in (*small(tmp_path), *TWO_STEPS, *overrides)}
+        keys = list(given.values())
         done = subprocess.run(
             [sys.executable, str(SCRIPTS / name), *keys],
             cwd=tmp_path,
@@ -123,6 +125,59 @@ def test_own_trainer_changes_masks_and_rewards_around_the_loop(script: Script, t
     assert (tmp_path / "ckpts" / "notes.txt").read_text() == "before\nafter step 2\n"
     assert rows[1]["advantages/abs_max"] < 1e-5  # the teacher is the policy itself, before its first update
     assert rows[2]["advantages/abs_max"] > 1e-5
+
+
+@pytest.mark.slow
+def test_own_trainer_overrides_every_method_of_a_step(script: Script, tmp_path: Path):
+    keys = [
+        "trainer.max_steps=1",
+        "trainer.resume_mode=latest",
+        "trainer.epochs=1",
+        "trainer.train_batch_size=24",
+        "trainer.policy_mini_batch_size=12",
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.update_ref_every_epoch=true",
+        "trainer.ckpt_interval=1",
+        "trainer.hf_save_interval=1",
+        "trainer.dump_data_batch=true",
+        "generator.n_samples_per_prompt=2",
+        "generator.sampling_params.max_generate_length=8",
+    ]
+    script("own_hooks.py", *keys)
+    rows, _ = script("own_hooks.py", *keys, "trainer.max_steps=2", "trainer.epochs=2")
+    file = tmp_path / "exports" / "notes.jsonl"
+    notes = [json.loads(line) for line in file.read_text().splitlines()]
+    noted = [(note["name"], note["step"]) for note in notes]
+    called = [
+        "generate",
+        "convert_to_training_input",
+        "fwd_logprobs_values_reward",
+        "compute_advantages_and_returns",
+        "dump_data",
+        "train_critic_and_policy",
+        "update_ref_with_policy",
+    ]
+    expected = []
+    for number in (1, 2):
+        expected += [("train", 1), ("load_checkpoints", 0)]
+        expected += [(name, number) for name in (*called, "eval", "save_models", "save_checkpoints")]
+    assert noted == expected
+    of = {name: [note for note in notes if note["name"] == name] for name, _ in noted}
+    checkpoint = str(tmp_path / "ckpts" / "global_step_1")
+    assert [(note["folder"], note["seen"]) for note in of["load_checkpoints"]] == [(None, 0), (checkpoint, 48)]
+    assert of["save_checkpoints"][0]["folder"] == checkpoint
+    assert [note["scored"] for note in of["convert_to_training_input"]] == [False, False]
+    assert [note["scored"] for note in of["fwd_logprobs_values_reward"]] == [True, True]
+    assert {(note["phase"], note["count"]) for note in of["generate"]} == {("train", 48)}
+    assert [note["reward"] for note in of["compute_advantages_and_returns"]] == [1.5, 1.5]
+    assert rows[2]["mine/seen"] == 96 and rows[2]["mine/grad_norm"] > 0 and rows[2]["eval/mine"] == 1
+    timed = json.loads((tmp_path / "ckpts" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < timed["timing/own_update"] <= timed["timing/update_s"]
+    folder = tmp_path / "exports"
+    data = TrainingInputBatch().load(folder / "dumped_data" / "global_step_2_training_input.pkl")
+    assert len(data) == 48 and not data["loss_mask"][:, 0].any() and data["loss_mask"][:, 1:].any()
+    assert of["train_critic_and_policy"][1]["trained"] == data["loss_mask"].sum()
+    assert sorted(path.name for path in folder.glob("global_step_*")) == ["global_step_1", "global_step_2"]
 
 
 def test_a_mistake_is_told_before_ray_starts(script: Script):

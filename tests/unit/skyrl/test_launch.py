@@ -10,6 +10,7 @@ from skyrl_train.config.prepare import prepare, prepare_composed
 from skyrl_train.config.utils import get_default_config
 from skyrl_train.entrypoints.main_base import config_dir, validate_cfg
 from skyrl_train.errors import ConfigError
+from skyrl_train.utils import SkyRLTrainConfig
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -37,6 +38,18 @@ def test_other_names_of_keys_and_keys_of_ones_own_are_read():
     assert config.generator.my_rate == 3 and config.environment.mine == "a"
     assert config.environment.skyrl_gym.own == {"shout": {"bonus": 10}}
     assert sum("key of your own" in note for note in prepared.notes) == 3
+
+
+def test_configuration_by_todays_name_is_that_of_the_command_line(capsys: pytest.CaptureFixture[str]):
+    given = ["trainer.policy.model.path=m", "+generator.my_rate=3", "generator.inference_engine.backend=sglang"]
+    cfg = SkyRLTrainConfig.from_cli_overrides([*given, "+environment.skyrl_gym.shout.bonus=10"])
+    assert cfg.generator.my_rate == 3 and cfg.environment.skyrl_gym.shout.bonus == 10
+    config = prepare_composed(cfg).config
+    assert config == prepare([*given, "+environment.skyrl_gym.shout.bonus=10"], own_code=True).config
+    assert config.generator.backend == "sglang"
+    with pytest.raises(SystemExit) as left:
+        SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.eps_clip_lo=0.1"])
+    assert left.value.code == 2 and "Did you mean trainer.algorithm.eps_clip_low?" in capsys.readouterr().err
 
 
 def test_what_a_script_changes_counts():

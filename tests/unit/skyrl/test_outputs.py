@@ -202,11 +202,11 @@ def test_a_masked_sample_shows_its_reward_and_keeps_what_is_added():
 
 def test_responses_may_not_be_changed_with_rewards():
     class Shorter(RayPPOTrainer):
-        def postprocess_generator_output(self, generator_output: Any, uids: list[str]) -> Any:
+        def postprocess_generator_output(self, generator_output: Any, uids: list[str], *more: Any) -> Any:
             return generator_output | {"response_ids": generator_output["response_ids"][1:]}
 
     cfg = SimpleNamespace(trainer=SimpleNamespace(placement=SimpleNamespace(colocate_all=False)))
-    loop = SimpleNamespace(group_steps=[], batch_steps=[], evaluator=None)
+    loop = SimpleNamespace(group_steps=[], batch_steps=[], evaluator=None, learner=None, state=None)
     Shorter(cfg, None, SimpleNamespace(pad_token_id=0), None, None, None).connect(loop)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="changed response_ids"):
+    with pytest.raises(ConfigError, match="changed response_ids or uids"):
         loop.group_steps[0](groups_of(output()), Metrics())

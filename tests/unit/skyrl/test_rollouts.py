@@ -12,12 +12,13 @@ from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import Config
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest
-from skyrl_train.errors import ConfigError, RolloutsFailed
+from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.client import InferenceEngineClient
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
+from skyrl_train.skyrl.trainer import RayPPOTrainer
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
 from tests.support.trajectories import completion_from
@@ -158,6 +159,22 @@ def test_when_rollouts_are_cancelled_their_call_has_ended(keys: list[str]):
     asyncio.run(run())
 
 
+def test_trainer_generate_is_called_in_place_of_the_generators():
+    class Around(RayPPOTrainer):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            output = await super().generate(input_batch)
+            output["rewards"] = [7.0 for _ in output["rewards"]]
+            return output
+
+    cfg, generator = config(SYNCHRONOUS), Plain()
+    trainer = Around(cfg, None, TOKENIZER, None, None, generator)
+    settings = batch_settings(cfg, evaluation=False, needs_logprobs=False)
+    assert RayPPOTrainer(cfg, None, TOKENIZER, None, None, generator).own_generate is None
+    made = GeneratorRollouts(generator, settings, TOKENIZER, trainer.own_generate)
+    (group,) = asyncio.run(all_of(made, 1))
+    assert {one.reward for one in group.trajectories} == {7.0}
+
+
 def test_what_a_generator_raises_ends_every_rollout_of_the_call():
     class Broken(GeneratorInterface):
         async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -192,18 +209,13 @@ def test_the_client_takes_both_engines_names_and_sessions():
         assert refused["error"]["param"] == "tools"
         with pytest.raises(ValueError, match="either `prompts` or `prompt_token_ids`"):
             await client.generate({})
-        with pytest.raises(AttributeError, match="by the run itself"):
+        with pytest.raises(AttributeError, match=r"no 'wake_up'\. Instead: leave the call out"):
             await client.wake_up()
 
     asyncio.run(run())
 
 
-def test_parts_of_skyrl_s_generator_that_nothing_calls_may_not_be_replaced():
-    class Mine(SkyRLGymGenerator):
-        async def agent_loop(self) -> None: ...
-
-    with pytest.raises(ConfigError, match=r"Mine\.agent_loop: nothing of skyrl_train calls it"):
-        Mine(config(SYNCHRONOUS).generator, None, None, TOKENIZER, "m")
+def test_skyrl_gym_generator_plays_only_rows_of_the_run():
     made = SkyRLGymGenerator(config(SYNCHRONOUS).generator, None, None, TOKENIZER, "m")
     with pytest.raises(RuntimeError, match="from get_generator"):
         asyncio.run(made.generate({"prompts": []}))  # type: ignore[typeddict-item]

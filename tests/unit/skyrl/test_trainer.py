@@ -47,6 +47,10 @@ def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
         group_steps=[],
         batch_steps=[step, "correction"],
         evaluator=None,
+        learner=None,
+        state=None,
+        batch_dump=None,
+        metrics=Metrics(),
         samples_of_rows=[],
         schedule=SimpleNamespace(total_steps=9),
     )
@@ -163,15 +167,19 @@ class AroundIt(RayPPOTrainer):
             super().train()
 
 
-class AroundItAsync(FullyAsyncRayPPOTrainer):
+class AroundItAsync(RayPPOTrainer):
     calls_super = True
 
-    async def train(self) -> None:  # type: ignore[override]
+    async def train(self) -> None:
         if self.calls_super:
             await super().train()
 
 
-@pytest.mark.parametrize("kind", [RayPPOTrainer, AroundIt, FullyAsyncRayPPOTrainer, AroundItAsync])
+class AroundItAhead(AroundItAsync, FullyAsyncRayPPOTrainer):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RayPPOTrainer, AroundIt, AroundItAsync, FullyAsyncRayPPOTrainer, AroundItAhead])
 def test_training_runs_whatever_a_subclass_does_around_it(kind: type[RayPPOTrainer], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CFG.trainer.fully_async, "enabled", True)
     one, loop = made(kind, None)
@@ -229,15 +237,6 @@ def test_numbers_of_a_subclass_are_logged_once_and_what_is_no_number_is_not():
     assert metrics.flush() == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["train_critic_and_policy", "convert_to_training_input", "generate", "load_checkpoints"]
-)
-def test_overriding_what_nothing_calls_is_refused(name: str):
-    kind = type("Mine", (RayPPOTrainer,), {name: lambda self: None})
-    with pytest.raises(ConfigError, match=rf"Mine\.{name}: nothing of skyrl_train calls it"):
-        kind(CFG, None, None, None, None, None)
-
-
 def test_rows_and_sizes_of_a_batch_are_those_of_skyrl(tmp_path: Path):
     data = TrainingInputBatch(one=torch.arange(6).reshape(3, 2), two=None)
     assert len(data) == data.batch_size == 3 and len(data[1:]) == 2
@@ -251,21 +250,6 @@ def test_rows_and_sizes_of_a_batch_are_those_of_skyrl(tmp_path: Path):
     data.save(tmp_path / "batch.pkl")
     for again in (TrainingInputBatch.cat(data.chunk(2)), TrainingInputBatch().load(tmp_path / "batch.pkl")):
         assert torch.equal(again["one"], data["one"]) and again.metadata == data.metadata
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("policy_model", "learner"),
-        ("train_dataloader", "trainer.seed"),
-        ("sync_policy_weights_to_inference_engines", "by the run itself"),
-        ("nonsense", "docs/from_skyrl.md"),
-    ],
-)
-def test_what_has_no_counterpart_says_what_has(name: str, said: str):
-    one, _ = made(RayPPOTrainer, None)
-    with pytest.raises(AttributeError, match=f"no '{name}'.*{said}"):
-        getattr(one, name)
 
 
 def test_a_trainer_that_is_not_connected_or_not_asynchronous_says_so():

@@ -1,0 +1,15 @@
+"""The import lines that docs/from_skyrl.md gives for programs of SkyRL's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[3] / "docs" / "from_skyrl.md"
+
+
+def test_import_lines_of_the_page_work():
+    lines = re.findall(r"\| `from skyrl\.[^`]+` \| `(from skyrl_train[^`]+)` \|", PAGE.read_text())
+    assert len(lines) >= 15
+    for line in lines:
+        exec(line, {})
