@@ -8,11 +8,10 @@ the checkpoint: weights are read, sent to engines and exported through it.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +166,6 @@ def _causal_lm_of(body: type[PreTrainedModel]) -> type[PreTrainedModel]:
     TextTowerForCausalLM.__name__ = body.__name__.removesuffix("Model") + "ForCausalLM"
     # transformers looks into the source of a class's module to see if its attention can be replaced.
     TextTowerForCausalLM.__module__ = body.__module__
-    assert body.__module__ in sys.modules
     return TextTowerForCausalLM
 
 
@@ -175,8 +173,8 @@ class _TextTower:
     """A text tower with its head: three-dimensional rotary positions follow from the plain ones of text."""
 
     base_model_prefix = "model"
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
     tower: type[PreTrainedModel]
 
     def __init__(self, config: Any):

@@ -24,7 +24,14 @@ _TEXT: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "use_bidirectional_attention": None,
     },
-    "mistral3": {"model_type": "ministral3"},
+    "mistral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8},
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "qwen2_5_vl": {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}},
     "qwen3_vl": {"rope_parameters": _MROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
     "qwen3_vl_moe": _EXPERTS
