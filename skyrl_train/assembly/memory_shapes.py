@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import REWARD_PATH, load_config
+from skyrl_train.models.loading import REWARD_PATH, load_config, model_without_memory
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel, linear_head
 from skyrl_train.models.tensor_parallel import TensorParallel
@@ -126,10 +126,9 @@ _shapes: dict[tuple[str, str, bool, int], ModelShape] = {}
 def _shape_of(
     config: PreTrainedConfig, path: str, key: str, lora: LoraConfig | None, critic: bool, parts: int
 ) -> ModelShape:
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = model_without_memory(config, torch.float32)
             head = linear_head(model)
             if lora is not None and lora.rank:
                 Adapters(model, lora, key.removesuffix("path") + "lora")

@@ -77,6 +77,28 @@ def is_composite(config: PreTrainedConfig) -> bool:
     return type(config) in COMPOSITES and config.get_text_config() is not config
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the Auto class with which transformers loads a checkpoint of a configuration as it is."""
+    return AutoModelForImageTextToText if is_composite(config) else AutoModelForCausalLM
+
+
+def placeholders(config: PreTrainedConfig) -> Tensor:
+    """Return the ids of a composite's tokens that stand for images and the like, which it reads in ways of its own."""
+    named = config.to_dict().items()
+    ids = [value for name, value in named if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def overrides_of_composite(config: PreTrainedConfig, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a language model as changes of its composite's config.json."""
+    if not changed:
+        return {}
+    text = config.get_text_config()
+    section = next(name for name in config.sub_configs if getattr(config, name) is text)
+    tied = {name: value for name, value in changed.items() if name == "tie_word_embeddings"}
+    return {section: dict(changed), **tied}
+
+
 def composite_of(model: nn.Module) -> Composite | None:
     """Return the composite that a text model was made from; None for any other model."""
     composite: Composite | None = getattr(model, _ATTRIBUTE, None)

@@ -168,7 +168,7 @@ def _open(
         model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
         _refuse_absent(key, path, info["missing_keys"])
     try:
-        saved = SavedWeights(model, _weight_files(path, config))
+        saved = open_checkpoint(model, path, config)
     except OSError as error:
         raise _cannot_load(key, path, error) from error
     if lost := [name for name, _ in model.named_parameters() if name not in saved]:
@@ -178,6 +178,17 @@ def _open(
             "save_pretrained, and give that folder."
         )
     return model, saved
+
+
+def open_checkpoint(model: PreTrainedModel, path: str, config: PreTrainedConfig) -> SavedWeights:
+    """Return the weights of a folder or hub name, for its model on the meta device. Raises OSError if it has none."""
+    return SavedWeights(model, _weight_files(path, config))
+
+
+def set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Write into a configuration, and that of a composite's language model, the dtype in which it is saved."""
+    for part in (config, config.get_text_config()):
+        part.dtype = dtype
 
 
 def load_reward_model(
@@ -323,7 +334,7 @@ def has_separate_head(path: str) -> bool:
     if not has_both(tied, [name for pair in pairs for name in pair if _checkpoint_name(tied, name) in held]):
         return False
     untie_head(config)
-    saved = SavedWeights(model_without_memory(config, torch.float32), _weight_files(path, config))
+    saved = open_checkpoint(model_without_memory(config, torch.float32), path, config)
     return any(not torch.equal(saved.read(name), saved.read(source)) for name, source in _tied_names(tied).items())
 
 

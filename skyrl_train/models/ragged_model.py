@@ -137,7 +137,8 @@ class RaggedModel(nn.Module):
         if self._longest_exact and longest > self._longest_exact:
             raise ConfigError(
                 f"A sequence has {longest} tokens, but beyond {self._longest_exact} this model's rope changes for a "
-                "whole micro-batch (longrope), or its attention is divided into chunks (Llama 4); shorten prompts or responses (max_prompt_length, max_generate_length)."
+                "whole micro-batch (longrope), or its attention is divided into chunks (Llama 4); shorten prompts or "
+                "responses (max_prompt_length, max_generate_length)."
             )
         positions = score_mask.nonzero().flatten()
         assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"

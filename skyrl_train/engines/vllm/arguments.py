@@ -18,6 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import is_composite, overrides_of_composite
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.storage.copies import local_copy
 
@@ -57,9 +58,14 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     if max_lora_rank:
         arguments["max_lora_rank"] = max_lora_rank
     config = load_config(model, **rope)
-    changed = {"rope_parameters": config.rope_parameters} if any(one is not None for one in rope.values()) else {}
+    changed: dict[str, Any] = {}
+    if any(one is not None for one in rope.values()):
+        changed["rope_parameters"] = config.get_text_config().rope_parameters
     if has_separate_head(model):
         changed["tie_word_embeddings"] = False
+    if is_composite(config):
+        arguments["language_model_only"] = True
+        changed = overrides_of_composite(config, changed)
     if changed:
         arguments["hf_overrides"] = changed
     if not on_cpu:
