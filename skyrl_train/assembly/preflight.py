@@ -24,6 +24,8 @@ from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model import refusal
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
+from skyrl_train.models.composite import composite_class
 from skyrl_train.models.loading import (
     POLICY_PATH,
     REWARD_PATH,
@@ -76,12 +78,15 @@ def check_run(cfg: Config, uses: Uses) -> None:
         attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
     policy = None
     unreachable: set[str] = set()
+    seen: set[str] = set()
     with _quiet_transformers():
         for key, path in model_paths(cfg, uses):
             if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
                 problems.append(problem)
                 unreachable.add(key)
                 continue
+            attempt(_note_composite, cfg, key, path, path in seen)
+            seen.add(path)
             model = attempt(_model, cfg, uses, key, path)
             policy = model if key == POLICY_PATH else policy
     tokenizer = None
@@ -114,6 +119,29 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_progress:
             logging.enable_progress_bar()
+
+
+def _note_composite(cfg: Config, key: str, path: str, is_noted: bool) -> None:
+    """Say on stderr that only the language model of a composite is used, unless `is_noted`. Raise ConfigError if that
+    is switched off.
+    """
+    try:
+        kind = None if key == REWARD_PATH else composite_class(load_config(path, key=key))
+    except ConfigError:
+        return  # `_model` raises it, too
+    if kind is None:
+        return
+    role = key.split(".")[1]
+    if getattr(getattr(cfg.trainer, role), "language_model_only", None) is False:
+        raise ConfigError(
+            f"trainer.{role}.language_model_only=false: {path!r} is a {kind}, whose other towers cannot be trained or "
+            "served. Set it to null or true to use its language model, or give the path of a text-only model."
+        )
+    if not is_noted:
+        to_stderr(
+            f"note: {key}={path!r}: {kind} is used as a text model (trainer.policy.language_model_only). Only its "
+            "language model is loaded and trained; exports contain its other towers unchanged."
+        )
 
 
 def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:

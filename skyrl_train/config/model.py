@@ -266,6 +266,9 @@ class PolicyConfig(Section):
     pytorch.org/memory_viz shows them."""
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration: `+trainer.policy.model_config_kwargs.num_hidden_layers=2`."""
+    language_model_only: bool | None = None
+    """Use only the language model of a composite checkpoint, such as a vision-language model. null: where a checkpoint
+    is one, as images are not trained on. false refuses composites."""
     megatron_config: PolicyMegatronConfig = key(factory=PolicyMegatronConfig)
 
 
@@ -287,6 +290,8 @@ class RefConfig(Section):
     deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig, needs=DEEPSPEED)
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
+    language_model_only: bool | None = None
+    """Likewise for the reference: see `trainer.policy.language_model_only`."""
     megatron_config: MegatronConfig = key(factory=MegatronConfig)
 
 

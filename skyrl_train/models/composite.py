@@ -47,20 +47,6 @@ class Composite:
         """The configuration of the whole checkpoint."""
         return self.model.config
 
-    @property
-    def other_towers(self) -> list[str]:
-        """Names of the composite's modules without a part in the text model, such as "vision_tower"."""
-        used = {name.rpartition(".")[0] for name in self.names.values()}
-        roots = [self.model] if self.model.base_model is self.model else [self.model, self.model.base_model]
-        paths = {id(module): path for path, module in self.model.named_modules()}
-        found = [
-            (name, paths[id(child)])
-            for root in roots
-            for name, child in root.named_children()
-            if any(True for _ in child.parameters())
-        ]
-        return [name for name, path in found if not any(f"{one}.".startswith(f"{path}.") for one in used)]
-
     def module_name(self, name: str) -> str:
         """Return the composite's name of a linear layer of the text model."""
         return self.names[f"{name}.weight"].removesuffix(".weight")
@@ -75,6 +61,11 @@ class Composite:
 def is_composite(config: PreTrainedConfig) -> bool:
     """True for the configuration of a checkpoint that has a language model beside other towers."""
     return type(config) in COMPOSITES and config.get_text_config() is not config
+
+
+def composite_class(config: PreTrainedConfig) -> str | None:
+    """Return the name of the class of a composite; None for the configuration of any other model."""
+    return COMPOSITES[type(config)].__name__ if is_composite(config) else None
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

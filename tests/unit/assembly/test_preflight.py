@@ -28,6 +28,7 @@ from skyrl_train.models.loading import POLICY_PATH, described_causal_lm
 from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model
+from tests.support.composites import save_composite
 from tests.support.hub_server import hub_server
 
 ROW = {
@@ -383,3 +384,32 @@ def test_typed_escape_in_stop_string_is_a_warning(good: list[str], typed: str):
     assert "generator.eval_sampling_params.stop=" in warning and "$'generator.eval_sampling_params.stop=" in warning
     real = typed.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
     assert prepare([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []
+
+
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_composite_is_noted_once(
+    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    if backend == "vllm":
+        pytest.importorskip("vllm")
+    path = save_composite(tmp_path / "composite", "gemma3")
+    given = (f"trainer.policy.model.path={path}", "trainer.algorithm.use_kl_loss=true", f"generator.backend={backend}")
+    code, printed, _ = check(capsys, *good, *given)
+    assert code == 0 and printed.count("Gemma3ForConditionalGeneration is used as a text model") == 1, printed
+
+
+def test_composite_is_refused_if_switched_off(
+    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"trainer.policy.model.path={save_composite(tmp_path / 'composite', 'gemma3')}"
+    code, printed, _ = check(capsys, *good, given, "trainer.policy.language_model_only=false")
+    assert code == 2 and "trainer.policy.language_model_only=false: " in printed
+    assert "whose other towers cannot be trained or served" in printed
+
+
+def test_composite_with_linear_attention_is_refused(
+    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_composite(tmp_path / "composite", "qwen3_5")
+    code, printed, _ = check(capsys, *good, f"trainer.policy.model.path={path}")
+    assert code == 2 and "has layers of kind ['linear_attention']" in printed
