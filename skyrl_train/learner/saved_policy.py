@@ -129,7 +129,8 @@ def open_policy(
         checkpoint: The folder of the checkpoint.
         trainer: The configuration of the run.
         base: Where the model of trainer.policy.model.path is now: a folder, an address or a hub name.
-        recorded: The checkpoint's record of that model, which is compared if the policy has adapters.
+        recorded: The checkpoint's record of that model, which is compared if an export takes weights from it: those
+            below adapters, and the other towers of a composite.
 
     Raises:
         ConfigError: The model cannot be loaded.
@@ -145,11 +146,11 @@ def open_policy(
             key="--base" if base else POLICY_PATH,
         )
         lora = trainer.policy.model.lora
-        compared = recorded if lora.rank else None
+        compared = recorded if lora.rank or composite_of(model) is not None else None
         shares = [] if compared is None else [tensor_fingerprints(model, saved, 0, 1)]
         policy = SavedPolicy(model, saved, reader, trainer)
-        if compared is not None and policy.adapters is not None:
-            now = BaseModel.of(shares, LoraRecord.of(lora, policy.adapters))
+        if compared is not None:
+            now = BaseModel.of(shares, None if policy.adapters is None else LoraRecord.of(lora, policy.adapters))
             refuse_other_base(checkpoint, compared, now, "trainer.policy.model")
             policy.base_is_compared = True
         yield policy

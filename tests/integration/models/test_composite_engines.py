@@ -42,6 +42,8 @@ def loop() -> Iterator[BackgroundLoop]:
 def bench(name: str, engine: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("model")
     row = composite(name)
+    if engine == "vllm" and row.vllm_needs:
+        pytest.importorskip(row.vllm_needs)
     path = save_composite(folder / "model", row.kind, **row.shape)
     served = start(engine, path)
     yield Bench(served, load_causal_lm(path, dtype=torch.float32), loop, folder)

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from skyrl_train.assembly.export import Export, export
 from skyrl_train.config.run_folder import config_of_run
+from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.saved_policy import open_policy
 from skyrl_train.models.loading import load_causal_lm
 from tests.support.composites import KINDS, save_composite
@@ -88,3 +89,10 @@ def test_exported_adapter_loads_on_the_composite(kind: str, tmp_path: Path) -> N
     assert not torch.allclose(logprobs(model), before, atol=0.1)
     adapted = {name for name, _ in model.named_modules() if name.endswith(".lora_A")}
     assert adapted and not tower_names(adapted), "adapters are in the language model only"
+
+
+def test_other_towers_are_not_taken_from_another_base(tmp_path: Path) -> None:
+    checkpoint = save_run(tmp_path / "run", save_composite(tmp_path / "base", "gemma3"))
+    other = save_composite(tmp_path / "other", "gemma3", seed=1)
+    with pytest.raises(CheckpointError, match=r"was trained from another model: trainer\.policy\.model\.path"):
+        export(Export(str(checkpoint), str(tmp_path / "model"), base=other))
