@@ -40,7 +40,8 @@ sync, and that GRPO trains two steps with it from a tiny checkpoint, which is ex
 
 - Tokens that stand for images are read as any other token: prompts of text do not contain them.
 - Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention.
-- vLLM's classes for Qwen2.5-VL and Qwen3-VL import torchvision, which `scripts/cpu_engines` does not install.
+- vLLM's classes of composites import torchvision, which comes with vLLM on GPUs. `scripts/cpu_engines` does not install
+  it, as its builds on PyPI are for CUDA.
 """
 TESTS = """\
 ## Tests

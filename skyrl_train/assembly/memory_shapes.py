@@ -155,7 +155,7 @@ def _shape_of(
         key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads) // parts,
         head_dim=int(getattr(text, "head_dim", None) or head.in_features // heads),
         vocab=0 if critic else head.out_features,
-        tied=bool(text.tie_word_embeddings),
+        tied=bool(model.config.get_text_config().tie_word_embeddings),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         experts_per_token=experts,
         softcapped=getattr(text, "attn_logit_softcapping", None) is not None,

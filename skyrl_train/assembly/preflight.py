@@ -22,6 +22,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model import refusal
+from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
@@ -158,6 +159,8 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     try:
         if backend == "sglang":
             _check_sglang(cfg)
+        if backend == "vllm":
+            refuse_composite(path, load_config(path, key=key))
         if not uses.learner and backend != "transformers":
             return None  # other engines have model classes of their own
         model = described_causal_lm(

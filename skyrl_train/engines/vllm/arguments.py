@@ -17,6 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
 from skyrl_train.engines.base import SampleRequest
+from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, overrides_of_composite
 from skyrl_train.models.loading import has_separate_head, load_config
@@ -64,6 +65,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     if has_separate_head(model):
         changed["tie_word_embeddings"] = False
     if is_composite(config):
+        refuse_composite(model, config)
         arguments["language_model_only"] = True
         changed = overrides_of_composite(config, changed)
     if changed:

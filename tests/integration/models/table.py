@@ -193,8 +193,6 @@ class CompositeRow:
     engines: tuple[str, ...]
     shape: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    vllm_needs: str = ""
-    """A package that vLLM's class imports and that `scripts/cpu_engines` does not install."""
 
 
 COMPOSITES = (
@@ -202,9 +200,9 @@ COMPOSITES = (
     CompositeRow("Gemma 4", "gemma4", ("transformers", "vllm")),
     CompositeRow("Mistral 3", "mistral3", ("transformers", "vllm"), note="also Ministral 3"),
     CompositeRow("Llama 4", "llama4", ("transformers", "vllm")),
-    CompositeRow("Qwen2.5-VL", "qwen2_5_vl", ("transformers", "vllm"), {"hidden_size": 128}, vllm_needs="torchvision"),
-    CompositeRow("Qwen3-VL", "qwen3_vl", ("transformers", "vllm"), vllm_needs="torchvision"),
-    CompositeRow("Qwen3-VL-MoE", "qwen3_vl_moe", ("transformers", "vllm"), vllm_needs="torchvision"),
+    CompositeRow("Qwen2.5-VL", "qwen2_5_vl", ("transformers", "vllm"), {"hidden_size": 128}),
+    CompositeRow("Qwen3-VL", "qwen3_vl", ("transformers", "vllm")),
+    CompositeRow("Qwen3-VL-MoE", "qwen3_vl_moe", ("transformers", "vllm")),
     CompositeRow("GLM-4V", "glm4v", ("transformers", "vllm")),
     CompositeRow("InternVL", "internvl", ("transformers", "vllm")),
 )
