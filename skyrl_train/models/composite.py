@@ -134,10 +134,15 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
             model: Any = AutoModelForCausalLM.from_config(config, **options)
         else:
             model = _causal_lm_of(type(AutoModel.from_config(config, **options)))._from_config(config, **options)
-    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
-        model.base_model_prefix = "model"  # Llama 4's class has the prefix that it has in its composite
+    name_body(model)
     setattr(model, _ATTRIBUTE, Composite(composite, _names(model, composite)))
     return model  # type: ignore[no-any-return]
+
+
+def name_body(model: PreTrainedModel) -> None:
+    """Let `model.base_model` be the body of a causal language model: Llama 4's class names it as its composite does."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"
 
 
 def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]:

@@ -77,9 +77,7 @@ def export_hf(
     directory.mkdir(parents=True, exist_ok=True)
     model = model_without_memory(copy.deepcopy(model_config), torch.float32)
     composite, base = composite_of(model), model_config.name_or_path if base is None else base
-    everything = tensors
-    if composite is not None:
-        everything = chain(tensors, open_checkpoint(model, base, model_config).other_towers())
+    everything = tensors if composite is None else chain(tensors, _other_towers(model, base, model_config))
     names = model.state_dict().keys()
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
@@ -96,16 +94,28 @@ def export_hf(
             pass
         raise
     name_files(directory, files, total)
-    config = copy.deepcopy(model_config)
+    _save_config(copy.deepcopy(model_config), model, written, dtypes, directory)
+    _complete(directory, tokenizer, base)
+    if composite is not None:
+        _copy_processor(base, directory)
+
+
+def _other_towers(model: PreTrainedModel, base: str, config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, tensor) of what the composite at `base` has beside its text model."""
+    yield from open_checkpoint(model, base, config).other_towers()
+
+
+def _save_config(
+    config: PreTrainedConfig, model: PreTrainedModel, written: set[str], dtypes: set[torch.dtype], directory: Path
+) -> None:
+    """Write config.json for the weights called `written`, which have these dtypes. It changes `config`."""
+    composite = composite_of(model)
     config.architectures = [type(model if composite is None else composite.model).__name__]
     if len(dtypes) == 1:
         set_dtype(config, dtypes.pop())
     if has_both(model, written):
         untie_head(config)
     config.save_pretrained(directory)
-    _complete(directory, tokenizer, base)
-    if composite is not None:
-        _copy_processor(base, directory)
 
 
 def export_adapter(

@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 
 from skyrl_train.config.sources import is_address, local_path
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, text_model
+from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, name_body, text_model
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 from skyrl_train.storage.copies import local_copy
 
@@ -274,6 +274,7 @@ def _load(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise _cannot_load(key, path, error) from error
+    name_body(model)
     return model, info
 
 
@@ -312,7 +313,9 @@ def model_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
     # It never computes attention, so the kernels that its configuration may name need not be installed.
     options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    name_body(model)
+    return model
 
 
 def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:

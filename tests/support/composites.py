@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 _TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma4": {
@@ -27,8 +27,8 @@ _TEXT: dict[str, dict[str, Any]] = {
     "mistral3": {
         "model_type": "ministral3",
         "rope_parameters": {
-            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
-            **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8},
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 256.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16},
             "llama_4_scaling_beta": 0.1,
         },
     },
@@ -117,7 +117,7 @@ def composite_model(
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
         "num_hidden_layers": 2,
-        "num_attention_heads": hidden_size // 32 if kind in ("internvl", "qwen2_5_vl") else 4,
+        "num_attention_heads": hidden_size // 32 if kind in ("glm4v", "internvl", "qwen2_5_vl") else 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 4096,
