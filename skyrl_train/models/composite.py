@@ -39,6 +39,8 @@ class Composite:
 
     model: PreTrainedModel
     """The whole composite, on the meta device."""
+    body: str
+    """Name of the language model, without its head, in the composite."""
     names: Mapping[str, str]
     """Name of each parameter and persistent buffer of the text model -> its name in the composite."""
 
@@ -85,7 +87,7 @@ def overrides_of_composite(config: PreTrainedConfig, changed: Mapping[str, Any])
     if not changed:
         return {}
     text = config.get_text_config()
-    section = next(name for name in config.sub_configs if getattr(config, name) is text)
+    section = next(name for name in config.sub_configs if getattr(config, name, None) is text)
     tied = {name: value for name, value in changed.items() if name == "tie_word_embeddings"}
     return {section: dict(changed), **tied}
 
@@ -135,7 +137,7 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
         else:
             model = _causal_lm_of(type(AutoModel.from_config(config, **options)))._from_config(config, **options)
     name_body(model)
-    setattr(model, _ATTRIBUTE, Composite(composite, _names(model, composite)))
+    setattr(model, _ATTRIBUTE, Composite(composite, _body(composite), _names(model, composite)))
     return model  # type: ignore[no-any-return]
 
 
@@ -147,8 +149,7 @@ def name_body(model: PreTrainedModel) -> None:
 
 def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]:
     """Name of a tensor of the text model -> its name in the composite. Raises ConfigError if they do not correspond."""
-    body, place = _path(model, model.get_input_embeddings()), _path(composite, composite.get_input_embeddings())
-    body, place = body.rpartition(".")[0], place.rpartition(".")[0]
+    body, place = _body(model), _body(composite)
     tower = composite.get_submodule(place)
     if type(tower) is not type(model.get_submodule(body)):
         raise _not_separable(composite, f"its language model is a {type(tower).__name__}")
@@ -164,6 +165,11 @@ def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]
             raise _not_separable(composite, f"it has no tensor for {name}")
         names[name] = outer
     return names
+
+
+def _body(model: PreTrainedModel) -> str:
+    """Return the name of the module that has the embedding of tokens."""
+    return _path(model, model.get_input_embeddings()).rpartition(".")[0]
 
 
 def _path(model: PreTrainedModel, wanted: nn.Module | None) -> str:

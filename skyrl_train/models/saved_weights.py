@@ -44,6 +44,9 @@ class SavedWeights:
         self._model = model = model if composite is None else composite.model
         self._names = {} if composite is None else composite.names
         """Name of a tensor of a text model -> its name in the composite."""
+        self._body = "" if composite is None else f"{composite.body}."
+        self._renamed: dict[str, str] = {}
+        """Name in the files -> name in the model, or what it would be if the model had it."""
         self._slices: dict[str, Any] = {}
         for file in files:
             opened = safe_open(file, framework="pt")
@@ -91,11 +94,10 @@ class SavedWeights:
         return len(next(iter(keys.values()))) if _merges_rows(converter) else len(self.read(name))
 
     def other_towers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the files, tensor) of what a composite has beside its text model, as it is saved."""
-        read = [self._tensors[self._first[name]][1] for name in self._names.values() if name in self._first]
-        used = {key for keys in read for sources in keys.values() for key in sources}
-        for key in self._slices:
-            if key not in used:
+        """Yield (name in the files, tensor) of what a composite has beside its language model, as it is saved."""
+        inner = set(self._names.values())
+        for key, name in self._renamed.items():
+            if name not in inner and not name.startswith(self._body):
                 yield key, self._of_file(key, EVERYTHING)
 
     def _of_file(self, key: str, rows: slice) -> Tensor:
@@ -114,6 +116,7 @@ class SavedWeights:
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
             if name not in wanted and key in wanted:
                 name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+            self._renamed[key] = name
             if name not in wanted:
                 continue
             converter = None if pattern is None else by_pattern[pattern]

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.models.export import export_adapter
 from skyrl_train.models.loading import load_causal_lm
+from skyrl_train.models.lora import Adapters
+from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.testing.tiny_models import byte_tokenizer
 from tests.support.composites import save_composite
-from tests.support.engine_bench import BackgroundLoop, Bench
+from tests.support.engine_bench import TOLERANCE, BackgroundLoop, Bench, largest_gap
+from tests.support.tiny_adapters import fill_adapters
 
-from .agreement import assert_agrees_with_the_learner
+from .agreement import PROMPTS, assert_agrees_with_the_learner, learners_logprobs
 from .table import COMPOSITES, composite
 from .test_conformance_models import memory_is_not_a_number, start
 
@@ -58,3 +64,21 @@ def test_engine_serves_the_language_model_of_a_composite(name: str, engine: str,
     with memory_is_not_a_number():
         bench.run(bench.publish(load_causal_lm(other, dtype=torch.float32)))
     assert_agrees_with_the_learner(bench)
+
+
+def test_engine_serves_exported_adapter_of_a_composite(loop: BackgroundLoop, tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "gemma3")
+    model = load_causal_lm(path, dtype=torch.float32)
+    adapters = Adapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
+    fill_adapters(model)
+    trained = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
+    tensors = {adapters.exported_name(name): tensor.detach() for name, tensor in adapters.separate(trained)}
+    export_adapter(adapters, tensors, byte_tokenizer(), tmp_path / "adapter", base=path)
+    engine = start("transformers", path)
+    bench = Bench(engine, model, loop, tmp_path)
+    bench.run(engine.load_adapter("mine", str(tmp_path / "adapter")))
+    request = bench.request(PROMPTS[0], max_tokens=24, adapter="mine")
+    (completion,) = bench.generate(request)
+    wanted = learners_logprobs(TokenScorer(model), request, completion)
+    assert largest_gap(completion.full_logprobs.tolist(), wanted) <= TOLERANCE
+    loop.run(engine.close())
