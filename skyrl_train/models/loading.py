@@ -157,8 +157,10 @@ def _open(
             f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
         )
     if is_composite(config):
-        whole, info = _load(AutoModelForImageTextToText, path, config, key, dtype, "eager", "meta")
-        model = text_model(whole, dtype, attention)
+        _, info = _load(AutoModelForImageTextToText, path, config, key, dtype, "eager", "meta")
+        if has_separate_head(path):
+            untie_head(config)
+        model = text_model(composite_without_memory(config, dtype), dtype, attention)
         composite = composite_of(model)
         assert composite is not None
         _refuse_absent(key, path, set(composite.names.values()).intersection(info["missing_keys"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +65,14 @@ def test_checkpoint_names_are_those_of_the_file(kind: str, tmp_path: Path) -> No
 
 def test_separate_head_of_a_composite_is_noticed(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3", tied=True)
-    assert not has_separate_head(path)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     embedding = tensors["language_model.model.embed_tokens.weight"]
+    for equal in (tensors, tensors | {"language_model.lm_head.weight": embedding.clone()}):
+        save_file(equal, file, metadata={"format": "pt"})
+        assert not has_separate_head(path)
+        model: Any = load_causal_lm(path, dtype=torch.float32)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
     save_file(tensors | {"language_model.lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
     assert has_separate_head(path)
     model = load_causal_lm(path, dtype=torch.float32)
