@@ -30,8 +30,8 @@ start says so; `trainer.policy.language_model_only=false` refuses composites ins
 nor trained. Exports are complete composites: the other towers and the processor's files are copied bit by bit, and
 adapters have names that peft finds in the composite.
 
-Other composites of transformers run, too, where their language model is a part of its own with a linear head. Hybrid
-language models, such as that of Qwen3.5, are refused: only full, sliding-window and chunked attention are known.
+Other composites are refused, and so are hybrid language models, such as that of Qwen3.5: only full, sliding-window and
+chunked attention are known. vLLM is started with `language_model_only=True`.
 """
 COMPOSITE_NOTES = """\
 The learner's gradients of each are those of the composite's own forward pass on padded text, in float64, with and

@@ -31,6 +31,14 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from skyrl_train.errors import ConfigError
 
 _ATTRIBUTE = "skyrl_composite"
+_KNOWN = (
+    *("gemma3", "gemma4", "glm4v", "internvl", "llama4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
+"""Values of `model_type` of the composites that compute for text what their language model alone computes.
+
+Others may not: PaliGemma lets the tokens of a prompt see later ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,10 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
         attention: The implementation of attention; None for the best one that the model supports.
 
     Raises:
-        ConfigError: The composite does not contain its language model as a part that can be run alone.
+        ConfigError: The composite is not known to compute for text what its language model alone computes.
     """
+    if composite.config.model_type not in _KNOWN:
+        raise _not_separable(composite, f"it is not known to compute that for text; those of {', '.join(_KNOWN)} are")
     config = copy.deepcopy(composite.config.get_text_config())
     config._name_or_path = composite.config.name_or_path
     head, embeddings = composite.get_output_embeddings(), composite.get_input_embeddings()
@@ -177,7 +187,7 @@ def _path(model: PreTrainedModel, wanted: nn.Module | None) -> str:
 
 
 def _not_separable(composite: PreTrainedModel, reason: str) -> ConfigError:
-    return ConfigError(f"{type(composite).__name__} cannot be used as a text model: {reason}.")
+    return ConfigError(f"{type(composite).__name__} cannot be used as its language model alone: {reason}.")
 
 
 @cache

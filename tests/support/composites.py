@@ -57,6 +57,8 @@ _TEXT: dict[str, dict[str, Any]] = {
         "rope_parameters": _MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
     },
     "internvl": {"model_type": "qwen2"},
+    "qwen2_vl": {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}},
+    "smolvlm": {"model_type": "llama"},
 }
 _QWEN_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "depth": 1, "out_hidden_size": 64}
 _SIGLIP = {
@@ -87,6 +89,8 @@ _VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": _QWEN_VISION | {"num_position_embeddings": 64},
     "glm4v": _QWEN_VISION | {"image_size": 28},
     "internvl": _SIGLIP | {"image_size": [28, 28], "patch_size": [14, 14]},
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "depth": 1, "mlp_ratio": 2},
+    "smolvlm": _SIGLIP,
 }
 _TOP: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 1, "boi_token_index": 300, "eoi_token_index": 301, "image_token_index": 302},
@@ -97,8 +101,11 @@ _TOP: dict[str, dict[str, Any]] = {
     "mistral3": {"image_token_index": 302, "spatial_merge_size": 1},
     "llama4": {"boi_token_index": 300, "eoi_token_index": 301, "image_token_index": 302},
     "internvl": {"image_token_id": 302},
+    "smolvlm": {"image_token_id": 302, "scale_factor": 1},
 }
 _QWEN_TOKENS = {"image_token_id": 302, "video_token_id": 303, "vision_start_token_id": 300, "vision_end_token_id": 301}
+_OWN_HEAD_SIZE = ("glm4v", "internvl", "qwen2_5_vl", "qwen2_vl")
+"""Those whose attention ignores `head_dim`."""
 KINDS = tuple(_TEXT)
 """Values of `model_type` of the composites that can be made here."""
 
@@ -117,7 +124,7 @@ def composite_model(
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
         "num_hidden_layers": 2,
-        "num_attention_heads": hidden_size // 32 if kind in ("glm4v", "internvl", "qwen2_5_vl") else 4,
+        "num_attention_heads": hidden_size // 32 if kind in _OWN_HEAD_SIZE else 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 4096,
@@ -130,6 +137,8 @@ def composite_model(
     vision = dict(_VISION[kind])
     if "out_hidden_size" in vision:
         vision["out_hidden_size"] = hidden_size
+    if kind == "qwen2_vl":
+        vision["hidden_size"] = hidden_size
     config = AutoConfig.for_model(
         kind,
         text_config=text | _TEXT[kind],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import overrides_of_composite
@@ -18,6 +19,7 @@ from skyrl_train.models.loading import (
     load_causal_lm,
     load_config,
     meta_model,
+    model_without_memory,
     open_causal_lm,
 )
 from skyrl_train.models.token_scorer import TokenScorer
@@ -100,3 +102,9 @@ def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
     arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with pytest.raises(ConfigError, match="A sequence has 17 tokens, but beyond 16 "):
         scorer(*arguments)
+
+
+def test_unknown_composite_is_refused() -> None:
+    config = AutoConfig.for_model("paligemma")
+    with pytest.raises(ConfigError, match="PaliGemmaForConditionalGeneration cannot be used as its language model"):
+        model_without_memory(config, torch.float32)
