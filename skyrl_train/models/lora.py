@@ -44,10 +44,15 @@ S = TypeVar("S", bound=Sharded)
 
 
 def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Name -> layer, for the layers that an adapter may change: all linear layers but the head."""
+    """Name -> layer, for the layers that an adapter may change: all linear layers but the head.
+
+    Llama 4's routers derive from linear layers, but return more than the product.
+    """
     head = model.get_output_embeddings()
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module is not head
     }
 
 
