@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from skyrl_train.assembly.export import Export, export
 from tests.integration.models.table import COMPOSITES
 from tests.support.composites import save_composite
 
@@ -88,3 +89,32 @@ def test_adapters_of_a_composite_are_synced_and_exported(
     assert_only_language_model_changed(base, exported)
     adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in adapter)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
+    base = save_composite(tmp_path / "composite", "mistral3")
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "abc" * (1 + i % 3)}]}
+        for i in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (
+        f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+        f"trainer.policy.model.path={base}",
+        f"trainer.ckpt_path={tmp_path / 'ckpts'}",
+        f"trainer.export_path={tmp_path / 'exports'}",
+        "trainer.logger=console",
+        "trainer.train_batch_size=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.epochs=1",
+        "trainer.ckpt_interval=2",
+        "trainer.max_tokens_per_microbatch=2048",
+        "trainer.policy.optimizer_config.lr=1e-3",
+    )
+    run("main_sft", *given, "trainer.max_steps=2")
+    run("main_sft", *given, "trainer.max_steps=4")
+    assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4]
+    export(Export(str(tmp_path / "ckpts" / "global_step_4"), str(tmp_path / "model")))
+    assert_only_language_model_changed(base, tmp_path / "model")
