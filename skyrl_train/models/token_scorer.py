@@ -5,6 +5,7 @@ Legend: T tokens of all sequences, B sequences, N tokens that are scored, V voca
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +145,9 @@ def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
     refuse_what_packing_changes(model)
     head = linear_head(model)
     if not values:
-        _logits_after(model, torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
+        hidden = torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype)
+        with suppress(RuntimeError):  # a model that reads a tensor's values, which there are none of on the meta device
+            _logits_after(model, hidden)
 
 
 def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -40,8 +40,11 @@ def engine_arguments(
     rope_scaling: dict[str, Any] | None,
     rope_theta: float | None,
     options: Mapping[str, Any],
+    reads_weights: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
+
+    `reads_weights`: False to only check them, without a look at the weights, which a hub name would have to download.
 
     Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
@@ -65,7 +68,7 @@ def engine_arguments(
     changed: dict[str, Any] = {}
     if rope_scaling or rope_theta is not None:
         changed["rope_parameters"] = config.get_text_config().rope_parameters
-    if has_separate_head(model):
+    if reads_weights and has_separate_head(model):
         changed["tie_word_embeddings"] = False
     if is_composite(config):
         changed = overrides_of_composite(config, changed)
