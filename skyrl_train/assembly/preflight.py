@@ -90,15 +90,12 @@ def check_run(cfg: Config, uses: Uses) -> None:
         attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
     policy = None
     unreachable: set[str] = set()
-    seen: set[str] = set()
     with _quiet_transformers():
         for key, path in model_paths(cfg, uses):
             if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
                 problems.append(problem)
                 unreachable.add(key)
                 continue
-            attempt(_note_composite, cfg, key, path, path in seen)
-            seen.add(path)
             model = attempt(_model, cfg, uses, key, path)
             policy = model if key == POLICY_PATH else policy
     tokenizer = None
@@ -137,23 +134,18 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _note_composite(cfg: Config, key: str, path: str, is_noted: bool) -> None:
-    """Say on stderr that only the language model of a composite is used, unless `is_noted`. Raise ConfigError if that
-    is switched off.
-    """
-    try:
-        kind = None if key == REWARD_PATH else composite_class(load_config(path, key=key))
-    except ConfigError:
-        return  # `_model` raises it, too
+def _note_composite(cfg: Config, key: str, path: str) -> None:
+    """Say on stderr, once, that only the language model of a composite is used. Raise ConfigError if that is off."""
+    kind = composite_class(load_config(path, key=key))
     if kind is None:
         return
-    role = "policy" if key == ENGINE_MODEL else key.split(".")[1]
-    if getattr(getattr(cfg.trainer, role), "language_model_only", None) is False:
-        raise ConfigError(
-            f"trainer.{role}.language_model_only=false: {path!r} is a {kind}, whose other towers cannot be trained or "
-            "served. Set it to null or true to use its language model, or give the path of a text-only model."
-        )
-    if not is_noted:
+    for role, section in (("policy", cfg.trainer.policy), ("ref", cfg.trainer.ref)):
+        if section.model.path == path and section.language_model_only is False:
+            raise ConfigError(
+                f"trainer.{role}.language_model_only=false: {path!r} is a {kind}, whose other towers cannot be trained "
+                "or served. Set it to null or true to use its language model, or give the path of a text-only model."
+            )
+    if key == POLICY_PATH or path != cfg.trainer.policy.model.path:
         to_stderr(
             f"note: {key}={path!r}: {kind} is used as a text model (trainer.policy.language_model_only). Only its "
             "language model is loaded and trained; exports contain its other towers unchanged."
@@ -169,6 +161,7 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     if key == REWARD_PATH:
         _check_reward_model(path, cfg.trainer.reward.model_config_kwargs)
         return None
+    _note_composite(cfg, key, path)
     trainer, generator = cfg.trainer, cfg.generator
     trains = uses.learner and key != ENGINE_MODEL
     is_served = uses.engines and generator.run_engines_locally and path == generator.model_name

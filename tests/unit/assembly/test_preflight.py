@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -25,19 +24,17 @@ from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import Uses
 from skyrl_train.data.rows import _python_rows
-from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
-from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, load_config, model_without_memory
+from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
 from skyrl_train.models.token_scorer import _logits_after, refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
 from tests.integration.models.table import ARCHITECTURES, architecture, column
-from tests.support.composites import save_composite
 from tests.support.hub_server import hub_server
 
 ROW = {
@@ -592,35 +589,3 @@ def test_typed_escape_in_stop_string_is_a_warning(good: list[str], typed: str):
     assert "generator.eval_sampling_params.stop=" in warning and "$'generator.eval_sampling_params.stop=" in warning
     real = typed.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
     assert prepare([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []
-
-
-def test_composite_is_noted_once(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_composite(tmp_path / "composite", "gemma3")
-    given = (f"trainer.policy.model.path={path}", "trainer.algorithm.use_kl_loss=true")
-    code, printed, _ = check(capsys, *good, *given)
-    assert code == 0 and printed.count("Gemma3ForConditionalGeneration is used as a text model") == 1, printed
-
-
-def test_composite_is_refused_if_switched_off(
-    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = f"trainer.policy.model.path={save_composite(tmp_path / 'composite', 'gemma3')}"
-    code, printed, _ = check(capsys, *good, given, "trainer.policy.language_model_only=false")
-    assert code == 2 and "trainer.policy.language_model_only=false: " in printed
-    assert "whose other towers cannot be trained or served" in printed
-
-
-def test_composite_with_linear_attention_is_refused(
-    good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = save_composite(tmp_path / "composite", "qwen3_5")
-    code, printed, _ = check(capsys, *good, f"trainer.policy.model.path={path}")
-    assert code == 2 and "has layers of kind linear_attention" in printed
-
-
-def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(save_composite(tmp_path / "composite", "gemma3"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration, whose class in vLLM imports torchvision"):
-        refuse_composite("composite", config)
-    refuse_composite("text", config.get_text_config())
