@@ -75,7 +75,10 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 def composite_class(config: PreTrainedConfig) -> str | None:
     """Return the name of the class of a composite; None for the configuration of any other model."""
-    return COMPOSITES[type(config)].__name__ if is_composite(config) else None
+    if not is_composite(config):
+        return None
+    kind: Any = COMPOSITES[type(config)]
+    return str(kind.__name__)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -135,7 +138,7 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
     if composite.config.model_type not in _KNOWN:
         raise _not_separable(composite, f"it is not known to compute that for text; those of {', '.join(_KNOWN)} are")
     config = copy.deepcopy(composite.config.get_text_config())
-    config._name_or_path = composite.config.name_or_path
+    config.name_or_path = composite.config.name_or_path
     head, embeddings = composite.get_output_embeddings(), composite.get_input_embeddings()
     if head is None:
         raise _not_separable(composite, "it has no language-model head")
@@ -145,7 +148,8 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
         if type(config) in CAUSAL_LMS:
             model: Any = AutoModelForCausalLM.from_config(config, **options)
         else:
-            model = _causal_lm_of(type(AutoModel.from_config(config, **options)))._from_config(config, **options)
+            tower: Any = type(AutoModel.from_config(config, **options))
+            model = _causal_lm_of(tower)._from_config(config, **options)
     name_body(model)
     setattr(model, _ATTRIBUTE, Composite(composite, _body(composite), _names(model, composite)))
     return model  # type: ignore[no-any-return]

@@ -72,7 +72,8 @@ def export_hf(
     """
     directory.mkdir(parents=True, exist_ok=True)
     model = model_without_memory(copy.deepcopy(model_config), torch.float32)
-    composite, base = composite_of(model), model_config.name_or_path if base is None else base
+    composite = composite_of(model)
+    base = str(model_config.name_or_path) if base is None else base
     everything = tensors if composite is None else chain(tensors, _other_towers(model, base, model_config))
     names = model.state_dict().keys()
     files: list[list[str]] = []

@@ -55,7 +55,8 @@ def test_export_keeps_other_towers_bit_equal(kind: str, tmp_path: Path) -> None:
         assert (folder / name).read_bytes() == (Path(base) / name).read_bytes()
     configs = [json.loads((one / "config.json").read_text()) for one in (Path(base), folder)]
     assert configs[0] == configs[1]
-    loaded, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    found: Any = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    loaded, info = found
     assert not info["missing_keys"] and not info["unexpected_keys"]
     with open_policy(checkpoint, config_of_run(checkpoint.parent).trainer) as policy:
         torch.testing.assert_close(logprobs(loaded), policy.logprobs(IDS), rtol=0, atol=1e-4)

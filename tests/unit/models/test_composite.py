@@ -44,7 +44,8 @@ def test_changes_of_the_configuration_are_those_of_the_language_model(tmp_path: 
     config = load_config(path, overrides={"num_hidden_layers": 1})
     assert config.text_config.num_hidden_layers == 1 and config.vision_config.num_hidden_layers == 1
     model, saved = open_causal_lm(path, dtype=torch.float32, model_config_kwargs={"num_hidden_layers": 1})
-    assert len(model.base_model.layers) == 1
+    layers: Any = model.base_model.layers
+    assert len(layers) == 1
     others = [name for name, _ in saved.other_towers()]
     assert others and not any(name.startswith("language_model.") for name in others), "not even the second layer"
     with pytest.raises(ConfigError, match="Gemma3TextConfig has no such attribute"):
