@@ -53,9 +53,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "rope_parameters": _MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
     },
-    "glm4v": {
-        "rope_parameters": _MROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
-    },
+    "glm4v": {"rope_parameters": _MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}},
     "internvl": {"model_type": "qwen2"},
     "qwen2_vl": {"rope_parameters": _MROPE | {"mrope_section": [4, 6, 6]}},
     "smolvlm": {"model_type": "llama"},

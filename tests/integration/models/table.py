@@ -202,7 +202,7 @@ COMPOSITES = (
     CompositeRow("Llama 4", "llama4", ("transformers", "vllm")),
     CompositeRow("Qwen2.5-VL", "qwen2_5_vl", ("transformers", "vllm"), {"hidden_size": 128}),
     CompositeRow("Qwen3-VL", "qwen3_vl", ("transformers", "vllm")),
-    CompositeRow("Qwen3-VL-MoE", "qwen3_vl_moe", ("transformers", "vllm")),
+    CompositeRow("Qwen3-VL-MoE", "qwen3_vl_moe", ("transformers",)),
     CompositeRow("GLM-4V", "glm4v", ("transformers", "vllm"), {"hidden_size": 128}),
     CompositeRow("InternVL", "internvl", ("transformers", "vllm")),
 )
