@@ -36,7 +36,9 @@ chunked attention are known. vLLM is started with `language_model_only=True`.
 COMPOSITE_NOTES = """\
 The learner's gradients of each are those of the composite's own forward pass on padded text, in float64, with and
 without shared prompts. A yes says that log-probs of what an engine samples are the learner's, before and after a weight
-sync, and that GRPO trains two steps with it from a tiny checkpoint, which is exported, loaded and trained again.
+sync, and that GRPO trains two steps with it from a tiny checkpoint, which is exported, loaded and trained again. A no
+says that vLLM has been seen to compute something else (GLM-4V), or to read experts in another layout than transformers
+saves (Qwen3-VL-MoE); SGLang has not been tried.
 
 - Tokens that stand for images are read as any other token: prompts of text do not contain them.
 - Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention.

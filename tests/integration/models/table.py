@@ -203,7 +203,7 @@ COMPOSITES = (
     CompositeRow("Qwen2.5-VL", "qwen2_5_vl", ("transformers", "vllm"), {"hidden_size": 128}),
     CompositeRow("Qwen3-VL", "qwen3_vl", ("transformers", "vllm")),
     CompositeRow("Qwen3-VL-MoE", "qwen3_vl_moe", ("transformers",)),
-    CompositeRow("GLM-4V", "glm4v", ("transformers", "vllm"), {"hidden_size": 128}),
+    CompositeRow("GLM-4V", "glm4v", ("transformers",), {"hidden_size": 128}),
     CompositeRow("InternVL", "internvl", ("transformers", "vllm")),
 )
 """Composites whose text is computed exactly: see test_composites.py and test_composite_engines.py."""
