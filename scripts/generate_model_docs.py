@@ -32,6 +32,30 @@ cannot is refused at start, by a sentence that says what is missing; its test ex
 transformers run, too, where their attention follows its interface: what would be computed differently without padding
 is refused.
 """
+COMPOSITES = """\
+## Composite checkpoints
+
+Of a composite checkpoint, such as a vision-language model, a run uses the language model: it is loaded, trained and
+served as a text-only model. This is the default wherever `trainer.policy.model.path` is a composite, and a note at
+start says so; `trainer.policy.language_model_only=false` refuses composites instead. Other towers are neither loaded
+nor trained. Exports are complete composites: the other towers and the processor's files are copied bit by bit, and
+adapters have names that peft finds in the composite.
+
+Other composites are refused, and so are hybrid language models, such as that of Qwen3.5: only full, sliding-window and
+chunked attention are known. vLLM is started with `language_model_only=True`.
+"""
+COMPOSITE_NOTES = """\
+The learner's gradients of each are those of the composite's own forward pass on padded text, in float64, with and
+without shared prompts. A yes says that log-probs of what an engine samples are the learner's, before and after a weight
+sync, and that GRPO trains two steps with it from a tiny checkpoint, which is exported, loaded and trained again. A no
+says that vLLM has been seen to compute something else (GLM-4V), or to read experts in another layout than transformers
+saves (Qwen3-VL-MoE); SGLang has not been tried.
+
+- Tokens that stand for images are read as any other token: prompts of text do not contain them.
+- Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention.
+- vLLM's classes of composites import torchvision, which comes with vLLM on GPUs. `scripts/cpu_engines` does not install
+  it, as its builds on PyPI are for CUDA.
+"""
 TENSOR_PARALLEL_HEADING = "## Models that tensor parallelism refuses"
 TENSOR_PARALLEL = f"""\
 {TENSOR_PARALLEL_HEADING}
@@ -91,7 +115,7 @@ def render(tensor_parallel: str) -> str:
     notes = _notes()
     parts = ["\n".join(_table(notes)), "\n".join(f"{number}. {missing}." for missing, number in notes.items())]
     rows = [f"- {row.name}: {row.note}." for row in TABLE["ARCHITECTURES"] if row.note]
-    described = [*rows, "", "## Columns", "", *columns, ""]
+    described = [*rows, "", "## Columns", "", *columns, "", COMPOSITES, *_composites(), "", COMPOSITE_NOTES]
     return "\n".join([INTRODUCTION, *(f"{part}\n" for part in parts), *described, tensor_parallel, TESTS])
 
 
@@ -171,6 +195,16 @@ def _table(notes: dict[str, int]) -> Iterator[str]:
         refused = [column.refused.get(row.name) for column in columns]
         cells = ["yes" if one is None else f"no ({notes[_capital(one.missing)]})" for one in refused]
         yield f"| {row.name} | {' | '.join(cells)} |"
+
+
+def _composites() -> Iterator[str]:
+    """Yield the lines of the table of composites."""
+    engines = ("transformers", "vllm")
+    yield f"| | {' | '.join(engines)} |"
+    yield f"| --- |{' --- |' * len(engines)}"
+    for row in TABLE["COMPOSITES"]:
+        name = f"{row.name} ({row.note})" if row.note else row.name
+        yield f"| {name} | {' | '.join('yes' if engine in row.engines else 'no' for engine in engines)} |"
 
 
 def _capital(text: str) -> str:

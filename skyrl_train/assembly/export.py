@@ -25,8 +25,9 @@ from skyrl_train.config.sources import HUB_NAME, is_address, may_be_on_hub, publ
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.export_check import Agreement, check_adapter, check_model, check_prompt
 from skyrl_train.learner.saved_policy import ROLE, open_policy
+from skyrl_train.models.composite import auto_class
 from skyrl_train.models.export import export_adapter, export_hf
-from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.loading import load_tokenizer, set_dtype
 from skyrl_train.report.curve import write_learning_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
@@ -185,7 +186,7 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     base = asked.base or trainer.policy.model.path
     saved = SavedState.of(Checkpoint(found.folder, found.step, found.state))
     with open_policy(found.folder, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
-        generator = config.generator
+        generator, model_config = config.generator, copy.deepcopy(policy.config)
         template = saved.chat_template or configured_template(generator.chat_template)
         tokenizer = load_tokenizer(base, chat_template=template)
         if saved.chat_template is None and (found_template := template_of(tokenizer, generator.chat_template_kwargs)):
@@ -195,9 +196,8 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
             export_adapter(policy.adapters, policy.adapter(), tokenizer, folder, base=base)
         else:
-            model_config = copy.deepcopy(policy.config)
-            model_config.dtype = DTYPES[asked.dtype]
-            export_hf(model_config, policy.merged(model_config.dtype), tokenizer, folder, base=base)
+            set_dtype(model_config, DTYPES[asked.dtype])
+            export_hf(model_config, policy.merged(DTYPES[asked.dtype]), tokenizer, folder, base=base)
         agreement = None
         if asked.verify:
             check_prompt(tokenizer, folder, generator.chat_template_kwargs)
@@ -208,7 +208,7 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
             )
     rows = [_numbers(row) for row in _rows(found)]
     has_curve = write_learning_curve(rows, folder / CURVE_FILE)
-    card = _card(asked, config, found.step, rows, has_curve, agreement)
+    card = _card(asked, config, auto_class(model_config).__name__, found.step, rows, has_curve, agreement)
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
     mode = (folder / "README.md").stat().st_mode
     for file in folder.rglob("*"):  # safetensors writes for its owner's eyes only
@@ -230,6 +230,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def _card(
     asked: Export,
     config: Config,
+    model_class: str,
     step: int,
     rows: list[dict[str, float]],
     has_curve: bool,
@@ -247,6 +248,7 @@ def _card(
         base=_public(public_name(path)),
         base_is_on_hub=asked.base is None and may_be_on_hub(path),  # from where it has just been loaded
         is_adapter=asked.adapter,
+        model_class=model_class,
         lora=f"rank {lora.rank}, alpha {lora.alpha}" if lora.rank else "",
         dtype=asked.dtype,
         step=step,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import REWARD_PATH, load_config
+from skyrl_train.models.loading import REWARD_PATH, load_config, model_without_memory
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel, linear_head
 from skyrl_train.models.tensor_parallel import TensorParallel
@@ -126,10 +126,9 @@ _shapes: dict[tuple[str, str, bool, int], ModelShape] = {}
 def _shape_of(
     config: PreTrainedConfig, path: str, key: str, lora: LoraConfig | None, critic: bool, parts: int
 ) -> ModelShape:
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = model_without_memory(config, torch.float32)
             head = linear_head(model)
             if lora is not None and lora.rank:
                 Adapters(model, lora, key.removesuffix("path") + "lora")
@@ -156,7 +155,7 @@ def _shape_of(
         key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads) // parts,
         head_dim=int(getattr(text, "head_dim", None) or head.in_features // heads),
         vocab=0 if critic else head.out_features,
-        tied=bool(text.tie_word_embeddings),
+        tied=bool(model.config.get_text_config().tie_word_embeddings),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         experts_per_token=experts,
         softcapped=getattr(text, "attn_logit_softcapping", None) is not None,

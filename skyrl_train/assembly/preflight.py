@@ -23,8 +23,11 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model import refusal
+from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
+from skyrl_train.models.composite import composite_class
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
     POLICY_PATH,
@@ -131,6 +134,24 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _note_composite(cfg: Config, key: str, path: str) -> None:
+    """Say on stderr, once, that only the language model of a composite is used. Raise ConfigError if that is off."""
+    kind = composite_class(load_config(path, key=key))
+    if kind is None:
+        return
+    for role, section in (("policy", cfg.trainer.policy), ("ref", cfg.trainer.ref)):
+        if section.model.path == path and section.language_model_only is False:
+            raise ConfigError(
+                f"trainer.{role}.language_model_only=false: {path!r} is a {kind}, whose other towers cannot be trained "
+                "or served. Set it to null or true to use its language model, or give the path of a text-only model."
+            )
+    if key == POLICY_PATH or path != cfg.trainer.policy.model.path:
+        to_stderr(
+            f"note: {key}={path!r}: {kind} is used as a text model (trainer.policy.language_model_only). Only its "
+            "language model is loaded and trained; exports contain its other towers unchanged."
+        )
+
+
 def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:
     """Return a causal language model on the meta device; None if nothing here builds it, or for a reward model.
 
@@ -140,6 +161,7 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     if key == REWARD_PATH:
         _check_reward_model(path, cfg.trainer.reward.model_config_kwargs)
         return None
+    _note_composite(cfg, key, path)
     trainer, generator = cfg.trainer, cfg.generator
     trains = uses.learner and key != ENGINE_MODEL
     is_served = uses.engines and generator.run_engines_locally and path == generator.model_name
@@ -147,6 +169,8 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     try:
         if backend == "sglang":
             _check_sglang(cfg)
+        if backend == "vllm":
+            refuse_composite(path, load_config(path, key=key))
         if not trains and backend != "transformers":
             return None  # other engines have model classes of their own
         role, rope = key.split(".")[1], trainer if trains else generator

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.learner.saved_policy import SavedPolicy
+from skyrl_train.models.composite import auto_class, placeholders
 from skyrl_train.models.loading import max_positions
 from skyrl_train.models.lora import adapter_of, with_adapter
 from skyrl_train.storage.copies import local_copy
@@ -46,9 +47,11 @@ def check_model(policy: SavedPolicy, folder: Path, dtype: torch.dtype) -> Agreem
     Raises CheckpointError if a weight is not the checkpoint's rounded to `dtype`, or if log-probs differ by more than
     ALLOWED_NATS.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loaded = model.state_dict()
-    agreement = _agreement(policy, folder, model, _compared(folder, loaded, policy.merged(dtype)), dtype)
+    model: Any = auto_class(policy.config).from_pretrained(folder, dtype=torch.float32)
+    loaded, composite = model.state_dict(), policy.composite
+    names = {} if composite is None else composite.names
+    expected = ((names.get(name, name), tensor) for name, tensor in policy.merged(dtype))
+    agreement = _agreement(policy, folder, model, _compared(folder, loaded, expected), dtype)
     return replace(agreement, from_base=policy.adapters is not None and not policy.base_is_compared)
 
 
@@ -57,7 +60,7 @@ def check_adapter(policy: SavedPolicy, folder: Path, base: str) -> Agreement:
 
     Raises CheckpointError as `check_model` does. The base has the values that the run has rounded it to.
     """
-    start: Any = AutoModelForCausalLM.from_pretrained(local_copy(base), dtype=policy.frozen_dtype)
+    start: Any = auto_class(policy.config).from_pretrained(local_copy(base), dtype=policy.frozen_dtype)
     model = with_adapter(start.float(), folder)
     compared = _compared(folder, adapter_of(model), policy.adapter().items())
     return _agreement(policy, folder, model, compared, torch.float32)
@@ -105,6 +108,8 @@ def _agreement(policy: SavedPolicy, folder: Path, model: Any, num_tensors: int, 
     longest = min(_TOKENS, max_positions(model) or _TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(policy.config.get_text_config().vocab_size, (_SEQUENCES, longest), generator=generator)
+    if policy.composite is not None:
+        ids[torch.isin(ids, placeholders(policy.config))] = 0
     rows = [model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for row in ids]
     got = torch.stack([row.gather(-1, one[1:, None])[:, 0] for row, one in zip(rows, ids, strict=True)])
     difference = (got - policy.logprobs(ids)).abs()

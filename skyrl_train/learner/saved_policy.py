@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.learner.base_model import BaseModel, LoraRecord, refuse_other_base, tensor_fingerprints
+from skyrl_train.models.composite import checkpoint_config, composite_of
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.loading import POLICY_PATH, open_causal_lm
 from skyrl_train.models.lora import Adapters
@@ -36,7 +37,9 @@ class SavedPolicy:
         Raises CheckpointError if the checkpoint is of another model, ConfigError as TokenScorer and Adapters do.
         """
         lora = trainer.policy.model.lora
-        self.config = model.config
+        self.config = checkpoint_config(model)
+        """The configuration of the checkpoint: of the whole composite, if the policy is a part of one."""
+        self.composite = composite_of(model)
         self.adapters = Adapters(model, lora, "trainer.policy.model.lora") if lora.rank else None
         self.frozen_dtype = torch.bfloat16 if trainer.bf16 and self.adapters else torch.float32
         """Of what is not trained, while the run computes with it."""
@@ -79,7 +82,7 @@ class SavedPolicy:
         """A and B of every adapted layer in float32, by peft's names. Only of a policy that has adapters."""
         assert self.adapters is not None
         separate = self.adapters.separate(self.parameters(trained_only=True))
-        return {f"base_model.model.{name}": tensor.whole() for name, tensor in separate}
+        return {self.adapters.exported_name(name): tensor.whole() for name, tensor in separate}
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
@@ -126,7 +129,8 @@ def open_policy(
         checkpoint: The folder of the checkpoint.
         trainer: The configuration of the run.
         base: Where the model of trainer.policy.model.path is now: a folder, an address or a hub name.
-        recorded: The checkpoint's record of that model, which is compared if the policy has adapters.
+        recorded: The checkpoint's record of that model, which is compared if an export takes weights from it: those
+            below adapters, and the other towers of a composite.
 
     Raises:
         ConfigError: The model cannot be loaded.
@@ -142,11 +146,11 @@ def open_policy(
             key="--base" if base else POLICY_PATH,
         )
         lora = trainer.policy.model.lora
-        compared = recorded if lora.rank else None
+        compared = recorded if lora.rank or composite_of(model) is not None else None
         shares = [] if compared is None else [tensor_fingerprints(model, saved, 0, 1)]
         policy = SavedPolicy(model, saved, reader, trainer)
-        if compared is not None and policy.adapters is not None:
-            now = BaseModel.of(shares, LoraRecord.of(lora, policy.adapters))
+        if compared is not None:
+            now = BaseModel.of(shares, None if policy.adapters is None else LoraRecord.of(lora, policy.adapters))
             refuse_other_base(checkpoint, compared, now, "trainer.policy.model")
             policy.base_is_compared = True
         yield policy

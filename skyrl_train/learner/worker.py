@@ -25,6 +25,7 @@ from skyrl_train.durable import Written
 from skyrl_train.learner.base_model import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
+from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.export import export_adapter, export_hf
 from skyrl_train.models.loading import POLICY_PATH, load_tokenizer, open_causal_lm
@@ -211,7 +212,7 @@ class LearnerWorker:
             model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
             if spec.lora and spec.gradient_checkpointing_use_reentrant:
                 model.enable_input_require_grads()  # or layers would run without gradients
-        self._hf_config = model.config
+        self._hf_config = checkpoint_config(model)
         if spec.optimizer:
             self._fingerprints = tensor_fingerprints(model, saved, self.rank, self.world_size)
         self.adapters = None

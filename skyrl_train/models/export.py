@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,25 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS, PreTrainedConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+)
 
 from skyrl_train.data.end_of_turn import end_of_turn_token
-from skyrl_train.models.loading import checkpoint_tensors, has_both, model_without_memory, untie_head
+from skyrl_train.models.composite import composite_of
+from skyrl_train.models.loading import (
+    checkpoint_tensors,
+    has_both,
+    model_without_memory,
+    open_checkpoint,
+    set_dtype,
+    untie_head,
+)
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.stop_tokens import end_tokens, stop_configs
 from skyrl_train.storage.copies import local_copy
@@ -41,8 +56,11 @@ def export_hf(
     all engines can read: see `checkpoint_tensors`. If the configuration ties the head to the embedding, but `tensors`
     has both, config.json says that they are separate.
 
+    If the configuration is that of a composite, `tensors` are those of its text model: what the composite has beside
+    them is copied from `base`, bit by bit, and so are the files of its processor.
+
     Args:
-        model_config: The configuration of the trained model.
+        model_config: The configuration of the trained model's checkpoint: see `checkpoint_config`.
         tensors: (name, full tensor) pairs.
         tokenizer: The tokenizer with the chat template of the training.
         directory: The folder to write.
@@ -54,27 +72,44 @@ def export_hf(
     """
     directory.mkdir(parents=True, exist_ok=True)
     model = model_without_memory(copy.deepcopy(model_config), torch.float32)
+    composite = composite_of(model)
+    base = str(model_config.name_or_path) if base is None else base
+    everything = tensors if composite is None else chain(tensors, _other_towers(model, base, model_config))
+    names = model.state_dict().keys()
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
     written: set[str] = set()
     total = 0
-    for shard in _shards(tensors, max_shard_bytes):
-        dtypes |= {tensor.dtype for tensor in shard.values()}
+    for shard in _shards(everything, max_shard_bytes):
+        dtypes |= {tensor.dtype for name, tensor in shard.items() if name in names}
         written |= shard.keys()
         total += sum(tensor.nbytes for tensor in shard.values())
         files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
     name_files(directory, files, total)
-    config = copy.deepcopy(model_config)
-    architecture: Any = CAUSAL_LMS[type(config)]
-    config.architectures = [architecture.__name__]
+    _save_config(copy.deepcopy(model_config), model, written, dtypes, directory)
+    _complete(directory, tokenizer, base)
+    if composite is not None:
+        _copy_processor(base, directory)
+
+
+def _other_towers(model: PreTrainedModel, base: str, config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, tensor) of what the composite at `base` has beside its text model."""
+    yield from open_checkpoint(model, base, config).other_towers()
+
+
+def _save_config(
+    config: PreTrainedConfig, model: PreTrainedModel, written: set[str], dtypes: set[torch.dtype], directory: Path
+) -> None:
+    """Write config.json for the weights called `written`, which have these dtypes. It changes `config`."""
+    composite = composite_of(model)
+    config.architectures = [type(model if composite is None else composite.model).__name__]
     if len(dtypes) == 1:
-        config.dtype = dtypes.pop()
+        set_dtype(config, dtypes.pop())
     if has_both(model, written):
         untie_head(config)
     if hasattr(config, "auto_map"):
         del config.auto_map  # it names code of the base model that is neither used nor exported
     config.save_pretrained(directory)
-    _complete(directory, tokenizer, model_config.name_or_path if base is None else base)
 
 
 def export_adapter(
@@ -108,6 +143,13 @@ def _complete(directory: Path, tokenizer: Any, base: str | None) -> None:
         raise
     if base:
         _write_generation_config(base, tokenizer, directory)
+
+
+def _copy_processor(base: str, directory: Path) -> None:
+    """Copy the files with which transformers and engines make inputs of images and videos, as far as there are any."""
+    for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
+        if source := cached_file(local_copy(base, weights=False), name, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(source, directory / name)
 
 
 def _write_generation_config(base: str, tokenizer: Any, directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -24,6 +27,7 @@ from transformers.utils import cached_file
 
 from skyrl_train.config.sources import is_address, local_path
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, name_body, text_model
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 from skyrl_train.storage.copies import local_copy
 
@@ -41,21 +45,25 @@ def load_config(
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
 ) -> Any:
-    """The model's configuration with `overrides` (only of existing attributes) and rope changes. Raises ConfigError."""
+    """The model's configuration with `overrides` (only of existing attributes) and rope changes. Raises ConfigError.
+
+    For a composite this is the configuration of the whole checkpoint; changes apply to its language model.
+    """
     folder = local_copy(path, weights=False)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # configurations check themselves, and raise many kinds
         raise _cannot_load(key, path, error) from error
+    changed = config.get_text_config() if is_composite(config) else config
     for name, value in (overrides or {}).items():
-        if not hasattr(config, name):
-            close = difflib.get_close_matches(name, config.to_dict(), n=1)
+        if not hasattr(changed, name):
+            close = difflib.get_close_matches(name, changed.to_dict(), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            kind = type(config).__name__
+            kind = type(changed).__name__
             raise ConfigError(f"model_config_kwargs.{name}={value!r}: {kind} has no such attribute.{hint}")
-        setattr(config, name, value)
+        setattr(changed, name, value)
     if rope_scaling or rope_theta is not None:
-        _change_rope(config, dict(rope_scaling or {}), rope_theta)
+        _change_rope(changed, dict(rope_scaling or {}), rope_theta)
     return config
 
 
@@ -72,11 +80,20 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
 
+    Of a composite checkpoint only the language model is loaded: see composite.py.
+
     Raises ConfigError naming `key` if there is nothing to load, if weights are not safetensors or need code from the
     checkpoint, or if the checkpoint lacks a parameter (which would silently be trained from random values).
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention)
+    if is_composite(config):
+        model, saved = _open(path, config, dtype, key, attention)
+        tie_equal(model, saved)
+        make_rest_real(model, saved)
+        _make_parameters_real(model, saved)
+        return model.eval().to(device)  # type: ignore[arg-type]
+    model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attention)
+    _refuse_absent(key, path, info["missing_keys"])
     return model.to(device)  # type: ignore[arg-type]
 
 
@@ -141,9 +158,21 @@ def _open(
 ) -> tuple[PreTrainedModel, SavedWeights]:
     """Return the model on the meta device and its checkpoint, whose names and shapes fit. Raises ConfigError."""
     _refuse_quantized(path, config, key)
-    model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
+    if is_composite(config):
+        _, info = _load(AutoModelForImageTextToText, path, config, key, dtype, "eager", "meta")
+        if has_separate_head(path):
+            untie_head(config)
+        model = text_model(composite_without_memory(config, dtype), dtype, attention)
+        composite = composite_of(model)
+        assert composite is not None
+        _refuse_absent(key, path, set(composite.names.values()).intersection(info["missing_keys"]))
+        with suppress(OSError):  # it is optional
+            model.generation_config = GenerationConfig.from_pretrained(local_copy(path, weights=False))
+    else:
+        model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
+        _refuse_absent(key, path, info["missing_keys"])
     try:
-        saved = SavedWeights(model, _weight_files(path, config))
+        saved = open_checkpoint(model, path, config)
     except (OSError, SafetensorError) as error:
         raise _cannot_load(key, path, error) from error
     if lost := [name for name, _ in model.named_parameters() if name not in saved]:
@@ -153,6 +182,17 @@ def _open(
             "save_pretrained, and give that folder."
         )
     return model, saved
+
+
+def open_checkpoint(model: PreTrainedModel, path: str, config: PreTrainedConfig) -> SavedWeights:
+    """Return the weights of a folder or hub name, for its model on the meta device. Raises OSError if it has none."""
+    return SavedWeights(model, _weight_files(path, config))
+
+
+def set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Write into a configuration, and that of a composite's language model, the dtype in which it is saved."""
+    for part in (config, config.get_text_config()):
+        part.dtype = dtype
 
 
 def _refuse_quantized(path: str, config: PreTrainedConfig, key: str) -> None:
@@ -176,7 +216,9 @@ def load_reward_model(
     """
     config = reward_config(path, model_config_kwargs)
     meta = "meta" if str(device) == "meta" else None
-    model, unexpected = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype, device=meta)
+    model, info = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype, device=meta)
+    _refuse_absent(REWARD_PATH, path, info["missing_keys"])
+    unexpected = sorted(info["unexpected_keys"])
     body = model.base_model_prefix
     if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
         raise ConfigError(
@@ -224,8 +266,8 @@ def _load(
     dtype: torch.dtype,
     attention: str | None = None,
     device: str | None = None,
-) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the names of the checkpoint's tensors that do not belong to it.
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and transformers' account of tensors that are missing in the checkpoint or unexpected.
 
     `kind`: the Auto class. `attention`: None for the best implementation that the model supports. `device`: "meta" to
     check everything, but read no weights.
@@ -244,11 +286,23 @@ def _load(
         )
     except Exception as error:  # model classes and files raise many kinds for what they cannot use
         raise _cannot_load(key, path, error) from error
-    if absent := sorted(info["missing_keys"]):
+    name_body(model)
+    return model, info
+
+
+def _refuse_absent(key: str, path: str, absent: Iterable[str]) -> None:
+    """Raise ConfigError if there are names in `absent`, those of tensors that the checkpoint lacks."""
+    if names := sorted(absent):
         raise ConfigError(
-            f"{key}={path!r}: the checkpoint lacks {len(absent)} tensors, such as {absent[0]!r}; use a complete one."
+            f"{key}={path!r}: the checkpoint lacks {len(names)} tensors, such as {names[0]!r}; use a complete one."
         )
-    return model, sorted(info["unexpected_keys"])
+
+
+def _make_parameters_real(model: PreTrainedModel, saved: SavedWeights) -> None:
+    """Give the parameters of a model on the meta device their values, on the CPU."""
+    for name, parameter in list(model.named_parameters()):
+        real = nn.Parameter(saved.read(name).to(parameter.dtype, copy=True))
+        torch.utils.swap_tensors(parameter, real)
 
 
 def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -265,11 +319,15 @@ def served_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def model_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the causal language model of a configuration on the meta device."""
+    """Return the causal language model of a configuration on the meta device; of a composite its language model."""
+    if is_composite(config):
+        return text_model(composite_without_memory(config, dtype), dtype)
     # It never computes attention, so the kernels that its configuration may name need not be installed.
     options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    name_body(model)
+    return model
 
 
 def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -283,13 +341,15 @@ def has_separate_head(path: str) -> bool:
     transformers keeps both then. Other engines go by config.json, so they must be told.
     """
     config = load_config(path)
-    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
+    if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
         return False
     tied = model_without_memory(config, torch.float32)
-    if not has_both(tied, checkpoint_names(path)):
+    held = checkpoint_names(path)
+    pairs = _tied_names(tied).items()
+    if not has_both(tied, [name for pair in pairs for name in pair if _checkpoint_name(tied, name) in held]):
         return False
     untie_head(config)
-    saved = SavedWeights(model_without_memory(config, torch.float32), _weight_files(path, config))
+    saved = open_checkpoint(model_without_memory(config, torch.float32), path, config)
     return any(not torch.equal(saved.read(name), saved.read(source)) for name, source in _tied_names(tied).items())
 
 
@@ -297,6 +357,11 @@ def has_both(model: PreTrainedModel, names: Iterable[str]) -> bool:
     """True if `names` contains both a parameter and another one that the model's configuration ties to it."""
     held = set(names)
     return any(name in held and source in held for name, source in _tied_names(model).items())
+
+
+def _checkpoint_name(model: PreTrainedModel, name: str) -> str:
+    """Return the name that a tensor of a model, which is saved as it is, has in checkpoints."""
+    return next(iter(checkpoint_tensors(model, {name: torch.empty(0, device="meta")})))
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -310,7 +375,13 @@ def untie_head(config: PreTrainedConfig) -> None:
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights named and split as in checkpoints, if transformers differs from them: every expert separately."""
+    """Return the weights named and split as in checkpoints, if transformers differs from them.
+
+    Experts are separate there, and the language model of a composite has the composite's names.
+    """
+    composite = composite_of(model)
+    if composite is not None:
+        return composite.checkpoint_tensors(tensors)
     return revert_weight_conversion(model, dict(tensors))  # type: ignore[no-any-return]
 
 

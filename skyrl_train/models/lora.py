@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import composite_of
 
 ALL_LINEAR = "all-linear"
 BASE, ADAPTER, DOWN, UP = ".base_layer.", ".lora_", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -43,11 +44,36 @@ S = TypeVar("S", bound=Sharded)
 
 
 def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Name -> layer, for the layers that an adapter may change: all linear layers but the head."""
+    """Name -> layer, for the layers that an adapter may change: all linear layers but the head.
+
+    Llama 4's routers derive from linear layers, but return more than the product.
+    """
     head = model.get_output_embeddings()
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module is not head
     }
+
+
+def exported_linears(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names of `adapted_linears` -> their names in the model that exported adapters are loaded on.
+
+    They differ for the text model of a composite, whose adapters are loaded on the composite.
+    """
+    composite = composite_of(model)
+    return {name: name if composite is None else composite.module_name(name) for name in adapted_linears(model)}
+
+
+def peft_name(name: str, exported: Mapping[str, str]) -> str:
+    """Return peft's name of the tensor "{layer}.lora_A.weight" or "{layer}.lora_B.weight".
+
+    Args:
+        name: The tensor's name, with the layer's name in the text model.
+        exported: See `exported_linears`.
+    """
+    layer, adapter, rest = name.partition(ADAPTER)
+    return f"base_model.model.{exported[layer]}{adapter}{rest}"
 
 
 def lora_options() -> dict[str, Any]:
@@ -115,6 +141,11 @@ class Adapters:
             }
         if settings.target_modules == ALL_LINEAR and (fused := _fused(model)):
             _log.warning("%s.target_modules=all-linear: %s", key, fused)
+        self.names = exported_linears(model)
+        """Layer -> its name in exported adapters."""
+        if composite_of(model) is not None:  # whose other towers may have layers that match the names, too
+            self.config.target_modules = {self.names[layer] for layer in self.layers}
+            self.config.exclude_modules = None
         # peft redirects names of experts in models that it knows; in a plain container it uses names as they are.
         start: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
@@ -140,14 +171,18 @@ class Adapters:
                 weight = held.pop(f"{layer}{BASE}weight")
                 down, up = held.pop(f"{layer}{DOWN}").whole(), tensor.whole()
                 if adapters is not None:
-                    adapters[f"base_model.model.{layer}.lora_A.weight"] = down.cpu()
-                    adapters[f"base_model.model.{layer}.lora_B.weight"] = up.cpu()
+                    for end, matrix in (("A", down), ("B", up)):
+                        adapters[self.exported_name(f"{layer}.lora_{end}.weight")] = matrix.cpu()
                 columns = weight.columns(down)
                 start = weight.start * columns.shape[1] // down.shape[1]
                 yield f"{layer}.weight", weight.map(partial(_merged, up, columns, self.scaling, start))
             else:
                 yield name.replace(BASE, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
+
+    def exported_name(self, name: str) -> str:
+        """Return the name that peft gives A or B of a layer, from the name that `separate` yields."""
+        return peft_name(name, self.names)
 
     def separate(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """(name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.

@@ -25,10 +25,14 @@ from skyrl_train.models.routing import Balance, Routers
 from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.windows import windows_of
+from skyrl_train.models.windows import chunk_limit, drop_query_scales, windows_of
 
 _CHECK_WINDOW = 4
 """Tokens that layers with a sliding window see in the check of a new model: fewer than its sequences have."""
+
+
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of attention layers that run without padding."""
 
 
 class RaggedModel(nn.Module):
@@ -53,6 +57,7 @@ class RaggedModel(nn.Module):
         super().__init__()
         refuse_what_packing_changes(model)
         model.set_attn_implementation(RAGGED)
+        drop_query_scales(model)
         self.model = model
         self.saved = saved
         self.parallel_group = parallel_group
@@ -131,8 +136,9 @@ class RaggedModel(nn.Module):
         longest = max(packing.segments.seen)
         if self._longest_exact and longest > self._longest_exact:
             raise ConfigError(
-                f"A sequence has {longest} tokens, but this model's rope changes for a whole micro-batch "
-                f"beyond {self._longest_exact}; shorten prompts or responses (max_prompt_length, max_generate_length)."
+                f"A sequence has {longest} tokens, but beyond {self._longest_exact} this model's rope changes for a "
+                "whole micro-batch (longrope), or its attention is divided into chunks (Llama 4); shorten prompts or "
+                "responses (max_prompt_length, max_generate_length)."
             )
         positions = score_mask.nonzero().flatten()
         assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
@@ -286,10 +292,10 @@ def refuse_what_packing_changes(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
-    kinds: set[str] = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if kinds:
         raise ConfigError(
-            f"{name} has layers of kind {sorted(kinds)}; only full and sliding-window attention are known."
+            f"{name} has layers of kind {sorted(kinds)}; only full, sliding-window and chunked attention are known."
         )
     if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
         raise ConfigError(
@@ -315,10 +321,15 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def _longest_exact(config: Any) -> int | None:
-    """The length beyond which longrope changes its frequencies for a whole batch; None for other kinds of rope."""
+    """Return the length beyond which a model computes something else in a batch than alone; None if there is none.
+
+    Longrope changes its frequencies for a whole batch. For chunked attention see `chunk_limit`.
+    """
     limits = [
         int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
         for rope in _ropes(config)
         if rope.get("rope_type") == "longrope"
     ]
+    if (chunk := chunk_limit(config)) is not None:
+        limits.append(chunk)
     return min(limits, default=None)

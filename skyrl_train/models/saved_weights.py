@@ -26,6 +26,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from skyrl_train.models.composite import composite_of
+
 EVERYTHING = slice(None)
 
 
@@ -37,8 +39,14 @@ class SavedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, files: Iterable[str | Path]):
-        """`model`: on the meta device, as it was loaded from these files."""
-        self._model = model
+        """`model`: on the meta device, as it was loaded from these files; the text model of a composite, too."""
+        composite = composite_of(model)
+        self._model = model = model if composite is None else composite.model
+        self._names = {} if composite is None else composite.names
+        """Name of a tensor of a text model -> its name in the composite."""
+        self._body = "" if composite is None else f"{composite.body}."
+        self._renamed: dict[str, str] = {}
+        """Name in the files -> name in the model, or what it would be if the model had it."""
         self._slices: dict[str, Any] = {}
         for file in files:
             opened = safe_open(file, framework="pt")
@@ -50,10 +58,11 @@ class SavedWeights:
         self._arrange(model)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._first
+        return self._names.get(name, name) in self._first
 
     def read(self, name: str, rows: slice = EVERYTHING) -> Tensor:
         """These rows of a parameter or buffer, by its name in the model; the result must not be changed."""
+        name = self._names.get(name, name)
         converter, keys = self._tensors[self._first[name]]
         if converter is None:
             ((key,),) = keys.values()
@@ -69,7 +78,7 @@ class SavedWeights:
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """Yield a parameter or buffer in blocks of rows: one expert at a time, if each is saved by itself."""
-        converter, _ = self._tensors[self._first[name]]
+        converter, _ = self._tensors[self._first[self._names.get(name, name)]]
         if converter is None or not _merges_rows(converter):
             yield self.read(name)
             return
@@ -78,11 +87,18 @@ class SavedWeights:
 
     def count_rows(self, name: str) -> int:
         """The length of a parameter's or buffer's first dimension."""
-        converter, keys = self._tensors[self._first[name]]
+        converter, keys = self._tensors[self._first[self._names.get(name, name)]]
         if converter is None:
             ((key,),) = keys.values()
             return int(self._slices[key].get_shape()[0])
         return len(next(iter(keys.values()))) if _merges_rows(converter) else len(self.read(name))
+
+    def other_towers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the files, tensor) of what a composite has beside its language model, as it is saved."""
+        inner = set(self._names.values())
+        for key, name in self._renamed.items():
+            if name not in inner and not name.startswith(self._body):
+                yield key, self._of_file(key, EVERYTHING)
 
     def _of_file(self, key: str, rows: slice) -> Tensor:
         saved = self._slices[key]
@@ -100,6 +116,7 @@ class SavedWeights:
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
             if name not in wanted and key in wanted:
                 name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
+            self._renamed[key] = name
             if name not in wanted:
                 continue
             converter = None if pattern is None else by_pattern[pattern]

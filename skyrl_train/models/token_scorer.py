@@ -160,7 +160,9 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """
     body = model.base_model
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    body.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+    states: Any = MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+    states.shared_kv_states = None  # Gemma 4 returns them beside its logits
+    body.forward = lambda *_, **__: states
     try:
         with torch.no_grad():
             return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]

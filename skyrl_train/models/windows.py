@@ -24,6 +24,28 @@ def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: 
     return torch.empty(0) if use_vmap else local_size
 
 
+def chunk_limit(config: Any) -> int | None:
+    """Return the number of tokens up to which layers with chunked attention (Llama 4) compute plain causal attention.
+
+    That is the size of a chunk, and the length at which the layers without rotary positions begin to scale queries.
+    None for models without such layers.
+    """
+    if "chunked_attention" not in (getattr(config, "layer_types", None) or ()):
+        return None
+    limit = int(config.attention_chunk_size)
+    return min(limit, int(config.floor_scale) - 1) if getattr(config, "attn_temperature_tuning", False) else limit
+
+
+def drop_query_scales(model: nn.Module) -> None:
+    """Turn off Llama 4's scaling of queries, which is 1 up to `chunk_limit`.
+
+    transformers computes it from a token's place in the row, not from its position, so packed rows would be wrong.
+    """
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.attn_temperature_tuning = False  # type: ignore[assignment]
+
+
 @contextmanager
 def windows_of(model: PreTrainedModel, size: int) -> Iterator[bool]:
     """Within it windows of more than `size` tokens have `size`, so that a check needs only short sequences.

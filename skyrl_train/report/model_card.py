@@ -25,6 +25,8 @@ class Card:
     base: str
     base_is_on_hub: bool
     is_adapter: bool
+    model_class: str
+    """The Auto class of transformers that loads the model, or the base of an adapter."""
     lora: str
     """Rank and scale of adapters, in words; empty for a whole model."""
     dtype: str
@@ -83,15 +85,15 @@ def _use(card: Card) -> str:
         base = repr(card.base) if card.base_is_on_hub else '"the base model"'
         lines = [
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {card.model_class}, AutoTokenizer",
             "",
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), "this repository")',
+            f'model = PeftModel.from_pretrained({card.model_class}.from_pretrained({base}), "this repository")',
         ]
     else:
         lines = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {card.model_class}, AutoTokenizer",
             "",
-            'model = AutoModelForCausalLM.from_pretrained("this repository")',
+            f'model = {card.model_class}.from_pretrained("this repository")',
         ]
     code = "\n".join([*lines, 'tokenizer = AutoTokenizer.from_pretrained("this repository")'])
     return f"```python\n{code}\n```"

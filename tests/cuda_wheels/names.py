@@ -23,6 +23,7 @@ VLLM = {
         vllm.EngineArgs(..., logprobs_mode=_, worker_extension_cls=_, async_scheduling=_, disable_log_stats=_, seed=_)
         vllm.EngineArgs(..., generation_config=_, trust_remote_code=_, hf_overrides=_, distributed_executor_backend=_)
         vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, max_model_len=_, kv_cache_memory_bytes=_)
+        vllm.EngineArgs(..., language_model_only=_)
         vllm.EngineArgs(..., nnodes=_, disable_custom_all_reduce=_)
         vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
         vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
@@ -446,6 +447,12 @@ TRANSFORMERS = {
     "models/routing.py": """
         transformers.PreTrainedModel._can_record_outputs
         transformers.utils.output_capturing.OutputRecorder(target_class=_)
+    """,
+    "models/composite.py": """
+        transformers.PreTrainedModel._from_config(config)
+        transformers.PreTrainedModel.base_model_prefix
+        transformers.PreTrainedModel._tied_weights_keys
+        transformers.core_model_loading.revert_weight_conversion(model, state_dict)
     """,
     "models/loading.py": """
         transformers.core_model_loading.revert_weight_conversion(model, state_dict)

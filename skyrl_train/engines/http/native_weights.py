@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.export import name_files, save_checkpoint_tensors
 from skyrl_train.weight_sync.store import refuse_adapter
 from skyrl_train.weight_sync.wire import AdapterSpec
@@ -58,7 +59,7 @@ class CheckpointFolder:
         try:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir(parents=True)
-            self._model.config.save_pretrained(self._unfinished)
+            checkpoint_config(self._model).save_pretrained(self._unfinished)
             self._tokenizer.save_pretrained(self._unfinished)
         except OSError as error:
             raise self._failed(error) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 from skyrl_train.engines.sglang.models import refuse_model
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import is_composite, overrides_of_composite
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.weight_sync.wire import dtype_of
 
@@ -64,9 +65,13 @@ def engine_arguments(
         key = f"generator.engine_init_kwargs.{taken[0]}"
         raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
     free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
-    changed = {"rope_parameters": config.rope_parameters} if rope_scaling or rope_theta is not None else {}
+    changed: dict[str, Any] = {}
+    if rope_scaling or rope_theta is not None:
+        changed["rope_parameters"] = config.get_text_config().rope_parameters
     if reads_weights and has_separate_head(model):
         changed["tie_word_embeddings"] = False
+    if is_composite(config):
+        changed = overrides_of_composite(config, changed)
     if changed:
         free["json_model_override_args"] = json.dumps(changed)
     if max_lora_rank:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import UnsupportedParameter
-from skyrl_train.models.lora import adapted_linears
+from skyrl_train.models.lora import adapted_linears, exported_linears
 from skyrl_train.weight_sync.store import adapter_layout
 from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
 
@@ -52,6 +52,7 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, engine: str):
         self._engine = engine
         self._linears = adapted_linears(model)
+        self._exported = exported_linears(model)
         self._loaded: dict[str, Adapter] = {}
         self._hooked: set[str] = set()
         self._acting: AdaptedRows = ()
@@ -75,13 +76,18 @@ class Adapters:
 
     def read(self, name: str, path: str) -> Adapter:
         """Read the adapter in a peft folder, without adding it. Raises EngineError naming a bad option or tensor."""
-        found = read_adapter(path, self._linears, adapter=name, engine=self._engine)
+        linears = {exported: self._linears[layer] for layer, exported in self._exported.items()}
+        found = read_adapter(path, linears, adapter=name, engine=self._engine)
 
         def ready(layer: str, tensor: Tensor) -> Tensor:
             weight = self._linears[layer].weight
             return tensor.to(weight.device, weight.dtype)
 
-        layers = {layer: (ready(layer, down), ready(layer, up)) for layer, (down, up) in found.layers.items()}
+        layers = {}
+        for layer, exported in self._exported.items():
+            if exported in found.layers:
+                down, up = found.layers[exported]
+                layers[layer] = (ready(layer, down), ready(layer, up))
         return Adapter(name, found.scaling, layers)
 
     def add(self, adapter: Adapter) -> None:

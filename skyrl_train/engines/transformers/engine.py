@@ -40,6 +40,7 @@ from skyrl_train.engines.transformers.requests import GenerateCall
 from skyrl_train.engines.transformers.scheduler import Scheduler
 from skyrl_train.engines.transformers.weight_store import ServedWeights
 from skyrl_train.errors import EngineError
+from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.models.stop_tokens import stop_tokens
 from skyrl_train.report.memory import peak_memory
@@ -96,7 +97,7 @@ class TransformersEngine:
         self._scheduler = Scheduler(
             self._served,
             tokenizer,
-            stop_tokens(tokenizer, served.generation_config, served.config, served.config.get_text_config()),
+            stop_tokens(tokenizer, served.generation_config, served.config, checkpoint_config(served)),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             name=name,

@@ -16,8 +16,9 @@ from skyrl_train.engines.transformers.attention import NAME, PackedPrompts
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.cpu_linear import use_onednn
 from skyrl_train.errors import EngineError
+from skyrl_train.models.ragged_model import KNOWN_LAYERS
 from skyrl_train.models.routing import Routers
-from skyrl_train.models.windows import windows_of
+from skyrl_train.models.windows import chunk_limit, drop_query_scales, windows_of
 
 _LOGIT_ELEMENTS = 1 << 26
 """The most elements of logits per forward in scoring: 256 MiB in float32."""
@@ -48,6 +49,7 @@ class ServedModel:
         with torch.inference_mode(), windows_of(model, _CHECK_WINDOW):
             reference = self._reference_logits()
             model.set_attn_implementation(NAME)
+            drop_query_scales(model)
             self._routers.keeps_choices = keeps_routing
             self._check_exact(reference, name)
 
@@ -62,7 +64,9 @@ class ServedModel:
 
     @property
     def max_positions(self) -> int:
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+        text = self.model.config.get_text_config()
+        longest = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
+        return min(longest, chunk_limit(text) or longest)
 
     def give_memory_back(self, *, weights: bool) -> int:
         """Free unused memory of the accelerator, and with `weights` move them to the host; returns bytes, 0 on CPU."""
@@ -190,7 +194,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     """Return why the engine cannot serve a model, which may be on the meta device; None if nothing is known yet."""
     config: Any = model.config
     text: Any = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS
     reason = None
     if getattr(config, "is_encoder_decoder", False):
         reason = "it has an encoder"

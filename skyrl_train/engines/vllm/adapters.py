@@ -17,7 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import EngineError
 from skyrl_train.models.loading import meta_model
-from skyrl_train.models.lora import adapted_linears
+from skyrl_train.models.lora import adapted_linears, exported_linears
 
 _SYNCED = 1
 """vLLM's number for the adapter from weight syncs: running requests continue with what is loaded under it."""
@@ -36,7 +36,7 @@ class VLLMAdapters:
         self._name = name
         self._folder: TemporaryDirectory[str] | None = None
         self._linears: dict[str, nn.Linear] | None = None
-        """The layers that adapters may change."""
+        """The layers that adapters may change, by their names in adapters' files."""
         self._added = _SYNCED
         self._retired: list[LoRARequest] = []
         """Adapters that were replaced or dropped while a request may still use them."""
@@ -68,7 +68,9 @@ class VLLMAdapters:
         vLLM itself silently accepts missing tensors and wrong ranks. May run on any thread. Raises EngineError.
         """
         if self._linears is None:
-            self._linears = adapted_linears(meta_model(self._engine.model_config.model, torch.float32))
+            model = meta_model(self._engine.model_config.model, torch.float32)
+            names = exported_linears(model)
+            self._linears = {names[layer]: linear for layer, linear in adapted_linears(model).items()}
         read_adapter(path, self._linears, adapter=name, engine=self._name)
         copied = mkdtemp(dir=self._own_folder())
         for file in _FILES:

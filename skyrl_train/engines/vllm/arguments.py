@@ -17,7 +17,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
 from skyrl_train.engines.base import SampleRequest
+from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import is_composite, overrides_of_composite
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.storage.copies import local_copy
 
@@ -57,9 +59,16 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     if max_lora_rank:
         arguments["max_lora_rank"] = max_lora_rank
     config = load_config(model, **rope)
-    changed = {"rope_parameters": config.rope_parameters} if any(one is not None for one in rope.values()) else {}
+    changed: dict[str, Any] = {}
+    if any(one is not None for one in rope.values()):
+        changed["rope_parameters"] = config.get_text_config().rope_parameters
     if has_separate_head(model):
         changed["tie_word_embeddings"] = False
+    changed |= _query_scales(config.get_text_config())
+    if is_composite(config):
+        refuse_composite(model, config)
+        arguments["language_model_only"] = True
+        changed = overrides_of_composite(config, changed)
     if changed:
         arguments["hf_overrides"] = changed
     if not on_cpu:
@@ -72,6 +81,15 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
         # Its check of peers takes ranks for devices of this process, which sees those of its part alone.
         arguments.setdefault("disable_custom_all_reduce", True)
     return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
+
+
+def _query_scales(text: Any) -> dict[str, Any]:
+    """Return how Ministral 3 scales queries in long contexts, in the words of vLLM, which ignores transformers' own."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if (beta := rope.get("llama_4_scaling_beta")) is None or getattr(text, "llama_4_scaling", None) is not None:
+        return {}
+    length = rope["original_max_position_embeddings"]
+    return {"llama_4_scaling": {"original_max_position_embeddings": length, "beta": beta}}
 
 
 def _listen_for_other_nodes() -> None:

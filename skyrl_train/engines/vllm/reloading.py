@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from vllm.distributed import get_tensor_model_parallel_rank
 
+from skyrl_train.models.composite import composite_of
 from skyrl_train.models.loading import checkpoint_tensors
 
 _BY_EXPERT = ("deepseek_v2", "deepseek_v3")
@@ -35,7 +36,7 @@ class Reloading:
 
     def named(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The tensors under names that pass through a `weight_loader`; the others are kept for `finish`."""
-        if self._kind in _BY_EXPERT:
+        if self._kind in _BY_EXPERT or composite_of(self._model) is not None:
             return checkpoint_tensors(self._model, dict(tensors)).items()
         return self._of_gpt_oss(tensors) if self._kind == _GPT_OSS else tensors
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.loading import meta_model
-from skyrl_train.models.lora import adapted_linears
+from skyrl_train.models.lora import adapted_linears, exported_linears, peft_name
 from skyrl_train.weight_sync.store import adapter_layout, refuse_adapter
 from skyrl_train.weight_sync.wire import AdapterSpec
 
@@ -31,8 +32,12 @@ class SyncedAdapter:
         self._tensors: dict[str, Tensor] = {}
 
     @cached_property
+    def _described(self) -> PreTrainedModel:
+        return meta_model(self._model, self._dtype)
+
+    @cached_property
     def _linears(self) -> dict[str, nn.Linear]:
-        return adapted_linears(meta_model(self._model, self._dtype))
+        return adapted_linears(self._described)
 
     def layout(self, spec: AdapterSpec | None) -> Mapping[str, Tensor]:
         """Begin a sync with this adapter; returns name -> tensor of its layout. Raises WeightSyncError."""
@@ -60,15 +65,16 @@ class SyncedAdapter:
         """Write the adapter's folder in peft's format. Raises OSError."""
         if self._spec is None or not self._writes:
             return
+        names = exported_linears(self._described)
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self._spec.rank,
             "lora_alpha": self._spec.scaling * self._spec.rank,
-            "target_modules": list(self._spec.layers),
+            "target_modules": [names[layer] for layer in self._spec.layers],
             "bias": "none",
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "adapter_config.json").write_text(json.dumps(config))
-        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in self._tensors.items()}
+        named = {peft_name(name, names): tensor.contiguous() for name, tensor in self._tensors.items()}
         save_file(named, self._folder / "adapter_model.safetensors")

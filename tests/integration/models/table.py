@@ -179,3 +179,35 @@ def architecture(name: str) -> Architecture:
 
 def column(name: str) -> Column:
     return next(one for one in COLUMNS if one.name == name)
+
+
+@dataclass(frozen=True)
+class CompositeRow:
+    """A row of the page's second table: a composite checkpoint that is used as a text model.
+
+    `kind` is that of tests/support/composites.py, `shape` its options there.
+    """
+
+    name: str
+    kind: str
+    engines: tuple[str, ...]
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+COMPOSITES = (
+    CompositeRow("Gemma 3", "gemma3", ("transformers", "vllm")),
+    CompositeRow("Gemma 4", "gemma4", ("transformers", "vllm")),
+    CompositeRow("Mistral 3", "mistral3", ("transformers", "vllm"), note="also Ministral 3"),
+    CompositeRow("Llama 4", "llama4", ("transformers", "vllm")),
+    CompositeRow("Qwen2.5-VL", "qwen2_5_vl", ("transformers", "vllm"), {"hidden_size": 128}),
+    CompositeRow("Qwen3-VL", "qwen3_vl", ("transformers", "vllm")),
+    CompositeRow("Qwen3-VL-MoE", "qwen3_vl_moe", ("transformers",)),
+    CompositeRow("GLM-4V", "glm4v", ("transformers",), {"hidden_size": 128}),
+    CompositeRow("InternVL", "internvl", ("transformers", "vllm")),
+)
+"""Composites whose text is computed exactly: see test_composites.py and test_composite_engines.py."""
+
+
+def composite(name: str) -> CompositeRow:
+    return next(one for one in COMPOSITES if one.name == name)

@@ -211,6 +211,7 @@ def card_of() -> Callable[[str], str]:
     def card(word: str) -> str:
         return model_card(
             Card(
+                model_class="AutoModelForCausalLM",
                 run=word,
                 base=word,
                 base_is_on_hub=False,

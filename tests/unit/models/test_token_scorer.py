@@ -357,7 +357,7 @@ def with_rope(kind: str) -> PreTrainedModel:
         (lambda: with_rope("dynamic"), "rope type 'dynamic'"),
         (lambda: tiny_model("bloom"), "attention interface"),
         (lambda: tiny_model("opt"), "drops activations|sequence boundaries"),
-        (lambda: tiny_model("llama4_text"), "chunked_attention"),
+        (lambda: tiny_model("qwen3_5_text"), "linear_attention"),
     ],
 )
 def test_a_model_that_would_be_scored_wrongly_is_refused(make: Callable[[], PreTrainedModel], message: str) -> None:

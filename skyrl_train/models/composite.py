@@ -1,0 +1,251 @@
+"""Composite checkpoints, such as vision-language models, used as text models.
+
+A composite holds a language model beside other towers. Here its language model becomes a model of its own, with the
+names that a text-only checkpoint has ("model.layers.0..."). `Composite` owns the mapping from these names to those of
+the checkpoint: weights are read, sent to engines and exported through it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as COMPOSITES,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from skyrl_train.errors import ConfigError
+
+_ATTRIBUTE = "skyrl_composite"
+_KNOWN = (
+    *("gemma3", "gemma4", "glm4v", "internvl", "llama4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
+"""Values of `model_type` of the composites that compute for text what their language model alone computes.
+
+Others may not: PaliGemma lets the tokens of a prompt see later ones.
+"""
+
+
+@dataclass(frozen=True)
+class Composite:
+    """The composite that a text model is a part of."""
+
+    model: PreTrainedModel
+    """The whole composite, on the meta device."""
+    body: str
+    """Name of the language model, without its head, in the composite."""
+    names: Mapping[str, str]
+    """Name of each parameter and persistent buffer of the text model -> its name in the composite."""
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of the whole checkpoint."""
+        return self.model.config
+
+    def module_name(self, name: str) -> str:
+        """Return the composite's name of a linear layer of the text model."""
+        return self.names[f"{name}.weight"].removesuffix(".weight")
+
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the text model under the names of checkpoints; other names are kept as they are."""
+        inner = {self.names[name]: tensor for name, tensor in tensors.items() if name in self.names}
+        others = {name: tensor for name, tensor in tensors.items() if name not in self.names}
+        return revert_weight_conversion(self.model, inner) | others
+
+
+def is_composite(config: PreTrainedConfig) -> bool:
+    """True for the configuration of a checkpoint that has a language model beside other towers."""
+    return type(config) in COMPOSITES and config.get_text_config() is not config
+
+
+def composite_class(config: PreTrainedConfig) -> str | None:
+    """Return the name of the class of a composite; None for the configuration of any other model."""
+    if not is_composite(config):
+        return None
+    kind: Any = COMPOSITES[type(config)]
+    return str(kind.__name__)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the Auto class with which transformers loads a checkpoint of a configuration as it is."""
+    return AutoModelForImageTextToText if is_composite(config) else AutoModelForCausalLM
+
+
+def placeholders(config: PreTrainedConfig) -> Tensor:
+    """Return the ids of a composite's tokens that stand for images and the like, which it reads in ways of its own."""
+    named = config.to_dict().items()
+    ids = [value for name, value in named if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def overrides_of_composite(config: PreTrainedConfig, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a language model as changes of its composite's config.json."""
+    if not changed:
+        return {}
+    text = config.get_text_config()
+    section = next(name for name in config.sub_configs if getattr(config, name, None) is text)
+    tied = {name: value for name, value in changed.items() if name == "tie_word_embeddings"}
+    return {section: dict(changed), **tied}
+
+
+def composite_of(model: nn.Module) -> Composite | None:
+    """Return the composite that a text model was made from; None for any other model."""
+    composite: Composite | None = getattr(model, _ATTRIBUTE, None)
+    return composite
+
+
+def checkpoint_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the configuration of the checkpoint that a model belongs to: that of its composite, if it has one."""
+    composite = composite_of(model)
+    return model.config if composite is None else composite.config
+
+
+def composite_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a composite on the meta device."""
+    # It never computes attention, so the kernels that its configuration may name need not be installed.
+    options: Any = {"dtype": dtype, "attn_implementation": "eager"}
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, **options)
+    return model
+
+
+def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+    """Return the language model of a composite, with its head, on the meta device.
+
+    Args:
+        composite: The composite, on the meta device.
+        dtype: The dtype of its parameters.
+        attention: The implementation of attention; None for the best one that the model supports.
+
+    Raises:
+        ConfigError: The composite is not known to compute for text what its language model alone computes.
+    """
+    if composite.config.model_type not in _KNOWN:
+        raise _not_separable(composite, f"it is not known to compute that for text; those of {', '.join(_KNOWN)} are")
+    config = copy.deepcopy(composite.config.get_text_config())
+    config.name_or_path = composite.config.name_or_path
+    head, embeddings = composite.get_output_embeddings(), composite.get_input_embeddings()
+    if head is None:
+        raise _not_separable(composite, "it has no language-model head")
+    config.tie_word_embeddings = head.weight is embeddings.weight
+    options: Any = {"dtype": dtype, "attn_implementation": attention}
+    with torch.device("meta"):
+        if type(config) in CAUSAL_LMS:
+            model: Any = AutoModelForCausalLM.from_config(config, **options)
+        else:
+            tower: Any = type(AutoModel.from_config(config, **options))
+            model = _causal_lm_of(tower)._from_config(config, **options)
+    name_body(model)
+    setattr(model, _ATTRIBUTE, Composite(composite, _body(composite), _names(model, composite)))
+    return model  # type: ignore[no-any-return]
+
+
+def name_body(model: PreTrainedModel) -> None:
+    """Let `model.base_model` be the body of a causal language model: Llama 4's class names it as its composite does."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"
+
+
+def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]:
+    """Name of a tensor of the text model -> its name in the composite. Raises ConfigError if they do not correspond."""
+    body, place = _body(model), _body(composite)
+    tower = composite.get_submodule(place)
+    if type(tower) is not type(model.get_submodule(body)):
+        raise _not_separable(composite, f"its language model is a {type(tower).__name__}")
+    prefixes = {
+        f"{body}.": f"{place}.",
+        f"{_path(model, model.get_output_embeddings())}.": f"{_path(composite, composite.get_output_embeddings())}.",
+    }
+    theirs = composite.state_dict()
+    names = {}
+    for name, tensor in model.state_dict().items():
+        outer = next((outer + name[len(own) :] for own, outer in prefixes.items() if name.startswith(own)), None)
+        if outer not in theirs or theirs[outer].shape != tensor.shape:
+            raise _not_separable(composite, f"it has no tensor for {name}")
+        names[name] = outer
+    return names
+
+
+def _body(model: PreTrainedModel) -> str:
+    """Return the name of the module that has the embedding of tokens."""
+    return _path(model, model.get_input_embeddings()).rpartition(".")[0]
+
+
+def _path(model: PreTrainedModel, wanted: nn.Module | None) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted)
+
+
+def _not_separable(composite: PreTrainedModel, reason: str) -> ConfigError:
+    return ConfigError(f"{type(composite).__name__} cannot be used as its language model alone: {reason}.")
+
+
+@cache
+def _causal_lm_of(body: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a causal language model class for a text tower that transformers has only inside of a composite."""
+
+    class TextTowerForCausalLM(_TextTower, body.__base__, GenerationMixin):  # type: ignore[misc, name-defined]
+        tower = body
+
+    TextTowerForCausalLM.__name__ = body.__name__.removesuffix("Model") + "ForCausalLM"
+    # transformers looks into the source of a class's module to see if its attention can be replaced.
+    TextTowerForCausalLM.__module__ = body.__module__
+    return TextTowerForCausalLM
+
+
+class _TextTower:
+    """A text tower with its head: three-dimensional rotary positions follow from the plain ones of text."""
+
+    base_model_prefix = "model"
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
+    tower: type[PreTrainedModel]
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = self.tower(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """Return logits [B, L, V]. See the causal language models of transformers; labels are not supported."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return MoeCausalLMOutputWithPast(
+            logits=self.lm_head(outputs.last_hidden_state[:, kept, :]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

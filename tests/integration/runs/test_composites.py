@@ -1,0 +1,118 @@
+"""GRPO from a composite checkpoint: two steps, a checkpoint to resume from, and an export that is the composite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from skyrl_train.assembly.export import Export, export
+from tests.integration.models.table import COMPOSITES
+from tests.support.composites import save_composite
+
+from .conftest import Run, metrics_of
+
+IN_CI = ("Gemma 3-transformers", "Qwen2.5-VL-transformers")
+ADAPTERS = ("trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-2")
+CELLS = [
+    pytest.param(row, engine, id=cell, marks=[] if cell in IN_CI else [pytest.mark.on_demand])
+    for row in COMPOSITES
+    for engine in row.engines
+    if (cell := f"{row.name}-{engine}")
+]
+
+
+@pytest.fixture
+def train(run: Run, easy: Callable[[Path], list[str]], tmp_path: Path) -> Callable[..., Path]:
+    def started(path: str, *overrides: str) -> Path:
+        overrides = (f"trainer.policy.model.path={path}", *overrides)
+        done = run("main_base", *easy(tmp_path), *overrides, "generator.weight_sync_check=probe")
+        assert "is used as a text model" in done.stderr
+        rows = metrics_of(tmp_path)
+        for step, row in rows.items():
+            if step:
+                assert row["weights/probe_gap"] <= 1e-4 and row["rollout/logprob_diff_max"] <= 1e-4
+                assert row["policy/grad_norm"] > 0
+        return tmp_path
+
+    return started
+
+
+def assert_only_language_model_changed(base: str, exported: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (Path(base), exported))
+    towers = {name for name in before if "vision" in name or "visual" in name or "projector" in name}
+    assert before.keys() == after.keys() and towers
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not changed & towers
+    assert json.loads((exported / "config.json").read_text()) == json.loads((Path(base) / "config.json").read_text())
+    assert (exported / "preprocessor_config.json").is_file()
+    found: Any = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
+    _, info = found
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "engine"), CELLS)
+def test_grpo_trains_the_language_model_of_a_composite(
+    train: Callable[..., Path], tmp_path: Path, row: Any, engine: str
+) -> None:
+    if engine == "vllm":
+        pytest.importorskip("torchvision", reason="vLLM's classes of composites import it")
+    base = save_composite(tmp_path / "composite", row.kind, **row.shape)
+    steps = ("trainer.max_steps=2", "trainer.ckpt_interval=1", "trainer.hf_save_interval=2")
+    folder = train(base, *steps, f"generator.backend={engine}", "trainer.algorithm.use_kl_loss=true")
+    exported = folder / "exports" / "global_step_2" / "policy"
+    assert_only_language_model_changed(base, exported)
+    train(str(exported), "trainer.max_steps=1", f"generator.backend={engine}", f"trainer.ckpt_path={tmp_path}/again")
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+@pytest.mark.parametrize(("engine", "sync"), [("transformers", "adapter"), ("vllm", "adapter"), ("vllm", "merged")])
+def test_adapters_of_a_composite_are_synced_and_exported(
+    train: Callable[..., Path], tmp_path: Path, engine: str, sync: str
+) -> None:
+    if engine == "vllm":
+        pytest.importorskip("torchvision", reason="vLLM's classes of composites import it")
+    base = save_composite(tmp_path / "composite", "gemma3")
+    steps = ("trainer.max_steps=2", "trainer.hf_save_interval=2", f"trainer.policy.model.lora.sync={sync}")
+    folder = train(base, *steps, *ADAPTERS, f"generator.backend={engine}")
+    exported = folder / "exports" / "global_step_2" / "policy"
+    assert_only_language_model_changed(base, exported)
+    adapter = load_file(exported / "adapter" / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in adapter)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
+    base = save_composite(tmp_path / "composite", "mistral3")
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "abc" * (1 + i % 3)}]}
+        for i in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (
+        f"data.train_data=['{tmp_path / 'rows.jsonl'}']",
+        f"trainer.policy.model.path={base}",
+        f"trainer.ckpt_path={tmp_path / 'ckpts'}",
+        f"trainer.export_path={tmp_path / 'exports'}",
+        "trainer.logger=console",
+        "trainer.train_batch_size=2",
+        "trainer.policy_mini_batch_size=2",
+        "trainer.epochs=1",
+        "trainer.ckpt_interval=2",
+        "trainer.max_tokens_per_microbatch=2048",
+        "trainer.policy.optimizer_config.lr=1e-3",
+    )
+    run("main_sft", *given, "trainer.max_steps=2")
+    run("main_sft", *given, "trainer.max_steps=4")
+    assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4]
+    export(Export(str(tmp_path / "ckpts" / "global_step_4"), str(tmp_path / "model")))
+    assert_only_language_model_changed(base, tmp_path / "model")

@@ -1,0 +1,55 @@
+"""The check before a run, for composite checkpoints: a note that only their language model is used, and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.assembly.preflight import _model
+from skyrl_train.config.hydra import load
+from skyrl_train.config.presence import Uses, model_paths
+from skyrl_train.config.schema import Config
+from skyrl_train.engines.vllm.composites import refuse_composite
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import load_config
+from tests.support.composites import save_composite
+
+
+def config_of(path: str, *overrides: str) -> Config:
+    return load([f"trainer.policy.model.path={path}", "generator.backend=transformers", *overrides])
+
+
+def check(config: Config) -> None:
+    for key, path in model_paths(config, Uses()):
+        _model(config, Uses(), key, path)
+
+
+def test_composite_is_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_composite(tmp_path / "composite", "gemma3")
+    capsys.readouterr()
+    check(config_of(path, "trainer.algorithm.use_kl_loss=true"))
+    assert capsys.readouterr().err.count("Gemma3ForConditionalGeneration is used as a text model") == 1
+
+
+@pytest.mark.parametrize("role", ["policy", "ref"])
+def test_composite_is_refused_if_switched_off(tmp_path: Path, role: str) -> None:
+    path = save_composite(tmp_path / "composite", "gemma3")
+    config = config_of(path, "trainer.algorithm.use_kl_loss=true", f"trainer.{role}.language_model_only=false")
+    with pytest.raises(ConfigError, match=rf"^trainer\.{role}\.language_model_only=false: .* cannot be trained"):
+        check(config)
+
+
+def test_composite_with_linear_attention_is_refused(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "composite", "qwen3_5")
+    with pytest.raises(ConfigError, match="has layers of kind linear_attention, whose state is not keys and values"):
+        check(config_of(path))
+
+
+def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(save_composite(tmp_path / "composite", "gemma3"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration, whose class in vLLM imports torchvision"):
+        refuse_composite("composite", config)
+    refuse_composite("text", config.get_text_config())

@@ -1,0 +1,111 @@
+"""Composite checkpoints as text models: loading, names and exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import overrides_of_composite
+from skyrl_train.models.loading import (
+    checkpoint_names,
+    checkpoint_tensors,
+    has_separate_head,
+    load_causal_lm,
+    load_config,
+    meta_model,
+    model_without_memory,
+    open_causal_lm,
+)
+from skyrl_train.models.token_scorer import TokenScorer
+from tests.support.composites import KINDS, composite_model, save_composite
+from tests.support.padded_reference import ragged_batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_model_computes_the_composites_logits(kind: str, tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", kind)
+    model = load_causal_lm(path, dtype=torch.float32)
+    ids = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        wanted = composite_model(kind)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        got = model(input_ids=ids).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+    assert not any("vision" in name or "visual" in name for name in model.state_dict())
+
+
+def test_changes_of_the_configuration_are_those_of_the_language_model(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "gemma3")
+    config = load_config(path, overrides={"num_hidden_layers": 1})
+    assert config.text_config.num_hidden_layers == 1 and config.vision_config.num_hidden_layers == 1
+    model, saved = open_causal_lm(path, dtype=torch.float32, model_config_kwargs={"num_hidden_layers": 1})
+    layers: Any = model.base_model.layers
+    assert len(layers) == 1
+    others = [name for name, _ in saved.other_towers()]
+    assert others and not any(name.startswith("language_model.") for name in others), "not even the second layer"
+    with pytest.raises(ConfigError, match="Gemma3TextConfig has no such attribute"):
+        load_config(path, overrides={"num_layers": 1})
+    assert overrides_of_composite(config, {"tie_word_embeddings": False, "rope_theta": 1.0}) == {
+        "text_config": {"tie_word_embeddings": False, "rope_theta": 1.0},
+        "tie_word_embeddings": False,
+    }
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "llama4"])
+def test_checkpoint_names_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", kind)
+    model = meta_model(path, torch.float32)
+    named = checkpoint_tensors(model, dict(model.named_parameters()))
+    in_file = checkpoint_names(path)
+    assert named.keys() < in_file
+    assert checkpoint_tensors(model, named).keys() == named.keys(), "names of checkpoints are kept"
+
+
+def test_separate_head_of_a_composite_is_noticed(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "gemma3", tied=True)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["language_model.model.embed_tokens.weight"]
+    for equal in (tensors, tensors | {"language_model.lm_head.weight": embedding.clone()}):
+        save_file(equal, file, metadata={"format": "pt"})
+        assert not has_separate_head(path)
+        model: Any = load_causal_lm(path, dtype=torch.float32)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    save_file(tensors | {"language_model.lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
+    assert has_separate_head(path)
+    model = load_causal_lm(path, dtype=torch.float32)
+    assert torch.equal(model.lm_head.weight, embedding + 1)
+
+
+def test_composite_without_a_tensor_of_its_language_model_is_refused(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "gemma3")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["language_model.model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the checkpoint lacks 1 tensors, such as 'model\.language_model\.norm"):
+        load_causal_lm(path, dtype=torch.float32)
+
+
+def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "llama4")
+    config = {"attention_chunk_size": 16}
+    scorer = TokenScorer(load_causal_lm(path, dtype=torch.float32, model_config_kwargs=config))
+    batch = ragged_batch([16])
+    arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    assert scorer(*arguments).logprobs.shape == (16,)
+    batch = ragged_batch([17])
+    arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    with pytest.raises(ConfigError, match="A sequence has 17 tokens, but beyond 16 "):
+        scorer(*arguments)
+
+
+def test_unknown_composite_is_refused() -> None:
+    config = AutoConfig.for_model("paligemma")
+    with pytest.raises(ConfigError, match="PaliGemmaForConditionalGeneration cannot be used as its language model"):
+        model_without_memory(config, torch.float32)
