@@ -18,6 +18,7 @@ from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.lora import BASE
 from skyrl_train.models.packing import Packing
+from skyrl_train.models.padding_free import check_padding_free, ropes
 from skyrl_train.models.parts import Part
 from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.rank_group import RankGroup
@@ -51,7 +52,7 @@ class RaggedModel(nn.Module):
         `saved`: what the parameters of a model on the meta device are read from.
         """
         super().__init__()
-        refuse_what_packing_changes(model)
+        check_padding_free(model)
         model.set_attn_implementation(RAGGED)
         self.model = model
         self.saved = saved
@@ -280,45 +281,11 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().amax()))
 
 
-def refuse_what_packing_changes(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model whose log-probs would depend on the rest of the batch, or on randomness."""
-    config: Any = model.config
-    name = type(model).__name__
-    if not model._can_set_attn_implementation():
-        raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
-    kinds: set[str] = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ConfigError(
-            f"{name} has layers of kind {sorted(kinds)}; only full and sliding-window attention are known."
-        )
-    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
-        raise ConfigError(
-            f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch; "
-            "set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
-        )
-    dropping: list[str] = [
-        path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
-    ]
-    if getattr(config, "attention_dropout", None):
-        dropping.append("attention_dropout")
-    if dropping:
-        raise ConfigError(
-            f"{name} drops activations at random ({', '.join(dropping[-3:])}), so log-probs would be noise; "
-            "set its dropout keys to 0 in model_config_kwargs."
-        )
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The model's sets of rope parameters: one, or one for each kind of layer."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-
-
 def _longest_exact(config: Any) -> int | None:
     """The length beyond which longrope changes its frequencies for a whole batch; None for other kinds of rope."""
     limits = [
         int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for rope in _ropes(config)
+        for rope in ropes(config)
         if rope.get("rope_type") == "longrope"
     ]
     return min(limits, default=None)

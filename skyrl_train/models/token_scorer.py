@@ -15,12 +15,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
+from skyrl_train.models.padding_free import OnMeta, check_padding_free, operation_name
 from skyrl_train.models.ragged_model import (
     RaggedModel,
     check_and_divide,
     close,
     linear_head,
-    refuse_what_packing_changes,
 )
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
@@ -44,6 +44,13 @@ def chunk_bytes(device: str, memory: int | None) -> int:
     """
     least = CHUNK_BYTES[device]
     return least if device == "cpu" or not memory else max(least, 1 << ((memory // 64).bit_length() - 1))
+
+
+_SAME_VALUES = frozenset(
+    "_to_copy _unsafe_view addmm alias bmm clone detach expand mm select slice squeeze t transpose unsqueeze view zeros "
+    "permute".split()
+)
+"""Operations that do not change a value, and the product of the head, as which an adapter may take part."""
 
 
 class Scores(NamedTuple):
@@ -74,11 +81,8 @@ class TokenScorer(RaggedModel):
         """`chunk_bytes`: None for the device's own, see the function. The others: see RaggedModel."""
         super().__init__(model, parallel_group, saved, expert_parallel)
         self.chunk_bytes = chunk_bytes
-        config = model.config
-        self._shape = LogitShape(
-            factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
-            softcap=getattr(config, "final_logit_softcapping", None),
-        )
+        self._shape = logit_shape(model.config)
+        _check_operations(model)
         with weights_lent(self):
             _check_head(self)
         check_and_divide(self)
@@ -141,10 +145,71 @@ def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
     Args:
         values: For a ValueScorer, which has a head of its own, and not for a TokenScorer.
     """
-    refuse_what_packing_changes(model)
-    head = linear_head(model)
+    check_padding_free(model)
+    linear_head(model)
     if not values:
-        _logits_after(model, torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype))
+        _check_operations(model)
+
+
+def logit_shape(config: Any) -> LogitShape:
+    """Return what a model with this configuration makes of the outputs of its head."""
+    return LogitShape(
+        factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+class _LastHiddenState(MoeModelOutputWithPast):
+    """The output of a body of any architecture: everything but the last hidden state is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Operations(OnMeta):
+    """Notes which operations change values, and with which numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation_name(function)
+        numbers = [argument for argument in args if isinstance(argument, float)]
+        scales_by_one = name in ("mul", "div") and numbers == [1.0]
+        if name not in _SAME_VALUES and not scales_by_one:
+            self.changes.append(name)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _check_operations(model: PreTrainedModel) -> None:
+    """Check on the meta device that logits are those of `logit_shape`. Raises ConfigError."""
+    head, shape, seen = linear_head(model), logit_shape(model.config), _Operations()
+    known = {"mul", "div"} if shape.factor != 1.0 or shape.softcap else set()
+    known |= {"tanh"} if shape.softcap else set()
+    before: list[list[str]] = []
+    hooks = (
+        head.register_forward_pre_hook(lambda *_: before.append(seen.changes[:])),
+        head.register_forward_hook(lambda *_: seen.changes.clear()),
+    )
+    try:
+        with seen:
+            _logits_after(model, torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for where, unknown in (("before", sum(before, [])), ("after", [one for one in seen.changes if one not in known])):
+        if unknown:
+            raise ConfigError(_unknown_logits(model, f"{where} the head ({', '.join(unknown[:3])})"))
+
+
+def _unknown_logits(model: PreTrainedModel, where: str) -> str:
+    changed = "last hidden states" if where.startswith("before") else "logits"
+    return (
+        f"{type(model).__name__} changes its {changed} {where} in a way that is not known here (known: "
+        "final_logit_softcapping, logit_scale, logits_scaling); its log-probs would be wrong, so it is not trained."
+    )
 
 
 def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -157,17 +222,28 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """
     body = model.base_model
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    body.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+    calls: list[None] = []
+
+    def states(*_: Any, **__: Any) -> _LastHiddenState:
+        calls.append(None)
+        return _LastHiddenState(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+    body.forward = states
+    reason = "it does not call this body"
     try:
         with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({error}), "
-            "so it is not trained; use a model of another architecture."
-        ) from error
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    except (AttributeError, ConfigError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}" if calls else reason
+    else:
+        if calls:
+            return logits
     finally:
         del body.forward
+    raise ConfigError(
+        f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({reason}), "
+        "so it is not trained; use a model of another architecture."
+    )
 
 
 def _check_head(scorer: TokenScorer) -> None:
@@ -183,7 +259,4 @@ def _check_head(scorer: TokenScorer) -> None:
     with torch.no_grad():
         ours = scorer.logits(hidden)
     if theirs.shape != ours.shape or not close(theirs.to(ours.dtype), ours, head.weight.dtype):
-        raise ConfigError(
-            f"{type(model).__name__} changes its logits after the head in a way that is not known here (known: "
-            "final_logit_softcapping, logit_scale, logits_scaling); its log-probs would be wrong, so it is not trained."
-        )
+        raise ConfigError(_unknown_logits(model, "after the head"))
