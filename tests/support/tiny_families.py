@@ -17,11 +17,10 @@ _SIZES = {
     r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_inner|n_inner|d_ff|dim_ff|mlp_hidden_size|_intermediate_dim)": 64,
     r".*(num_attention_heads|num_heads|n_heads?|attention_heads)": 4,
     r".*(num_key_value_heads|num_kv_heads|n_kv_heads)": 2,
-    r"(head_dim|global_head_dim|swa_head_dim|v_head_dim|swa_v_head_dim|qk_nope_head_dim|attention_head_dim)": 16,
-    r"qk_rope_head_dim": 8,
+    r"(head_dim|global_head_dim|qk_rope_head_dim|swa_head_dim|v_head_dim|swa_v_head_dim|qk_nope_head_dim|attention_head_dim)": 16,
     r"q_lora_rank|kv_lora_rank|o_lora_rank": 16,
     r"(num_|n_)?(local_|routed_)?experts|n_routed_experts|moe_num_experts|zero_expert_num": 4,
-    r"(num_experts_per_tok|moe_topk|moe_k|num_selected_experts|moe_top_k|top_k_experts|experts_per_token)": 2,
+    r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|num_selected_experts|moe_top_k|top_k_experts|experts_per_token)": 2,
     r"(n_group|topk_group|num_expert_groups?)": 1,
     r"(n_)?shared_experts|num_shared_experts": 1,
     r"(vocab_size|n_vocab|text_vocab_size|vocab_size_per_layer_input)": VOCABULARY,
@@ -41,40 +40,87 @@ _SIZES = {
 """Regular expression of an attribute of configurations -> its size in a tiny model, if it has more."""
 
 
+_SHARED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_MIXED = ["sliding_attention", "full_attention"] * 2
+_CONVOLUTIONS = ["conv", "full_attention"] * 2
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_GROUPS = {"n_group": 1, "topk_group": 1}
+_OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_d_head": 32},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [3, 3, 2]}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {**_SHARED_EXPERTS, **_GROUPS, "topk_method": "greedy"},
+    "dots1": _SHARED_EXPERTS,
+    "gemma3n_text": {
+        "layer_types": _MIXED,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "num_kv_shared_layers": 2,
+    },
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"mamba_d_head": 32},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2": {"layer_types": _CONVOLUTIONS},
+    "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "mamba2": {"head_dim": 32},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 16,
+        "ple_embed_dim": 64,
+        "ngram_vocab_size_base": 320,
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
+}
+"""Model type -> attributes that fit together only with others of them."""
+
+
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
     """Return the default configuration of a model type with small sizes, at any depth; `changes` are of the outermost.
 
     Layers are chosen such that there is one of each kind.
     """
-    config = _shrunk(AutoConfig.for_model(kind), changes)
-    return config
+    return AutoConfig.for_model(kind, **_smaller(AutoConfig.for_model(kind)) | _OWN.get(kind, {}) | changes)
 
 
-def _shrunk(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
-    given = {name: value for name, value in config.to_dict().items() if name not in ("transformers_version",)}
-    parts = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
-    layers = next((given[n] for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if isinstance(given.get(n), int)), None)
+def _smaller(config: PreTrainedConfig) -> dict[str, Any]:
+    given = config.to_dict()
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers = next((given[name] for name in names if isinstance(given.get(name), int)), None)
     smaller: dict[str, Any] = {}
     for name, value in given.items():
-        if name in parts:
-            continue
-        if type(value) is int:
+        part = vars(config).get(name)
+        if isinstance(part, PreTrainedConfig):
+            smaller[name] = _smaller(part) | _OWN.get(part.model_type, {}) | {"model_type": part.model_type}
+        elif type(value) is int:
             size = next((size for pattern, size in _SIZES.items() if re.fullmatch(pattern, name)), None)
             if size is not None and value > size:
                 smaller[name] = size
             elif "token" in name and value >= VOCABULARY:
                 smaller[name] = 7
-        elif isinstance(value, float) and "drop" in name:
+        elif name == "per_layer_config" and layers is not None:
+            by_layer = {int(index): [*attributes] for index, attributes in value.items()}
+            chosen = enumerate(_chosen(given, layers))
+            smaller[name] = {new: dict.fromkeys(by_layer[old], 32) for new, old in chosen if old in by_layer}
+        elif isinstance(value, float) and "drop" in name and value:
             smaller[name] = 0.0
         elif isinstance(value, list) and layers is not None and len(value) == layers > LAYERS:
             smaller[name] = [value[index] for index in _chosen(given, layers)]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    heads, keys = (given.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+    if heads is not None and heads == keys:
+        smaller["num_key_value_heads"] = 4
+    for name, token in (("bos_token_id", 1), ("eos_token_id", 2), ("pad_token_id", 0)):
         if name in given:
-            smaller[name] = {"bos": 1, "eos": 2, "pad": 0}[name[:3]]
-    result = type(config)(**{**given, **{n: p.to_dict() for n, p in parts.items()}, **smaller, **changes})
-    for name, part in parts.items():
-        setattr(result, name, _shrunk(part, {}))
-    return result
+            smaller[name] = token
+    return smaller
 
 
 def _chosen(given: dict[str, Any], layers: int) -> list[int]:

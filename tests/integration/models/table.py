@@ -48,6 +48,14 @@ _LLAMA_3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_SHARED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
 _DEEPSEEK_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -80,7 +88,7 @@ ARCHITECTURES = (
     Architecture(
         "Gemma 3",
         "gemma3_text",
-        _WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+        _WINDOW | {"layer_types": _ALTERNATING},
         "text only: a checkpoint of `Gemma3ForCausalLM`",
     ),
     Architecture(
@@ -89,6 +97,23 @@ ARCHITECTURES = (
     Architecture("Mistral 0.1", "mistral", _UNTIED | _WINDOW, "7B 0.1 and its descendants, with a sliding window"),
     Architecture("DeepSeek-V3", "deepseek_v3", _UNTIED | _DEEPSEEK, "also R1, from a checkpoint in bfloat16"),
     Architecture("gpt-oss", "gpt_oss", _UNTIED | _WINDOW, "from a checkpoint in bfloat16"),
+    Architecture(
+        "Gemma 4",
+        "gemma4_text",
+        _WINDOW | {"layer_types": _ALTERNATING, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320},
+        "text only: a checkpoint of `Gemma4ForCausalLM`",
+    ),
+    Architecture("GLM-4", "glm4", _UNTIED, "the dense models of April 2025 (`Glm4ForCausalLM`)"),
+    Architecture("GLM-4.5", "glm4_moe", _UNTIED | _SHARED_EXPERTS | {"use_qk_norm": True}, "also 4.6 and 4.7"),
+    Architecture("OLMo 3", "olmo3", _UNTIED | _WINDOW | {"layer_types": _ALTERNATING}),
+    Architecture("MiniMax-M2", "minimax_m2", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("ERNIE 4.5", "ernie4_5", note="the dense models"),
+    Architecture("SmolLM3", "smollm3", {"no_rope_layers": [1, 0]}),
+    Architecture("Phi-3", "phi3", _UNTIED, "also Phi-4"),
+    Architecture("Hunyuan", "hunyuan_v1_dense", note="the dense models"),
+    Architecture("EXAONE 4", "exaone4", _UNTIED | _WINDOW | {"layer_types": _ALTERNATING}),
+    Architecture("Mixtral", "mixtral", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("Apertus", "apertus", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
     r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",
