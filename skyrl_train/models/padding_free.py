@@ -27,16 +27,27 @@ from skyrl_train.models.windows import register_window_masks
 _TRACED = "skyrl_traced"
 """The name of the attention, in transformers, that only checks what it is called with."""
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot", "_grouped_mm"})
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot"})
 """Operations whose last two tensors are multiplied as matrices."""
 _ALONG_A_DIMENSION = frozenset(
-    "cumsum cumprod cummax cummin logcumsumexp sort topk kthvalue _softmax _log_softmax flip roll gather index_select "
-    "scatter scatter_add scatter_reduce index_add index_copy index_fill".split()
+    (
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk", "kthvalue", "_softmax"),
+        *("_log_softmax", "flip", "roll", "gather", "index_select", "scatter", "scatter_add", "scatter_reduce"),
+        *("index_add", "index_copy", "index_fill"),
+    )
 )
 """Operations that keep the number of tokens, but move or accumulate along a dimension."""
-_REDUCTIONS = frozenset("sum mean amax amin max min prod var std var_mean any all argmax argmin logsumexp".split())
+_REDUCTIONS = frozenset(
+    (
+        *("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "any", "all", "argmax"),
+        *("argmin", "logsumexp"),
+    )
+)
 _WITHOUT_VALUES = frozenset(
-    "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full".split()
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
+        *("new_ones", "new_full"),
+    )
 )
 """Operations that take only the shape of their input."""
 
@@ -53,7 +64,7 @@ def check_padding_free(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
-    kinds = _layer_kinds(config) - _KNOWN_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
         raise ConfigError(
             f"{name} has layers of kind {sorted(kinds)}; only full and sliding-window attention are known."
@@ -80,10 +91,6 @@ def ropes(config: Any) -> list[dict[str, Any]]:
     """The model's sets of rope parameters: one, or one for each kind of layer."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-
-
-def _layer_kinds(config: Any) -> set[str]:
-    return set(getattr(config, "layer_types", None) or ())
 
 
 def _trace(model: PreTrainedModel) -> None:
@@ -137,7 +144,7 @@ class OnMeta(TorchDispatchMode):
         on_meta = [tensor for tensor in tensors if tensor.is_meta]
         name = operation_name(function)
         if on_meta and name == "_local_scalar_dense":
-            return tensors[0].dtype.is_floating_point and 0.0 or (False if tensors[0].dtype == torch.bool else 0)
+            return (tensors[0].dtype.is_floating_point and 0.0) or (False if tensors[0].dtype == torch.bool else 0)
         if on_meta and name == "nonzero":
             return torch.empty(0, tensors[0].ndim, dtype=torch.int64, device="meta")
         if on_meta and len(on_meta) < len(tensors):
@@ -156,7 +163,7 @@ def operation_name(function: Any) -> str:
 
 
 class _TokenFlow(OnMeta):
-    """Follows which tensors hold values that were made from several tokens, or from the number of a token in its row."""
+    """A mode that follows which tensors depend on several tokens, or on the number of a token in its row."""
 
     def __init__(self, tokens: int, model: str):
         super().__init__()
@@ -260,7 +267,10 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        refuse_arguments(module, attention_mask, **options)
+        try:
+            refuse_arguments(module, attention_mask, **options)
+        except ConfigError as error:
+            raise ConfigError(f"{flow.owner} cannot run without padding: {error}") from error
         flow.refuse_mixed(query, key, value)
         heads, tokens = query.shape[1:3]
         return value.new_empty(1, tokens, heads, value.shape[-1]), None

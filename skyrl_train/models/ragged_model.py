@@ -68,6 +68,7 @@ class RaggedModel(nn.Module):
         self.parts: dict[str, Part] = {}
         """Checkpoint name -> part, for parameters of which this rank has only a part."""
         self._longest_exact = _longest_exact(model.config)
+        self._learned_positions = _learned_positions(model)
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
     def train(self, mode: bool = True) -> Self:
@@ -134,6 +135,11 @@ class RaggedModel(nn.Module):
             raise ConfigError(
                 f"A sequence has {longest} tokens, but this model's rope changes for a whole micro-batch "
                 f"beyond {self._longest_exact}; shorten prompts or responses (max_prompt_length, max_generate_length)."
+            )
+        if self._learned_positions and longest > self._learned_positions:
+            raise ConfigError(
+                f"A sequence has {longest} tokens, but this model has embeddings of {self._learned_positions} "
+                "positions; shorten prompts or responses (max_prompt_length, max_generate_length)."
             )
         positions = score_mask.nonzero().flatten()
         assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
@@ -279,6 +285,15 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Whether tensors are equal up to the rounding of differently shaped matrix products in `dtype`."""
     tolerance = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-4
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().amax()))
+
+
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions of a model that has an embedding of each, as GPT-2 does; None for others."""
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding) and one is not words]
+    # Some tables begin with two rows that no position has.
+    return longest if longest is not None and {longest, longest + 2} & set(tables) else None
 
 
 def _longest_exact(config: Any) -> int | None:

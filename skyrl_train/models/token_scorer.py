@@ -47,8 +47,10 @@ def chunk_bytes(device: str, memory: int | None) -> int:
 
 
 _SAME_VALUES = frozenset(
-    "_to_copy _unsafe_view addmm alias bmm clone detach expand mm select slice squeeze t transpose unsqueeze view zeros "
-    "permute".split()
+    (
+        *("_to_copy", "_unsafe_view", "addmm", "alias", "bmm", "clone", "detach", "expand", "mm", "select", "slice"),
+        *("squeeze", "t", "transpose", "unsqueeze", "view", "zeros", "permute"),
+    )
 )
 """Operations that do not change a value, and the product of the head, as which an adapter may take part."""
 
@@ -188,9 +190,9 @@ def _check_operations(model: PreTrainedModel) -> None:
     head, shape, seen = linear_head(model), logit_shape(model.config), _Operations()
     known = {"mul", "div"} if shape.factor != 1.0 or shape.softcap else set()
     known |= {"tanh"} if shape.softcap else set()
-    before: list[list[str]] = []
+    before: list[str] = []
     hooks = (
-        head.register_forward_pre_hook(lambda *_: before.append(seen.changes[:])),
+        head.register_forward_pre_hook(lambda *_: before.extend(seen.changes)),
         head.register_forward_hook(lambda *_: seen.changes.clear()),
     )
     try:
@@ -199,7 +201,7 @@ def _check_operations(model: PreTrainedModel) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for where, unknown in (("before", sum(before, [])), ("after", [one for one in seen.changes if one not in known])):
+    for where, unknown in (("before", before), ("after", [one for one in seen.changes if one not in known])):
         if unknown:
             raise ConfigError(_unknown_logits(model, f"{where} the head ({', '.join(unknown[:3])})"))
 

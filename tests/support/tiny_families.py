@@ -13,18 +13,18 @@ LAYERS = 4
 VOCABULARY = 320
 _SIZES = {
     r"(n_|encoder_|decoder_)?(num_)?(hidden_)?layers?|n_layer|depth|num_blocks": LAYERS,
-    r"(d_model|n_embd|dim|hidden_size|hidden_dim|embed_dim|embedding_size|word_embed_proj_dim|d_embed)": 64,
-    r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_inner|n_inner|d_ff|dim_ff|mlp_hidden_size|_intermediate_dim)": 64,
+    r"d_model|n_embd|dim|hidden_(size|dim)|emb(ed)?_dim|embedding_size|word_embed_proj_dim|d_embed": 64,
+    r".*(intermediate_size|ffn_dim|ffn_hidden_size|[dn]_inner|d_ff|dim_ff|mlp_hidden_size|_intermediate_dim)": 64,
     r".*(num_attention_heads|num_heads|n_heads?|attention_heads)": 4,
     r".*(num_key_value_heads|num_kv_heads|n_kv_heads)": 2,
-    r"(head_dim|global_head_dim|qk_rope_head_dim|swa_head_dim|v_head_dim|swa_v_head_dim|qk_nope_head_dim|attention_head_dim)": 16,
+    r"((global|swa|attention|v|swa_v|qk_nope|qk_rope)_)?head_dim": 16,
     r"q_lora_rank|kv_lora_rank|o_lora_rank": 16,
     r"(num_|n_)?(local_|routed_)?experts|n_routed_experts|moe_num_experts|zero_expert_num": 4,
-    r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|num_selected_experts|moe_top_k|top_k_experts|experts_per_token)": 2,
+    r"num_experts_per_tok(en)?|moe_(topk|k|top_k)|num_selected_experts|top_k_experts|experts_per_token": 2,
     r"(n_group|topk_group|num_expert_groups?)": 1,
     r"(n_)?shared_experts|num_shared_experts": 1,
     r"(vocab_size|n_vocab|text_vocab_size|vocab_size_per_layer_input)": VOCABULARY,
-    r"hidden_size_per_layer_input": 16,
+    r"hidden_size_per_layer_input|encoder_hash_byte_group_vocab": 16,
     r"(first_k_dense_replace|moe_layer_start_index|num_dense_layers|num_kv_shared_layers|first_k_dense_layers)": 1,
     r"sliding_window|window_size|attention_window": 6,
     r"index_n_heads": 16,
@@ -83,12 +83,12 @@ _OWN: dict[str, dict[str, Any]] = {
 """Model type -> attributes that fit together only with others of them."""
 
 
-def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Return the default configuration of a model type with small sizes, at any depth; `changes` are of the outermost.
+def tiny_config(kind: str) -> PreTrainedConfig:
+    """Return the default configuration of a model type with small sizes, at any depth.
 
     Layers are chosen such that there is one of each kind.
     """
-    return AutoConfig.for_model(kind, **_smaller(AutoConfig.for_model(kind)) | _OWN.get(kind, {}) | changes)
+    return AutoConfig.for_model(kind, **_smaller(AutoConfig.for_model(kind)) | _OWN.get(kind, {}))
 
 
 def _smaller(config: PreTrainedConfig) -> dict[str, Any]:
@@ -130,9 +130,15 @@ def _chosen(given: dict[str, Any], layers: int) -> list[int]:
     return sorted((first + rest)[:LAYERS])
 
 
-def tiny(kind: str, auto: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def tiny_family(kind: str, auto_class: Any) -> PreTrainedModel:
+    """Return a random model in float32 of a model type, in evaluation mode, whose tokens' probabilities clearly differ.
+
+    Args:
+        kind: The model type, such as "glm4_moe".
+        auto_class: AutoModelForCausalLM or another class of transformers that makes models of configurations.
+    """
     torch.manual_seed(0)
-    model: PreTrainedModel = auto.from_config(tiny_config(kind, **changes), dtype=dtype).eval()
+    model: PreTrainedModel = auto_class.from_config(tiny_config(kind), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

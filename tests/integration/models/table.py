@@ -119,6 +119,14 @@ _NO_EXPERTS = Refusal(
     r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",
     "it has no experts",
 )
+_DENSE = (
+    *("Llama 3", "Qwen2.5", "Qwen3", "Gemma 3", "Mistral", "Mistral 0.1", "Gemma 4", "GLM-4", "OLMo 3", "ERNIE 4.5"),
+    *("SmolLM3", "Phi-3", "Hunyuan", "EXAONE 4", "Apertus"),
+)
+_NO_PLAN = r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\."
+_UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not known here"
+_FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide its fused projections")
+_WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "its norms of queries and keys span all heads, so no rank has only some of them")
 _NOT_ON_CPUS = (
     r"Engine '.*': SGLang cannot serve models of type '{}': its attention on CPUs \(torch_native\) {}; set gene"
 )
@@ -147,9 +155,13 @@ COLUMNS = (
         in_ci="DeepSeek-V3",
         refused={
             "gpt-oss": Refusal(
-                r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\.",
-                "transformers has no tensor-parallel plan for it; expert and sequence parallelism divide it",
-            )
+                _NO_PLAN, "transformers has no tensor-parallel plan for it; expert and sequence parallelism divide it"
+            ),
+            "Hunyuan": Refusal(
+                _NO_PLAN, "transformers has no tensor-parallel plan for it; sequence parallelism divides it"
+            ),
+            **dict.fromkeys(("GLM-4", "Phi-3"), _FUSED),
+            **dict.fromkeys(("OLMo 3", "MiniMax-M2"), _WIDE_NORMS),
         },
     ),
     Column(
@@ -161,7 +173,7 @@ COLUMNS = (
         "EP",
         "Expert parallelism (`trainer.policy.expert_parallel_size`): likewise, with different sequences on each rank.",
         in_ci="gpt-oss",
-        refused=dict.fromkeys(("Llama 3", "Qwen2.5", "Qwen3", "Gemma 3", "Mistral", "Mistral 0.1"), _NO_EXPERTS),
+        refused=dict.fromkeys(_DENSE, _NO_EXPERTS),
     ),
     Column(
         "transformers",

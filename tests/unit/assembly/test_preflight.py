@@ -86,9 +86,9 @@ def check(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, flo
     return code, printed.out + printed.err, time.perf_counter() - begun
 
 
-def gpt2(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=320, **no_dropout)
+def opt(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
+    config = AutoConfig.for_model("opt", **sizes, word_embed_proj_dim=32, dropout=0.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return []
 
@@ -189,7 +189,7 @@ def no_data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
-    gpt2: [f"{POLICY_PATH}=", "GPT2LMHeadModel computes its logits from more than", "another architecture"],
+    opt: [f"{POLICY_PATH}=", "OPTForCausalLM computes its logits from more than", "another architecture"],
     encoder_decoder: [f"{POLICY_PATH}=", "cannot be loaded", "causal language model", "T5Config"],
     reward_model_as_policy: [f"{POLICY_PATH}=", "the checkpoint lacks", "lm_head.weight"],
     policy_as_reward_model: ["trainer.reward.model.path=", "num_labels=2", "num_labels=1"],
@@ -245,14 +245,14 @@ def test_elsewhere_looks_at_nothing_of_this_machine(good: list[str], capsys: pyt
 
 
 def test_train_finds_mistake_before_ray_starts(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpt2(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel computes its logits from more than"):
+    opt(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
         Experiment(prepare(good, has_accelerator=False).config)
 
 
 def test_several_mistakes_are_reported_at_once(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpt2(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*GPT2LMHeadModel.*raise trainer\.max_prompt_length"):
+    opt(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*OPTForCausalLM.*raise trainer\.max_prompt_length"):
         check_run(prepare([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, Uses())
 
 
@@ -320,10 +320,10 @@ def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Pa
 
 
 def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpt2(tmp_path, monkeypatch)
+    opt(tmp_path, monkeypatch)
     model = described_causal_lm(f"{tmp_path}/model")
     refuse_unscorable(model, values=True)
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel computes its logits from more than"):
+    with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
         refuse_unscorable(model)
 
 
