@@ -40,6 +40,8 @@ class Column:
 
 _UNTIED = {"tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 6}
+_WIDE = {"hidden_size": 128}
+"""Heads of 32 for models whose code computes the size of heads from the hidden size."""
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -80,9 +82,14 @@ _DEEPSEEK = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
 }
+_MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 32,  # in its config.json, though not in transformers' class: vLLM and SGLang ask for it
+}
 ARCHITECTURES = (
     Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
-    Architecture("Qwen2.5", "qwen2", {"hidden_size": 128}),
+    Architecture("Qwen2.5", "qwen2", _WIDE),
     Architecture("Qwen3", "qwen3"),
     Architecture("Qwen3-MoE", "qwen3_moe", _UNTIED),
     Architecture(
@@ -105,15 +112,15 @@ ARCHITECTURES = (
     ),
     Architecture("GLM-4", "glm4", _UNTIED, "the dense models of April 2025 (`Glm4ForCausalLM`)"),
     Architecture("GLM-4.5", "glm4_moe", _UNTIED | _SHARED_EXPERTS | {"use_qk_norm": True}, "also 4.6 and 4.7"),
-    Architecture("OLMo 3", "olmo3", _UNTIED | _WINDOW | {"layer_types": _ALTERNATING}),
-    Architecture("MiniMax-M2", "minimax_m2", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("OLMo 3", "olmo3", _UNTIED | _WIDE | _WINDOW | {"layer_types": _ALTERNATING}),
+    Architecture("MiniMax-M2", "minimax_m2", _UNTIED | _MINIMAX),
     Architecture("ERNIE 4.5", "ernie4_5", note="the dense models"),
-    Architecture("SmolLM3", "smollm3", {"no_rope_layers": [1, 0]}),
-    Architecture("Phi-3", "phi3", _UNTIED, "also Phi-4"),
+    Architecture("SmolLM3", "smollm3", _WIDE | {"no_rope_layers": [1, 0]}),
+    Architecture("Phi-3", "phi3", _UNTIED | _WIDE, "also Phi-4"),
     Architecture("Hunyuan", "hunyuan_v1_dense", note="the dense models"),
-    Architecture("EXAONE 4", "exaone4", _UNTIED | _WINDOW | {"layer_types": _ALTERNATING}),
+    Architecture("EXAONE 4", "exaone4", _UNTIED | _WIDE | _WINDOW | {"layer_types": _ALTERNATING}),
     Architecture("Mixtral", "mixtral", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Architecture("Apertus", "apertus", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}),
+    Architecture("Apertus", "apertus", _UNTIED | _WIDE | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
     r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",

@@ -383,7 +383,7 @@ def with_rope(kind: str) -> PreTrainedModel:
         (with_dropout, "drops activations at random"),
         (lambda: with_rope("dynamic"), "rope type 'dynamic'"),
         (lambda: tiny_model("bloom"), "attention interface"),
-        (lambda: tiny_model("opt"), "drops activations"),
+        (lambda: tiny_model("opt"), "it does not call this body"),
         (lambda: tiny_model("llama4_text"), "chunked_attention"),
     ],
 )
