@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,17 @@ sequences are those of each sequence alone, in a test with a tiny model:
 
 {kinds}.
 
-The test also expects the others to be refused, but for those of which no tiny model could be made:
+For image-text types the tests do the same with text alone. Of these {composites} are exact:
+
+{with_images}.
+
+All others are refused, but for types of which no tiny model could be made. Causal ones:
+
 {missing}.
+
+Image-text ones:
+
+{missing_with_images}.
 """
 TESTS = """\
 ## Tests
@@ -79,9 +88,20 @@ def render() -> str:
 
 def _others() -> str:
     exact, missing = FAMILIES["EXACT"], FAMILIES["NOT_BUILT"]
-    kinds = textwrap.fill(", ".join(f"`{kind}`" for kind in sorted(exact)), 120)
-    named = ", ".join(f"`{kind}`" for kind in sorted(missing))
-    return OTHERS.format(count=FAMILIES["TYPES"], exact=len(exact), kinds=kinds, missing=named)
+    with_images = FAMILIES["EXACT_WITH_IMAGES"]
+    return OTHERS.format(
+        count=FAMILIES["TYPES"],
+        exact=len(exact),
+        kinds=_listed(exact),
+        composites=len(with_images),
+        with_images=_listed(with_images),
+        missing=_listed(missing),
+        missing_with_images=_listed(FAMILIES["NOT_BUILT_WITH_IMAGES"]),
+    )
+
+
+def _listed(kinds: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{kind}`" for kind in sorted(kinds)), 119)
 
 
 def _notes() -> dict[str, int]:

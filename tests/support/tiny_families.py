@@ -44,6 +44,7 @@ _SHARED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_ex
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _CONVOLUTIONS = ["conv", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_THREE_ROPES = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
 _GROUPS = {"n_group": 1, "topk_group": 1}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 32},
@@ -77,6 +78,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "ple_embed_dim": 64,
         "ngram_vocab_size_base": 320,
     },
+    "mistral4": {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+    "step3p5": {"sliding_window": 6},
+    "glm4v_moe_text": {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "glm4v_text": _THREE_ROPES,
+    "glm_ocr_text": _THREE_ROPES,
+    "paddleocr_vl_text": _THREE_ROPES,
+    "qwen2_5_omni_text": _THREE_ROPES,
+    "qwen2_5_vl_text": _THREE_ROPES,
+    "qwen2_vl_text": _THREE_ROPES,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
 }
