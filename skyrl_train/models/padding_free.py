@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -111,9 +112,9 @@ def _trace(model: PreTrainedModel) -> None:
             hidden = output.last_hidden_state
         except ConfigError:
             raise
-        except NotImplementedError:
-            return  # what runs depends on values, in the code of a few experts: the check with real weights decides
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
+                return  # what runs depends on values, as in JetMoE's experts: the check with real weights decides
             reason = str(error).strip().split("\n")[0]
             raise ConfigError(
                 f"{flow.owner} computes no last hidden states from token ids and position ids alone "
@@ -179,11 +180,15 @@ class _TokenFlow(OnMeta):
     def modules(self) -> Iterator[None]:
         """Keep the classes of the modules that run, to name them."""
 
+        thread = get_ident()  # an engine may run modules of its own in others
+
         def begin(module: nn.Module, _: Any) -> None:
-            self._stack.append(type(module).__name__)
+            if get_ident() == thread:
+                self._stack.append(type(module).__name__)
 
         def end(*_: Any) -> None:
-            self._stack.pop()
+            if get_ident() == thread:
+                self._stack.pop()
 
         hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
         try:

@@ -67,7 +67,7 @@ class RaggedModel(nn.Module):
         """[T, L, k] int16: the experts that the last forward chose, if routers keep their choices."""
         self.parts: dict[str, Part] = {}
         """Checkpoint name -> part, for parameters of which this rank has only a part."""
-        self._longest_exact = _longest_exact(model.config)
+        self._longest_exact = _longest_exact(model.config.get_text_config())
         self._learned_positions = _learned_positions(model)
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 

@@ -83,7 +83,7 @@ class TokenScorer(RaggedModel):
         """`chunk_bytes`: None for the device's own, see the function. The others: see RaggedModel."""
         super().__init__(model, parallel_group, saved, expert_parallel)
         self.chunk_bytes = chunk_bytes
-        self._shape = logit_shape(model.config)
+        self._shape = logit_shape(model.config.get_text_config())
         _check_operations(model)
         with weights_lent(self):
             _check_head(self)
@@ -134,7 +134,7 @@ class TokenScorer(RaggedModel):
     def _rows(self, hidden: Tensor) -> int:
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else None
         size = self.chunk_bytes or chunk_bytes(hidden.device.type, memory)
-        return max(1, size // (4 * self.model.config.vocab_size))
+        return max(1, size // (4 * self.model.config.get_text_config().vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., V] at least float32, with the architecture's own scaling and capping."""
@@ -187,7 +187,7 @@ class _Operations(OnMeta):
 
 def _check_operations(model: PreTrainedModel) -> None:
     """Check on the meta device that logits are those of `logit_shape`. Raises ConfigError."""
-    head, shape, seen = linear_head(model), logit_shape(model.config), _Operations()
+    head, shape, seen = linear_head(model), logit_shape(model.config.get_text_config()), _Operations()
     known = {"mul", "div"} if shape.factor != 1.0 or shape.softcap else set()
     known |= {"tanh"} if shape.softcap else set()
     before: list[str] = []

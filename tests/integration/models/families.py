@@ -34,7 +34,17 @@ EXACT_WITH_IMAGES = frozenset(
         *("deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
         *("glm4v_moe", "glm_ocr", "glmga", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus"),
         *("kimi_k25", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl"),
-        *("mistral3", "mistral4", "mllama", "ovis2", "paddleocr_vl", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl"),
+        *(
+            "mistral3",
+            "mistral4",
+            "mllama",
+            "muse_glimmer",
+            "ovis2",
+            "paddleocr_vl",
+            "qianfan_ocr",
+            "qwen2_5_vl",
+            "qwen2_vl",
+        ),
         *("qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "step3p7", "video_llama_3", "video_llava"),
         *("vipllava",),
     )
