@@ -145,7 +145,7 @@ class OnMeta(TorchDispatchMode):
         on_meta = [tensor for tensor in tensors if tensor.is_meta]
         name = operation_name(function)
         if on_meta and name == "_local_scalar_dense":
-            return (tensors[0].dtype.is_floating_point and 0.0) or (False if tensors[0].dtype == torch.bool else 0)
+            return torch.zeros((), dtype=tensors[0].dtype).item()
         if on_meta and name == "nonzero":
             return torch.empty(0, tensors[0].ndim, dtype=torch.int64, device="meta")
         if on_meta and len(on_meta) < len(tensors):

@@ -48,11 +48,11 @@ def chunk_bytes(device: str, memory: int | None) -> int:
 
 _SAME_VALUES = frozenset(
     (
-        *("_to_copy", "_unsafe_view", "addmm", "alias", "bmm", "clone", "detach", "expand", "mm", "select", "slice"),
-        *("squeeze", "t", "transpose", "unsqueeze", "view", "zeros", "permute"),
+        *("_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "t"),
+        *("transpose", "unsqueeze", "view", "permute"),
     )
 )
-"""Operations that do not change a value, and the product of the head, as which an adapter may take part."""
+"""Operations that do not change a value."""
 
 
 class Scores(NamedTuple):
@@ -84,7 +84,7 @@ class TokenScorer(RaggedModel):
         super().__init__(model, parallel_group, saved, expert_parallel)
         self.chunk_bytes = chunk_bytes
         self._shape = logit_shape(model.config.get_text_config())
-        _check_operations(model)
+        _check_around_head(model)
         with weights_lent(self):
             _check_head(self)
         check_and_divide(self)
@@ -150,7 +150,7 @@ def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
     check_padding_free(model)
     linear_head(model)
     if not values:
-        _check_operations(model)
+        _check_around_head(model)
 
 
 def logit_shape(config: Any) -> LogitShape:
@@ -170,7 +170,7 @@ class _LastHiddenState(MoeModelOutputWithPast):
 
 
 class _Operations(OnMeta):
-    """Notes which operations change values, and with which numbers."""
+    """A mode that notes which operations change values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,36 +178,36 @@ class _Operations(OnMeta):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = operation_name(function)
-        numbers = [argument for argument in args if isinstance(argument, float)]
-        scales_by_one = name in ("mul", "div") and numbers == [1.0]
-        if name not in _SAME_VALUES and not scales_by_one:
+        if name not in _SAME_VALUES and any(isinstance(argument, Tensor) for argument in args):
             self.changes.append(name)
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def _check_operations(model: PreTrainedModel) -> None:
-    """Check on the meta device that logits are those of `logit_shape`. Raises ConfigError."""
-    head, shape, seen = linear_head(model), logit_shape(model.config.get_text_config()), _Operations()
-    known = {"mul", "div"} if shape.factor != 1.0 or shape.softcap else set()
-    known |= {"tanh"} if shape.softcap else set()
+def _check_around_head(model: PreTrainedModel) -> None:
+    """Check on the meta device that the head gets the last hidden states, and that logits are `logit_shape` of its
+    outputs, in whose place known numbers are put. Raises ConfigError.
+    """
+    head, seen = linear_head(model), _Operations()
     before: list[str] = []
+    outputs = torch.linspace(-100.0, 100.0, head.out_features).view(1, 1, -1)
     hooks = (
         head.register_forward_pre_hook(lambda *_: before.extend(seen.changes)),
-        head.register_forward_hook(lambda *_: seen.changes.clear()),
+        head.register_forward_hook(lambda *_: outputs.clone()),
     )
     try:
         with seen:
-            _logits_after(model, torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype))
+            logits = _logits_after(model, torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype))
     finally:
         for hook in hooks:
             hook.remove()
-    for where, unknown in (("before", before), ("after", [one for one in seen.changes if one not in known])):
-        if unknown:
-            raise ConfigError(_unknown_logits(model, f"{where} the head ({', '.join(unknown[:3])})"))
+    if before:
+        raise ConfigError(_unknown_logits(model, "last hidden states", f"before the head ({', '.join(before[:3])})"))
+    expected = logit_shape(model.config.get_text_config())(outputs)
+    if logits.is_meta or logits.shape != expected.shape or not close(logits.float(), expected, torch.float32):
+        raise ConfigError(_unknown_logits(model, "logits", "after the head"))
 
 
-def _unknown_logits(model: PreTrainedModel, where: str) -> str:
-    changed = "last hidden states" if where.startswith("before") else "logits"
+def _unknown_logits(model: PreTrainedModel, changed: str, where: str) -> str:
     return (
         f"{type(model).__name__} changes its {changed} {where} in a way that is not known here (known: "
         "final_logit_softcapping, logit_scale, logits_scaling); its log-probs would be wrong, so it is not trained."
@@ -261,4 +261,4 @@ def _check_head(scorer: TokenScorer) -> None:
     with torch.no_grad():
         ours = scorer.logits(hidden)
     if theirs.shape != ours.shape or not close(theirs.to(ours.dtype), ours, head.weight.dtype):
-        raise ConfigError(_unknown_logits(model, "after the head"))
+        raise ConfigError(_unknown_logits(model, "logits", "after the head"))

@@ -38,7 +38,6 @@ EXACT_WITH_IMAGES = frozenset(
             "mistral3",
             "mistral4",
             "mllama",
-            "muse_glimmer",
             "ovis2",
             "paddleocr_vl",
             "qianfan_ocr",
