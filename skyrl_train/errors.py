@@ -20,6 +20,7 @@
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     ├── Unhealthy              a guard of trainer.guards stopped the run; names it
     ├── CheckpointError        a checkpoint is corrupt and nothing older can replace it, or saving failed too often
+    │   └── CheckpointMismatch  the checkpoint to resume from has other data, another base model or other adapters
     ├── StorageError           an address could not be read or written; names address and file, and why
     ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
     │   └── NoRoom             the nodes that are left have no room for what a lost one had
@@ -130,6 +131,10 @@ class Unhealthy(SkyRLError):
 
 class CheckpointError(SkyRLError):
     """No checkpoint of the run can be loaded, or none can be written any more."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint to resume from was saved with other data, another base model or other adapters."""
 
 
 class StorageError(SkyRLError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from skyrl_train.data.rows import DatasetRow, read_rows
 from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,27 @@ def build_tokenizer(cfg: Config) -> Any:
     return tokenizer
 
 
+def check_same_tokens(policy_path: str, path: str, key: str) -> None:
+    """Raises ConfigError unless the tokenizer of `path` gives the policy's tokens the same ids, except added tokens.
+
+    Models of one family may differ in control tokens that were added later, and in the padding of their vocabulary. A
+    folder without a tokenizer cannot be checked and is accepted.
+    """
+    if path == policy_path or not has_tokenizer(path):
+        return
+    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
+    added = policy.added_tokens_decoder
+    differing = [
+        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
+    ]
+    if differing:
+        raise ConfigError(
+            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
+            "the policy's tokenizer."
+        )
+
+
 def configured_template(template: ChatTemplateConfig) -> str | None:
     """Return the text of the configured chat template; None for the tokenizer's own. Raises ConfigError."""
     if template.name_or_path is None:
@@ -56,6 +77,13 @@ def configured_template(template: ChatTemplateConfig) -> str | None:
             f"generator.chat_template.name_or_path={template.name_or_path!r} cannot be read ({error}); with "
             "source=file it must be the path of a Jinja chat template."
         ) from error
+
+
+def template_of(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
+    """Return the text of the template that renders conversations; None if tools decide which of several it is."""
+    chosen = chat_template_kwargs.get("chat_template")
+    template = tokenizer.get_chat_template(chosen) if chosen else getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else None
 
 
 def _check_history(cfg: Config, tokenizer: Any) -> None:

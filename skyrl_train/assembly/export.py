@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.assembly.data import configured_template
+from skyrl_train.assembly.data import configured_template, template_of
 from skyrl_train.config.keys import all_keys, value_at
 from skyrl_train.config.run_folder import config_of_run, decisions
 from skyrl_train.config.schema import Config
@@ -185,8 +185,11 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
     base = asked.base or trainer.policy.model.path
     saved = SavedState.of(Checkpoint(found.folder, found.step, found.state))
     with open_policy(found.folder, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
-        template = saved.chat_template or configured_template(config.generator.chat_template)
+        generator = config.generator
+        template = saved.chat_template or configured_template(generator.chat_template)
         tokenizer = load_tokenizer(base, chat_template=template)
+        if saved.chat_template is None and (found_template := template_of(tokenizer, generator.chat_template_kwargs)):
+            tokenizer.chat_template = found_template
         if asked.adapter:
             assert policy.adapters is not None
             policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
@@ -197,7 +200,7 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
             export_hf(model_config, policy.merged(model_config.dtype), tokenizer, folder, base=base)
         agreement = None
         if asked.verify:
-            check_prompt(tokenizer, folder, config.generator.chat_template_kwargs)
+            check_prompt(tokenizer, folder, generator.chat_template_kwargs)
             agreement = (
                 check_adapter(policy, folder, base)
                 if asked.adapter

@@ -6,15 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.assembly.algorithm import Learning
+from skyrl_train.assembly.data import check_same_tokens
 from skyrl_train.assembly.layout import Layout, RoleSlots
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import CriticConfig, LoraConfig, PolicyConfig, RefConfig, TimeoutsConfig, TrainerConfig
-from skyrl_train.errors import ConfigError
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.worker import LearnerSpec
-from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.schedule import StepSchedule
 
@@ -124,27 +123,6 @@ def _limits(trainer: TrainerConfig) -> dict[str, Any]:
         "collective_s": trainer.timeouts.update_s,
         "max_skipped_updates": trainer.guards.max_skipped_updates,
     }
-
-
-def check_same_tokens(policy_path: str, path: str, key: str) -> None:
-    """Raises ConfigError unless the tokenizer of `path` gives the policy's tokens the same ids, except added tokens.
-
-    Models of one family may differ in control tokens that were added later, and in the padding of their vocabulary. A
-    folder without a tokenizer cannot be checked and is accepted.
-    """
-    if path == policy_path or not has_tokenizer(path):
-        return
-    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
-    added = policy.added_tokens_decoder
-    differing = [
-        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
-    ]
-    if differing:
-        raise ConfigError(
-            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
-            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
-            "the policy's tokenizer."
-        )
 
 
 def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:

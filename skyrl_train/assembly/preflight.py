@@ -5,7 +5,8 @@ Nothing is started and no weight is read. `config.presence` checks before this w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, sample_prompts
+from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, check_same_tokens, sample_prompts
 from skyrl_train.assembly.environments import environment_settings
 from skyrl_train.assembly.storage import check_addresses
-from skyrl_train.config.presence import Uses, data_sources, missing, model_paths
+from skyrl_train.config.presence import ENGINE_MODEL, Uses, data_sources, missing, model_paths
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub
@@ -24,6 +25,7 @@ from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model import refusal
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
     POLICY_PATH,
     REWARD_PATH,
@@ -35,12 +37,21 @@ from skyrl_train.models.loading import (
     load_tokenizer,
     reward_config,
 )
+from skyrl_train.models.lora import adapted_layers
+from skyrl_train.models.rank_group import planned_group
+from skyrl_train.models.routing import Routers
+from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.storage.hub import unreachable_model
 
 SAMPLE_S = 3.0
 """Time for reading each data set up to a prompt that is short enough."""
+REFERENCE_PATH = "trainer.ref.model.path"
+CRITIC_PATH = "trainer.critic.model.path"
+SAMPLE_BYTES = 32 << 20
+"""Size up to which a JSON file, which may be one list, is read."""
 CHAT_TEMPLATE = "generator.chat_template.name_or_path"
 
 
@@ -87,6 +98,10 @@ def check_run(cfg: Config, uses: Uses) -> None:
     tokenizer = None
     if uses.tokenizer and POLICY_PATH not in unreachable:
         tokenizer = attempt(_tokenizer, cfg)
+    if tokenizer is not None:
+        for key, path in model_paths(cfg, uses):
+            if key in (REFERENCE_PATH, CRITIC_PATH) and key not in unreachable:
+                attempt(check_same_tokens, cfg.trainer.policy.model.path, path, key)
     names = {cfg.environment.env_class}
     if tokenizer is not None:
         if policy is not None:
@@ -125,30 +140,52 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     if key == REWARD_PATH:
         _check_reward_model(path, cfg.trainer.reward.model_config_kwargs)
         return None
-    role, trainer, generator = key.split(".")[1], cfg.trainer, cfg.generator
-    backend = generator.backend if key == POLICY_PATH and uses.engines and generator.run_engines_locally else None
+    trainer, generator = cfg.trainer, cfg.generator
+    trains = uses.learner and key != ENGINE_MODEL
+    is_served = uses.engines and generator.run_engines_locally and path == generator.model_name
+    backend = generator.backend if is_served and key in (POLICY_PATH, ENGINE_MODEL) else None
     try:
         if backend == "sglang":
             _check_sglang(cfg)
-        if not uses.learner and backend != "transformers":
+        if not trains and backend != "transformers":
             return None  # other engines have model classes of their own
+        role, rope = key.split(".")[1], trainer if trains else generator
         model = described_causal_lm(
             path,
             key=key,
-            model_config_kwargs=getattr(trainer, role).model_config_kwargs if uses.learner else None,
-            rope_scaling=trainer.rope_scaling,
-            rope_theta=trainer.rope_theta,
-            checkpoint=uses.learner,
+            model_config_kwargs=getattr(trainer, role).model_config_kwargs if trains else None,
+            rope_scaling=rope.rope_scaling,
+            rope_theta=rope.rope_theta,
+            checkpoint=trains,
         )
-        if uses.learner:
-            refuse_unscorable(model, values=role == "critic")
         if backend == "transformers" and (reason := refusal(model)):
             raise ConfigError(f"generator.backend=transformers {reason}")
+        if trains:
+            _check_trainable(cfg, key, model)
     except ConfigError as error:
         if str(error).startswith(key):
             raise
         raise ConfigError(f"{key}={path!r}: {error}") from error
     return model
+
+
+def _check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model that the learner cannot run, adapt or divide. Divides its layers."""
+    section: Any = getattr(cfg.trainer, key.split(".")[1])
+    refuse_unscorable(model, values=key == CRITIC_PATH)
+    if key == POLICY_PATH:
+        replay, coef = cfg.trainer.moe_routing_replay, cfg.trainer.algorithm.router_aux_loss_coef
+        Routers(model).check_needed(model, replay is not None, coef)
+    if key != REFERENCE_PATH and section.model.lora.rank:
+        adapted_layers(model, section.model.lora, f"{key.removesuffix('path')}lora")
+    keys = {name: key.replace("model.path", f"{name}_parallel_size") for name in ("sequence", "tensor", "expert")}
+    if (size := section.sequence_parallel_size) > 1:
+        heads = model.config.get_text_config().num_attention_heads
+        planned_group(SequenceParallel, size, keys["sequence"]).check_heads(heads)
+    if (size := section.tensor_parallel_size) > 1:
+        planned_group(TensorParallel, size, keys["tensor"]).divide(model)
+    if (size := section.expert_parallel_size) > 1:
+        planned_group(ExpertParallel, size, keys["expert"]).divide(model)
 
 
 def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:
@@ -162,19 +199,18 @@ def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> No
 
 def _check_sglang(cfg: Config) -> None:
     """Raise ConfigError for a model or an argument that SGLang would refuse."""
-    generator, options = cfg.generator, dict(cfg.generator.engine_init_kwargs)
-    longest = load_config(generator.model_name).get_text_config().max_position_embeddings
+    from skyrl_train.assembly.engines import engine_kwargs, engine_settings  # imports Ray
+
+    options = engine_kwargs(engine_settings(cfg), cfg.device, cfg.generator.backend)
+    model, longest = options.pop("model"), options.pop("max_model_len", None)
+    own = {key: options.pop(key) for key in ("name", "device", "dtype", "max_num_seqs", "rope_scaling", "rope_theta")}
     engine_arguments(
-        generator.model_name,
-        name=generator.backend,
-        device=cfg.device,
-        dtype=generator.model_dtype,
-        max_num_seqs=generator.max_num_seqs,
-        max_model_len=options.pop("max_model_len", None) or longest,
+        model,
+        **own,
+        max_model_len=longest or load_config(model).get_text_config().max_position_embeddings,
         max_lora_rank=options.pop("max_lora_rank", 0),
-        rope_scaling=generator.rope_scaling,
-        rope_theta=generator.rope_theta,
         options=options,
+        reads_weights=False,
     )
 
 
@@ -202,35 +238,42 @@ def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> Non
     A special token that nothing writes, such as one for padding, may be beyond.
     """
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
-    special = set(tokenizer.all_special_tokens)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     written = f"{tokenizer.chat_template} {tokenizer.eos_token} {tokenizer.bos_token}"
     beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}
     emitted = [token for token in beyond if token not in special or token in written]
     if emitted:
         token = max(emitted, key=lambda one: beyond[one])
         raise ConfigError(
-            f"{POLICY_PATH}={cfg.trainer.policy.model.path!r}: its tokenizer has {len(emitted)} tokens beyond the "
-            f"model's embedding of {rows} rows, such as {token!r} with id {beyond[token]}. Resize the embedding with "
-            "model.resize_token_embeddings(len(tokenizer)) and save the model again, or use its own tokenizer."
+            f"{POLICY_PATH}={cfg.trainer.policy.model.path!r}: its tokenizer can emit ids beyond the model's "
+            f"embedding of {rows} rows ({len(emitted)} tokens, such as {token!r} with id {beyond[token]}). Resize "
+            "the embedding with model.resize_token_embeddings(len(tokenizer)) and save the model again, or use its own "
+            "tokenizer."
         )
 
 
 def _sample(cfg: Config, uses: Uses, tokenizer: Any) -> set[str]:
     """Return the environments of a sample of the rows. Raises DataError for rows that cannot be used.
 
-    Only files are read: folders and datasets on the hub would have to be converted or downloaded as a whole.
+    Only files are read: folders, datasets on the hub and large JSON lists would have to be read as a whole.
     """
     if not uses.rewards:
-        if uses.train_data and _all_files(source for _, source in data_sources(cfg, uses)):
+        if uses.train_data and _can_sample(source for _, source in data_sources(cfg, uses)):
             build_demonstrations(cfg, tokenizer, SAMPLE_S)
         return set()
     names = set()
     for name in ("train_data", "val_data"):
         sources = [source for key, source in data_sources(cfg, uses) if key == f"data.{name}"]
-        if sources and _all_files(iter(sources)):
+        if sources and _can_sample(sources):
             names |= {prompt.env_class for prompt in sample_prompts(cfg, tokenizer, sources, SAMPLE_S).prompts}
     return names
 
 
-def _all_files(sources: Iterator[str]) -> bool:
-    return all(is_file_of_rows(source) and not is_address(source) for source in sources)
+def _can_sample(sources: Iterable[str]) -> bool:
+    """True if the first rows of all sources can be read without the others."""
+    return all(is_file_of_rows(source) and not is_address(source) and not _is_large_json(source) for source in sources)
+
+
+def _is_large_json(source: str) -> bool:
+    path = os.path.expanduser(source)
+    return path.lower().endswith(".json") and os.path.getsize(path) > SAMPLE_BYTES

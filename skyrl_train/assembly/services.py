@@ -12,6 +12,7 @@ from typing import Any
 from skyrl_train import trace
 from skyrl_train.assembly.algorithm import Learning, compared_rewards
 from skyrl_train.assembly.capacity import capacity_of
+from skyrl_train.assembly.data import template_of
 from skyrl_train.assembly.layout import Layout, place
 from skyrl_train.assembly.learner import build_learner
 from skyrl_train.assembly.shared_paths import shared_paths
@@ -136,6 +137,7 @@ async def learner_services(
         mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
         directory = await mirrors.enter(stack, run_directory(cfg, fingerprints, mirrors))
         await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
+        stack.enter_context(directory.restored_on_mismatch())
         save_resolved(cfg, directory.path / CONFIG_FILE)
         logs = stack.enter_context(run_logs(directory.path))
         if trainer.trace:
@@ -202,9 +204,11 @@ async def start_learner(learner: Learner | None, trainer: TrainerConfig) -> None
 def build_state(
     base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any], tokenizer: Any
 ) -> RunState:
-    """Return the checkpoints and exports of a run; `tokenizer` has the chat template of the training."""
+    """Return the checkpoints and exports of a run.
+
+    `tokenizer` has the chat template of the training, unless generator.chat_template_kwargs gives or names another one.
+    """
     assert base.learner is not None
-    template = getattr(tokenizer, "chat_template", None)
     trainer = base.cfg.trainer
     return RunState(
         Checkpoints(base.directory, trainer.max_ckpts_to_keep, base.mirrors.run),
@@ -214,7 +218,7 @@ def build_state(
         resume_path=trainer.resume_path,
         fingerprints=fingerprints,
         controllers=controllers,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template_of(tokenizer, base.cfg.generator.chat_template_kwargs),
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
         in_background=trainer.async_checkpoint,
         # In the background a rank is asked between two updates.

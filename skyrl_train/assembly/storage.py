@@ -114,9 +114,13 @@ def check_addresses(cfg: Config, uses: Uses) -> None:
             problems.append(Problem(key, path, "a model's folder", "There is no config.json at this address."))
     for name in ("ckpt_path", "export_path") if uses.learner else ():
         path = getattr(cfg.trainer, name)
-        if is_address(path) and (reason := why_not_writable(working_folder(path))) is not None:
+        if not is_address(path):
+            continue
+        if (reason := why_not_writable(working_folder(path))) is not None:
             advice = f"{reason} Set SKYRL_CACHE to a folder that can be written."
             problems.append(Problem(f"trainer.{name}", path, "an address whose copy here can be written", advice))
+        elif not StoredFolder(path).has_bucket():
+            problems.append(Problem(f"trainer.{name}", path, "an address in a bucket that exists", "Make the bucket."))
     raise_all(problems)
     if uses.learner and is_address(cfg.trainer.ckpt_path):
         stored = StoredFolder(cfg.trainer.ckpt_path).read(IDENTITY_FILE)

@@ -34,6 +34,8 @@ INSTALL = {
     "sglang": "`uv run --extra sglang ...` on GPUs, `scripts/cpu_engines` on CPUs",
 }
 """Engines that are packages of their own -> how to get them."""
+ENGINE_MODEL = "generator.model_name"
+"""The key of the model that engines load, if it is not the policy's."""
 TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
 """Trackers that are packages of the same name, and extras of it."""
 S3 = "s3fs"
@@ -118,6 +120,9 @@ def data_sources(config: Config, uses: Uses) -> Iterator[tuple[str, str]]:
 def _data(config: Config, uses: Uses) -> Iterator[Problem]:
     if uses.train_data and not config.data.train_data:
         yield Problem("data.train_data", [], "at least one file or dataset")
+    if uses.val_data and not uses.learner and not any(data_sources(config, uses)):
+        advice = "An evaluation needs data; leave trainer.eval_before_train or trainer.eval_interval on."
+        yield Problem("data.val_data", config.data.val_data, "at least one file or dataset", advice)
     for key, source in data_sources(config, uses):
         path = os.path.expanduser(split_of(local_path(source))[0])
         if os.path.splitext(path)[1].lower() in OTHER_FILES:
@@ -158,6 +163,9 @@ def model_paths(config: Config, uses: Uses) -> Iterator[tuple[str, str]]:
         follows = role == "ref" and path == trainer.policy.model.path
         if path is not None and not follows:
             yield f"trainer.{role}.model.path", path
+    served = config.generator.model_name
+    if uses.engines and config.generator.run_engines_locally and served != trainer.policy.model.path:
+        yield ENGINE_MODEL, served
 
 
 def _models(config: Config, uses: Uses) -> Iterator[Problem]:

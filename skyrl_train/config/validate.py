@@ -15,7 +15,7 @@ from skyrl_train.config.keys import leaves, value_at
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.config.roles import critic_problem, needs_critic, needs_reference
-from skyrl_train.config.schema import Config, DPPOConfig
+from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
 from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
 
@@ -98,7 +98,7 @@ def _is_number(value: Any) -> bool:
 def _combinations(config: Config) -> Iterator[Problem]:
     yield from _algorithm(config)
     yield from _one_way_to_write_bounds(config)
-    yield from _batches(config)
+    yield from _mini_batch(config.trainer, "policy")
     yield from _samplers(config)
     yield from _conversations(config)
     trainer, placement = config.trainer, config.trainer.placement
@@ -230,6 +230,8 @@ def role_problems(config: Config) -> Iterator[Problem]:
     if needs_critic(trainer) and not placement.colocate_all:
         ranks = placement.critic_num_nodes * placement.critic_num_gpus_per_node
         yield from _single("critic", ranks, trainer.strategy)
+    if needs_critic(trainer):
+        yield from _mini_batch(trainer, "critic")
     yield from _own_ranks(config)
 
 
@@ -507,12 +509,8 @@ def _distillation(config: Config) -> Iterator[Problem]:
         yield Problem(key, True, "false with advantage_estimator=distillation", advice)
 
 
-def _batches(config: Config) -> Iterator[Problem]:
-    trainer = config.trainer
-    minis = {"policy_mini_batch_size": trainer.policy_mini_batch_size}
-    if trainer.critic.model.path:
-        minis["critic_mini_batch_size"] = trainer.critic_mini_batch_size
-    for name, size in minis.items():
-        if size > trainer.train_batch_size:
-            limit = f"at most trainer.train_batch_size={trainer.train_batch_size}"
-            yield Problem(f"trainer.{name}", size, limit, "An update cannot have more prompts than the step.")
+def _mini_batch(trainer: TrainerConfig, role: str) -> Iterator[Problem]:
+    name = f"{role}_mini_batch_size"
+    if (size := getattr(trainer, name)) > trainer.train_batch_size:
+        limit = f"at most trainer.train_batch_size={trainer.train_batch_size}"
+        yield Problem(f"trainer.{name}", size, limit, "An update cannot have more prompts than the step.")

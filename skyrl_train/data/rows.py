@@ -17,6 +17,8 @@ from skyrl_train.storage.copies import local_copy
 DatasetRow = dict[str, Any]
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 """White space, including the byte order mark."""
+_BATCH_ROWS = 4096
+"""Rows of a parquet file that become Python values at once: those who want the first need not wait for many."""
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)
 """What text that is not UTF-8, a date beyond Python's and an unknown time zone raise."""
 
@@ -56,7 +58,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+            for batch in file.iter_batches(_BATCH_ROWS):
                 for row in _python_rows(batch, path, number):
                     number += 1
                     yield f"{path}, row {number}", _without_absent(row)

@@ -1,4 +1,7 @@
-"""python -m skyrl_train.entrypoints.check_config [--plan [--probe]] [--elsewhere] key=value ...: what is wrong with it.
+"""check_config [--sft | --generate | --serve | --plan [--probe]] [--elsewhere] key=value ...: what is wrong with it.
+
+The arguments are those of a training run with rewards, or of the entrypoint that is named: supervised fine-tuning, an
+evaluation, or serving engines.
 
 Starts nothing. Exit code 0 and "config ok" with notes and warnings, or 2 and every problem at once. Wrong keys and
 files, engines and accelerators that a training run would not find here come first, within two seconds. Then follow,
@@ -21,7 +24,10 @@ from skyrl_train.config.prepare import PreparedConfig, launch
 from skyrl_train.config.presence import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, known_data, run_lines
+from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
+from skyrl_train.experiments.base import Experiment, used_by
+from skyrl_train.registry import load_object
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.memory_plan import SlotPlan
@@ -29,15 +35,27 @@ if TYPE_CHECKING:
 PLAN = "--plan"
 PROBE = "--probe"
 ELSEWHERE = "--elsewhere"
+ENTRYPOINTS = {
+    "--sft": "skyrl_train.entrypoints.main_sft:SFTExp",
+    "--generate": "skyrl_train.entrypoints.main_generate:EvaluationExp",
+    "--serve": "skyrl_train.entrypoints.serve:ServingExp",
+}
+"""Flags -> the experiments whose needs they check."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if arguments is None else arguments
-    rest = [argument for argument in argv if argument not in (PLAN, PROBE, ELSEWHERE)]
+    rest = [argument for argument in argv if argument not in (PLAN, PROBE, ELSEWHERE, *ENTRYPOINTS)]
+    named = [argument for argument in argv if argument in ENTRYPOINTS]
+    experiment = load_object(ENTRYPOINTS[named[0]]) if named else Experiment
+    if named == ["--serve"]:
+        rest = [ENDPOINT, *rest]
     here, probes = ELSEWHERE not in argv, PROBE in argv
     plans = PLAN in argv or probes
 
     def check(prepared: PreparedConfig) -> None:
+        if named[1:] or (named and plans):
+            raise ConfigError(f"{' '.join(named)}: at most one of them, and a plan is that of training with rewards.")
         if probes and not here:
             raise ConfigError("--probe --elsewhere: a probe runs here, on the run's own slots; leave one of them out.")
         if here or (plans and prepared.config.trainer.plugins):
@@ -45,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             check_plugins(prepared.config)
         if here:
-            check_here(prepared.config)
+            check_here(prepared.config, used_by(experiment))
         if plans:
             report_with_plan(prepared, here, probes)
         else:
@@ -55,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def check_all() -> None:
         there = named_cluster_has_gpus if here else lambda: None
-        launch(check, rest, uses=Uses() if here else None, has_accelerator=there)
+        launch(check, rest, uses=used_by(experiment) if here else None, has_accelerator=there)
 
     if not probes:
         return check_all()
@@ -66,12 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_all()
 
 
-def check_here(config: Config) -> None:
+def check_here(config: Config, uses: Uses) -> None:
     """Check models, tokenizer, data and addresses on this machine. Imports torch. Raises ConfigError."""
     from skyrl_train.assembly.preflight import check_run
 
     try:
-        check_run(config, Uses())
+        check_run(config, uses)
     except StorageError as error:
         raise ConfigError(str(error)) from error
 

@@ -15,6 +15,9 @@ from skyrl_train.errors import Stopped
 from skyrl_train.experiments.base import Experiment, start
 from skyrl_train.experiments.stopping import exits_as_told
 
+ENDPOINT = "generator.enable_http_endpoint=true"
+"""What serving sets by itself: the keys of the endpoint have an effect here."""
+
 
 class ServingExp(Experiment):
     """Tokenizer, engines and their client; no data, no trainer."""
@@ -40,8 +43,7 @@ class ServingExp(Experiment):
 
 @exits_as_told()
 def main() -> None:
-    # The keys of the endpoint have an effect here.
-    start(ServingExp, ["generator.enable_http_endpoint=true", *sys.argv[1:]])
+    start(ServingExp, [ENDPOINT, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

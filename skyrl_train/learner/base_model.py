@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import LoraConfig
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointMismatch
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.weight_sync.fingerprints import fingerprint
@@ -74,7 +74,7 @@ def tensor_fingerprints(model: PreTrainedModel, saved: SavedWeights, rank: int, 
 
 
 def refuse_other_base(checkpoint: Path, saved: BaseModel, now: BaseModel, section: str) -> None:
-    """Raise CheckpointError unless a checkpoint was trained from the present model with the present adapters.
+    """Raise CheckpointMismatch unless a checkpoint was trained from the present model with the present adapters.
 
     Args:
         checkpoint: The folder of the checkpoint, for the message.
@@ -86,7 +86,7 @@ def refuse_other_base(checkpoint: Path, saved: BaseModel, now: BaseModel, sectio
     if saved.weights != now.weights:
         differences.append(f"{section}.path: its weights had the fingerprint {saved.weights}, now {now.weights}")
     if differences:
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"{checkpoint} was trained from another model: {'; '.join(differences)}. Restore what has changed (a copy "
             "with equal weights may be anywhere), or start a new run in another trainer.ckpt_path."
         )

@@ -69,10 +69,11 @@ def check_prompt(tokenizer: Any, folder: Path, chat_template_kwargs: Mapping[str
     Args:
         tokenizer: The tokenizer of the training, with its chat template.
         folder: The export, whose tokenizer is loaded by plain transformers.
-        chat_template_kwargs: Variables of the chat template.
+        chat_template_kwargs: Variables of the chat template. A template among them is ignored: exports have their own.
     """
-    expected = _prompt_ids(tokenizer, chat_template_kwargs)
-    if (got := _prompt_ids(AutoTokenizer.from_pretrained(folder), chat_template_kwargs)) != expected:
+    variables = {name: value for name, value in chat_template_kwargs.items() if name != "chat_template"}
+    expected = _prompt_ids(tokenizer, variables)
+    if (got := _prompt_ids(AutoTokenizer.from_pretrained(folder), variables)) != expected:
         raise CheckpointError(
             f"{folder}: once its tokenizer is loaded, a prompt has the ids {got}, but in training it had {expected}. "
             "The export is not kept."

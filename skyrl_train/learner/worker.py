@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
+from skyrl_train.config.sources import local_path
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.durable import Written
-from skyrl_train.errors import ConfigError
 from skyrl_train.learner.base_model import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
@@ -220,8 +220,7 @@ class LearnerWorker:
             self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
         scorer = self._scorer(model, saved)
         self.routers = scorer.routers
-        if (asks := _asks_for_routers(spec)) and not self.routers.modules:
-            raise ConfigError(f"{asks}: {type(model).__name__} has no routers that are known here.")
+        self.routers.check_needed(model, spec.replays_routing, spec.router_aux_loss_coef)
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -421,14 +420,33 @@ class LearnerWorker:
     def export(self, directory: str, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
 
-        All ranks must call it; rank 0 writes. `chat_template`: that of the training; None for the tokenizer's own.
+        All ranks must call it; rank 0 writes.
+
+        Args:
+            directory: The folder to write.
+            chat_template: The chat template of the training; None for the tokenizer's own.
+
+        Raises:
+            OSError: The disk is full. All ranks can take the next call then.
         """
-        tokenizer = load_tokenizer(self.spec.model_path, chat_template=chat_template)
         adapters: dict[str, Tensor] = {}
-        writes, base, folder = self.rank == 0, self.spec.model_path, Path(directory)
         tensors = chain(self.full_parameters(adapters), self.scorer.saved_buffers())
-        export_hf(self._hf_config, tensors, tokenizer, folder, base=base, write=writes)
-        if self.adapters is not None and writes:
+        try:
+            if self.rank == 0:
+                self._write(tensors, adapters, Path(directory), chat_template)
+        finally:
+            for _ in tensors:  # a collective: no rank may wait for one that does not write, or that has failed
+                pass
+
+    def _write(
+        self, tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor], folder: Path, template: str | None
+    ) -> None:
+        """Write `tensors`, which fill `adapters` as they are taken."""
+        base = self.spec.model_path
+        tokenizer = load_tokenizer(base, chat_template=template)
+        export_hf(self._hf_config, tensors, tokenizer, folder, base=base)
+        if self.adapters is not None:
+            self.adapters.config.base_model_name_or_path = local_path(base)  # of an address not this machine's copy
             export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)
 
     def ping(self) -> None:
@@ -481,13 +499,6 @@ class LearnerWorker:
             repeated=repeated,
             routing=batch.routing if self.spec.replays_routing else None,
         )
-
-
-def _asks_for_routers(spec: LearnerSpec) -> str:
-    """The key that needs a model with routers; empty if none does."""
-    if spec.replays_routing:
-        return "trainer.moe_routing_replay"
-    return "trainer.algorithm.router_aux_loss_coef" if spec.router_aux_loss_coef else ""
 
 
 def _add_in_one_order() -> None:

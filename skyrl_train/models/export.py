@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from skyrl_train.models.lora import Adapters
 from skyrl_train.models.stop_tokens import end_tokens, stop_configs
 from skyrl_train.storage.copies import local_copy
 
+_log = logging.getLogger(__name__)
+
 
 def export_hf(
     model_config: PreTrainedConfig,
@@ -30,7 +33,6 @@ def export_hf(
     directory: Path,
     *,
     base: str | None = None,
-    write: bool = True,
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Write weights, config.json, generation_config.json and the tokenizer with its chat template.
@@ -41,37 +43,26 @@ def export_hf(
 
     Args:
         model_config: The configuration of the trained model.
-        tensors: (name, full tensor) pairs, usually `Strategy.full_parameters()`. That is a collective, so every rank
-            calls this function, with `write` on one only.
+        tensors: (name, full tensor) pairs.
         tokenizer: The tokenizer with the chat template of the training.
         directory: The folder to write.
         base: The folder or hub name of the model that the training started from; None for that of `model_config`.
-        write: False takes the tensors and writes nothing.
         max_shard_bytes: Size of one file of weights.
 
     Raises:
-        OSError: The disk is full. It is raised once all tensors were taken from the collective.
+        OSError: The disk is full.
     """
-    if not write:
-        for _ in tensors:
-            pass
-        return
     directory.mkdir(parents=True, exist_ok=True)
     model = model_without_memory(copy.deepcopy(model_config), torch.float32)
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
     written: set[str] = set()
     total = 0
-    try:
-        for shard in _shards(tensors, max_shard_bytes):
-            dtypes |= {tensor.dtype for tensor in shard.values()}
-            written |= shard.keys()
-            total += sum(tensor.nbytes for tensor in shard.values())
-            files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
-    except BaseException:
-        for _ in tensors:  # the other ranks take part in every tensor: they must not wait for this one
-            pass
-        raise
+    for shard in _shards(tensors, max_shard_bytes):
+        dtypes |= {tensor.dtype for tensor in shard.values()}
+        written |= shard.keys()
+        total += sum(tensor.nbytes for tensor in shard.values())
+        files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
     name_files(directory, files, total)
     config = copy.deepcopy(model_config)
     architecture: Any = CAUSAL_LMS[type(config)]
@@ -80,6 +71,8 @@ def export_hf(
         config.dtype = dtypes.pop()
     if has_both(model, written):
         untie_head(config)
+    if hasattr(config, "auto_map"):
+        del config.auto_map  # it names code of the base model that is neither used nor exported
     config.save_pretrained(directory)
     _complete(directory, tokenizer, model_config.name_or_path if base is None else base)
 
@@ -125,7 +118,13 @@ def _write_generation_config(base: str, tokenizer: Any, directory: Path) -> None
     source = cached_file(
         local_copy(base, weights=False), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
     )
-    config = {} if source is None else json.loads(Path(source).read_text(encoding="utf-8"))
+    config = {}
+    if source is not None:
+        try:
+            config = json.loads(Path(source).read_text(encoding="utf-8"))
+        except ValueError as error:  # sampling ignores such a file, too: see stop_configs
+            _log.warning("%s is not valid JSON (%s). The export is written without it.", source, error)
+            source = None
     named, end = config.get("eos_token_id"), end_of_turn_token(tokenizer)
     ends = sorted(end_tokens(*stop_configs(base), tokenizer)) if named is None else named
     ends = ends if isinstance(ends, list) else [ends]

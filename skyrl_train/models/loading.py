@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,6 +29,8 @@ from skyrl_train.storage.copies import local_copy
 
 POLICY_PATH = "trainer.policy.model.path"
 REWARD_PATH = "trainer.reward.model.path"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a folder with a tokenizer has at least one."""
 
 
 def load_config(
@@ -40,9 +42,10 @@ def load_config(
     rope_theta: float | None = None,
 ) -> Any:
     """The model's configuration with `overrides` (only of existing attributes) and rope changes. Raises ConfigError."""
+    folder = local_copy(path, weights=False)
     try:
-        config = AutoConfig.from_pretrained(local_copy(path, weights=False), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # configurations check themselves, and raise many kinds
         raise _cannot_load(key, path, error) from error
     for name, value in (overrides or {}).items():
         if not hasattr(config, name):
@@ -111,18 +114,20 @@ def described_causal_lm(
     """Return the model of `open_causal_lm` on the meta device without reading a weight.
 
     Args:
-        checkpoint: Also check the names and shapes in the weight files of a folder, as `open_causal_lm` does. Weight
-            files on the hub or at an address are never looked at.
+        checkpoint: Also refuse quantized weights, and check the names and shapes in the weight files of a folder, as
+            `open_causal_lm` does. Weight files on the hub or at an address are never looked at.
 
     Raises:
         ConfigError: As `open_causal_lm`, and for an architecture that is no causal language model.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    if checkpoint and is_folder(path):
-        return _open(path, config, torch.float32, key, "eager")[0]
+    if checkpoint:
+        _refuse_quantized(path, config, key)
+        if is_folder(path):
+            return _open(path, config, torch.float32, key, "eager")[0]
     try:
         return model_without_memory(config, torch.float32)
-    except ValueError as error:
+    except Exception as error:  # as in `_load`
         raise _cannot_load(key, path, error) from error
 
 
@@ -135,14 +140,11 @@ def _open(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, key: str, attention: str | None
 ) -> tuple[PreTrainedModel, SavedWeights]:
     """Return the model on the meta device and its checkpoint, whose names and shapes fit. Raises ConfigError."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
-        )
+    _refuse_quantized(path, config, key)
     model, _ = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
     try:
         saved = SavedWeights(model, _weight_files(path, config))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _cannot_load(key, path, error) from error
     if lost := [name for name, _ in model.named_parameters() if name not in saved]:
         raise ConfigError(
@@ -151,6 +153,13 @@ def _open(
             "save_pretrained, and give that folder."
         )
     return model, saved
+
+
+def _refuse_quantized(path: str, config: PreTrainedConfig, key: str) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
+        )
 
 
 def load_reward_model(
@@ -221,9 +230,10 @@ def _load(
     `kind`: the Auto class. `attention`: None for the best implementation that the model supports. `device`: "meta" to
     check everything, but read no weights.
     """
+    folder = local_copy(path)
     try:
         model, info = kind.from_pretrained(
-            local_copy(path),
+            folder,
             config=config,
             dtype=dtype,
             attn_implementation=attention,
@@ -232,7 +242,7 @@ def _load(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # model classes and files raise many kinds for what they cannot use
         raise _cannot_load(key, path, error) from error
     if absent := sorted(info["missing_keys"]):
         raise ConfigError(
@@ -273,7 +283,7 @@ def has_separate_head(path: str) -> bool:
     transformers keeps both then. Other engines go by config.json, so they must be told.
     """
     config = load_config(path)
-    if not config.get_text_config().tie_word_embeddings:
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
         return False
     tied = model_without_memory(config, torch.float32)
     if not has_both(tied, checkpoint_names(path)):
@@ -328,10 +338,10 @@ def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
 
 
 def has_tokenizer(path: str) -> bool:
-    """Whether a folder or hub name has files of a tokenizer."""
+    """True if a folder or hub name has files of a tokenizer."""
     absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     path = local_copy(path, weights=False)
-    return any(cached_file(path, name, **absent) for name in ("tokenizer.json", "tokenizer_config.json"))
+    return any(cached_file(path, name, **absent) for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(
@@ -341,11 +351,10 @@ def load_tokenizer(
 
     Raises ConfigError naming `key`.
     """
+    folder = local_copy(path, weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            local_copy(path, weights=False), use_fast=use_fast, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=use_fast, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exceptions, and transformers KeyErrors
         raise _cannot_load(key, path, error) from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template

@@ -71,6 +71,31 @@ def targeted(config: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if check_target_module_exists(config, name)]
 
 
+def adapted_layers(model: PreTrainedModel, settings: LoraConfig, key: str) -> tuple[Any, list[str]]:
+    """Return the peft configuration of a model's adapters, and the names of the layers that get one.
+
+    Raises:
+        ConfigError: Names `key` for targets that are no linear layers of the model.
+    """
+    linears = adapted_linears(model)
+    targets = _plain(settings.target_modules)
+    if targets == ALL_LINEAR:
+        targets = sorted({name.rpartition(".")[2] for name in linears})
+    config = lora_config(
+        target_modules=targets,
+        exclude_modules=_plain(settings.exclude_modules),
+        base_model_name_or_path=model.name_or_path,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        **_shape(settings),
+    )
+    return config, _chosen(model, linears, config, key)
+
+
+def _shape(settings: LoraConfig) -> dict[str, Any]:
+    return {"r": settings.rank, "lora_alpha": settings.alpha}
+
+
 class Adapters:
     """The adapters of one model, as parameters of its modules; all other parameters of the model are frozen."""
 
@@ -81,21 +106,9 @@ class Adapters:
         """
         from peft import inject_adapter_in_model
 
-        linears = adapted_linears(model)
-        targets = _plain(settings.target_modules)
-        if targets == ALL_LINEAR:
-            targets = sorted({name.rpartition(".")[2] for name in linears})
-        shape: dict[str, Any] = {"r": settings.rank, "lora_alpha": settings.alpha}
-        self.config = lora_config(
-            target_modules=targets,
-            exclude_modules=_plain(settings.exclude_modules),
-            base_model_name_or_path=model.name_or_path,
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            **shape,
-        )
+        self.config, self.layers = adapted_layers(model, settings, key)
         self.scaling = settings.alpha / settings.rank
-        self.layers = _chosen(model, linears, self.config, key)
+        targets = self.config.target_modules
         if not isinstance(targets, str):  # readers of the file require a layer for every name, so drop excluded ones
             self.config.target_modules = {
                 name for name in targets if any(f".{layer}".endswith(f".{name}") for layer in self.layers)
@@ -105,7 +118,7 @@ class Adapters:
         # peft redirects names of experts in models that it knows; in a plain container it uses names as they are.
         start: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
-        exact = lora_config(target_modules=names, init_lora_weights=start, **shape)
+        exact = lora_config(target_modules=names, init_lora_weights=start, **_shape(settings))
         with _seen_in_host_memory(model):
             inject_adapter_in_model(exact, nn.Sequential(model))
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+G = TypeVar("G", bound="RankGroup")
+
+
+def planned_group(kind: type[G], size: int, key: str) -> G:
+    """Return the first rank of a group that does not exist yet. It can divide a model, but not communicate."""
+    planned: type[G] = type(kind.__name__, (kind,), {"size": size, "rank": 0})
+    return planned(None, key)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,12 @@ class Routers:
         for layer, router in enumerate(self.modules):
             router.forward = self._routed(layer, router, router.forward)
 
+    def check_needed(self, model: PreTrainedModel, replays_routing: bool, loss_coef: float) -> None:
+        """Raise ConfigError naming the key that needs routers, if `model` has none that are known here."""
+        if (replays_routing or loss_coef) and not self.modules:
+            key = "trainer.moe_routing_replay" if replays_routing else "trainer.algorithm.router_aux_loss_coef"
+            raise ConfigError(f"{key}: {type(model).__name__} has no routers that are known here.")
+
     @property
     def shape(self) -> tuple[int, int]:
         """(L, k)"""

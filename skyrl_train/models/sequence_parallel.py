@@ -24,11 +24,7 @@ class SequenceParallel(RankGroup):
         U is `tokens`. A key/value head goes to every rank that needs it: K' is K/s if s divides K. Raises ConfigError
         if s does not divide H.
         """
-        if query.shape[1] % self.size:
-            raise ConfigError(
-                f"{self.key}={self.size} does not divide the model's {query.shape[1]} attention heads: each rank "
-                "attends with as many of them; use a divisor."
-            )
+        self.check_heads(query.shape[1])
         copies = self.size // math.gcd(self.size, key.shape[1])
         columns = (query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)))
         parts = [x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(2) for x in columns]  # [s, c, its heads x D]
@@ -36,6 +32,14 @@ class SequenceParallel(RankGroup):
         received = self.exchange(torch.cat(parts, -1).flatten(0, 1), [len(query)] * self.size, chunks)
         split = received.split([part.shape[-1] for part in parts], -1)
         return tuple(x.unflatten(1, (-1, column.shape[-1])) for x, column in zip(split, columns, strict=True))
+
+    def check_heads(self, count: int) -> None:
+        """Raise ConfigError if the number of ranks does not divide that of the query heads."""
+        if count % self.size:
+            raise ConfigError(
+                f"{self.key}={self.size} does not divide the model's {count} attention heads: each rank "
+                "attends with as many of them; use a divisor."
+            )
 
     def by_tokens(self, attended: Tensor) -> Tensor:
         """The inverse exchange, for the result of attention: [U, H/s, D] to [c, H, D]."""

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
-from skyrl_train.models.padding_free import OnMeta, check_padding_free, operation_name
+from skyrl_train.models.padding_free import OnMeta, check_padding_free, needs_values, operation_name
 from skyrl_train.models.ragged_model import (
     RaggedModel,
     check_and_divide,
@@ -194,9 +194,12 @@ def _check_around_head(model: PreTrainedModel) -> None:
         head.register_forward_pre_hook(lambda *_: before.extend(seen.changes)),
         head.register_forward_hook(lambda *_: outputs.clone()),
     )
+    hidden = torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype)
     try:
         with seen:
-            logits = _logits_after(model, torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype))
+            logits = _logits_after(model, hidden)
+    except RuntimeError:
+        return  # it reads values, which there are none of on the meta device: the check with real weights decides
     finally:
         for hook in hooks:
             hook.remove()
@@ -221,6 +224,7 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
     Raises:
         ConfigError: The model reads something else of its body.
+        RuntimeError: On the meta device: the model reads values.
     """
     body = model.base_model
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
@@ -236,6 +240,8 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
         with torch.no_grad():
             logits: Tensor = model(input_ids=ids, use_cache=False).logits
     except (AttributeError, ConfigError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if hidden.is_meta and needs_values(error):
+            raise
         reason = f"{type(error).__name__}: {error}" if calls else reason
     else:
         if calls:

@@ -63,6 +63,19 @@ class StoredFolder:
                 return None
         return Found(int(about["size"]), _version(about)) if about["type"] == "file" else None
 
+    def has_bucket(self) -> bool:
+        """False if its bucket does not exist. True on a disk, and where the storage does not say."""
+        if self._on_disk:
+            return True
+        with explained(f"{self.address}: cannot be looked at"):
+            try:
+                self._files.call_s3("head_bucket", Bucket=self._root.partition("/")[0])
+            except FileNotFoundError:
+                return False
+            except PermissionError:  # one may be allowed to write, and not to look at the bucket
+                return True
+        return True
+
     def read(self, name: str) -> bytes | None:
         """The content of a small file; None if there is none."""
         with explained(f"{self.address}/{name}: cannot be read"):

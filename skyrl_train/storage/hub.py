@@ -14,20 +14,21 @@ REQUEST_S = 3.0
 
 
 def unreachable_model(key: str, name: str) -> Problem | None:
-    """Return the problem if a named model is neither in the cache of this machine nor on a hub that answers.
+    """Return the problem if a named model cannot be loaded from the hub; with HF_HUB_OFFLINE from this machine's cache.
 
-    Makes at most one request, which is given up after REQUEST_S.
+    Makes at most one request, which is given up after REQUEST_S. A model in the cache is asked for, too: every process
+    of a run would ask for each of its files, and give up only after minutes.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
     files = ("model.safetensors", "model.safetensors.index.json")
-    is_cached = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *files)]
-    if is_cached[0] and any(is_cached[1:]):
-        return None
+    has_config, *has_weights = [isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", *files)]
+    is_cached = has_config and any(has_weights)
     allowed = "a model's folder or the name of a model that can be loaded"
     if constants.HF_HUB_OFFLINE:
-        return Problem(key, name, allowed, "HF_HUB_OFFLINE is set and the model is not in this machine's cache.")
+        advice = "HF_HUB_OFFLINE is set and the model is not in this machine's cache."
+        return None if is_cached else Problem(key, name, allowed, advice)
     error = _request(f"{constants.ENDPOINT}/{name}/resolve/main/config.json")
     if error is None:
         return None
@@ -38,10 +39,10 @@ def unreachable_model(key: str, name: str) -> Problem | None:
     elif isinstance(error, EntryNotFoundError):
         advice = "It has no config.json, which every model has."
     else:
-        advice = (
-            f"The hub does not answer within {REQUEST_S:g} s ({type(error).__name__}). Give the model's folder, set "
-            "HF_ENDPOINT or a proxy, or set HF_HUB_OFFLINE=1 where the model is in the cache."
-        )
+        todo = "Give the model's folder, or set HF_ENDPOINT or a proxy."
+        if is_cached:
+            todo = "Set HF_HUB_OFFLINE=1: the model is in this machine's cache."
+        advice = f"The hub does not answer within {REQUEST_S:g} s ({type(error).__name__}). {todo}"
     return Problem(key, name, allowed, advice)
 
 

@@ -6,13 +6,15 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from skyrl_train.config.hydra import CONFIG_FILE
 from skyrl_train.durable import write_durably
-from skyrl_train.errors import RunDirectoryError
+from skyrl_train.errors import CheckpointMismatch, RunDirectoryError
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import Checkpoints
 
@@ -49,6 +51,8 @@ class RunDirectory:
         self._resuming = resuming
         self._mirror = mirror
         self._lock: IO[str] | None = None
+        self._found: dict[Path, str | None] = {}
+        """The files that say which run the folder belongs to, as they were found; None for one that was not there."""
 
     def __enter__(self) -> RunDirectory:
         self._lock = _kept.pop(self.path, None) or _locked(self.path)
@@ -56,6 +60,8 @@ class RunDirectory:
             if self._mirror is not None:
                 self._mirror.take_over()
             self._check()
+            for file in (self.path / IDENTITY_FILE, self.path / CONFIG_FILE):
+                self._found[file] = file.read_text(encoding="utf-8") if file.exists() else None
             write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=1))
         except BaseException:
             self._release()
@@ -66,6 +72,23 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._release()
+
+    @contextmanager
+    def restored_on_mismatch(self) -> Iterator[None]:
+        """Restore run.json and config.yaml if a checkpoint of another run is refused inside.
+
+        Otherwise they would describe the refused run: the right configuration would be refused next, and exports would
+        take another model's tokenizer.
+        """
+        try:
+            yield
+        except CheckpointMismatch:
+            for file, text in self._found.items():
+                if text is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    write_durably(file, text)
+            raise
 
     def _release(self) -> None:
         if self._mirror is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_train import trace
 from skyrl_train.durable import Written
-from skyrl_train.errors import CheckpointError, DeadlineExceeded, SkyRLError
+from skyrl_train.errors import CheckpointError, CheckpointMismatch, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.base_model import BaseModel, refuse_other_base
 from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.storage.mirror import Mirror
@@ -126,8 +126,11 @@ class RunState:
     async def resume(self) -> tuple[int, Unfinished]:
         """Load the checkpoint that the configuration asks for: the step to continue from, and what it left undone.
 
-        The step is 0 for a fresh run. Raises CheckpointError if data, base model or LoRA settings have changed since
-        the checkpoint was written, or if the checkpoint's state is not what `save` writes.
+        The step is 0 for a fresh run.
+
+        Raises:
+            CheckpointMismatch: Data, base model or LoRA settings have changed since the checkpoint was written.
+            CheckpointError: The checkpoint's state is not what `save` writes.
         """
         found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
@@ -136,7 +139,7 @@ class RunState:
         for name, stored in saved.fingerprints.items():
             current = self._fingerprints.get(name)
             if current != stored:
-                raise CheckpointError(
+                raise CheckpointMismatch(
                     f"{name} has changed since {found.path} was written (then {stored}, now {current}): "
                     "the run cannot go on where it stopped. Restore the data, or start in another trainer.ckpt_path."
                 )
@@ -165,7 +168,7 @@ class RunState:
         return self._bases
 
     async def _refuse_other_models(self, found: Checkpoint, saved: SavedState) -> None:
-        """Raise CheckpointError if a checkpoint was trained from another model, or with other adapters."""
+        """Raise CheckpointMismatch if a checkpoint was trained from another model, or with other adapters."""
         for role, now in (await self._base_models()).items():
             if role in saved.base_models:
                 refuse_other_base(found.path, saved.base_models[role], now, f"trainer.{role}.model")
@@ -254,8 +257,13 @@ class RunState:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _to_disk(self, what: str, folder: Path) -> None:
-        """Export the policy to `folder`. A disk that is full or fails leaves nothing there, and is tried again after
-        RETRY_S; raises CheckpointError when that has happened MAX_FAILED_SAVES times in a row."""
+        """Export the policy to `folder`, in place of what is there.
+
+        A disk that is full or fails leaves nothing there, and is tried again after RETRY_S. Raises CheckpointError when
+        that has happened MAX_FAILED_SAVES times in a row.
+        """
+        # Files of an export by another run would be read as part of this one: an index of other weights, an adapter.
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         for attempt in range(1, MAX_FAILED_SAVES + 1):
             try:
                 return await self._learner.policy.all("export", str(folder), self._chat_template)  # type: ignore[return-value]

@@ -44,6 +44,8 @@ class SFTTrainer(TrainingLoop):
             self.step, unfinished = await self.state.resume()
         if "reference" in unfinished.actions:
             await self.state.update_reference()
+        if "export" in unfinished.actions:
+            await to_its_end(self.state.export(self.step))
         self.trackers.begin(self.step, self.schedule.total_steps)
 
     async def _step(self) -> None:

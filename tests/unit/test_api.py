@@ -163,7 +163,7 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
             raise WorkerDied("rank 0 died, which follows from it")
 
     made: list[Experiment] = []
-    monkeypatch.setattr("skyrl_train.api.check", lambda cfg, experiment: None)
+    monkeypatch.setattr("skyrl_train.api.missing", lambda cfg, uses: [])
     with pytest.raises(ClusterLost, match="gcs_server"):
         train(load_config(["device=cpu"]), OwnRun)
     assert vars(made[0])["cluster"].left == 1

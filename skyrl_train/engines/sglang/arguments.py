@@ -40,8 +40,11 @@ def engine_arguments(
     rope_scaling: dict[str, Any] | None,
     rope_theta: float | None,
     options: Mapping[str, Any],
+    reads_weights: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
+
+    `reads_weights`: False to only check them, without a look at the weights, which a hub name would have to download.
 
     Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
@@ -63,7 +66,7 @@ def engine_arguments(
         raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
     free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
     changed = {"rope_parameters": config.rope_parameters} if rope_scaling or rope_theta is not None else {}
-    if has_separate_head(model):
+    if reads_weights and has_separate_head(model):
         changed["tie_word_embeddings"] = False
     if changed:
         free["json_model_override_args"] = json.dumps(changed)

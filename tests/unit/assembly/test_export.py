@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_train.assembly.data import template_of
 from skyrl_train.assembly.export import Export, _appearing, export
 from skyrl_train.config.run_folder import config_of_run
 from skyrl_train.data.chat_templates import TEMPLATES
@@ -28,7 +29,7 @@ from skyrl_train.learner.export_check import check_model
 from skyrl_train.learner.saved_policy import open_policy
 from skyrl_train.models import export as models_export
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from tests.support.engine_bench import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
 from tests.support.hub_server import TOKEN, hub_server
 from tests.support.run_states import forge
@@ -341,6 +342,19 @@ def test_exports_have_the_template_of_the_run(adapter: bool, tmp_path: Path, tin
     template = "generator.chat_template.name_or_path=mistral"
     checkpoint = save_run(tmp_path / "run", tiny_model_path, template, *(LORA if adapter else ()))
     folder = written(checkpoint, tmp_path / "export", adapter=adapter)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_template_among_the_variables_is_exported(recorded: bool, tmp_path: Path, tiny_model_path: str):
+    checkpoint = save_run(tmp_path / "run", tiny_model_path)
+    file = tmp_path / "run" / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["generator"]["chat_template_kwargs"] = {"chat_template": TEMPLATES["mistral"]}
+    file.write_text(yaml.safe_dump(saved))
+    if recorded:
+        forge(checkpoint, chat_template=template_of(byte_tokenizer(), saved["generator"]["chat_template_kwargs"]))
+    folder = written(checkpoint, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 
 

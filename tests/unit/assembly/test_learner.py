@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from skyrl_train.assembly.algorithm import policy_learning
+from skyrl_train.assembly.data import check_same_tokens
 from skyrl_train.assembly.layout import RoleSlots
-from skyrl_train.assembly.learner import _critic, _reference, check_same_tokens, threads_per_process
+from skyrl_train.assembly.learner import _critic, _reference, threads_per_process
 from skyrl_train.cluster.placement import Slots
 from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import LoraConfig

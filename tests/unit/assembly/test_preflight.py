@@ -6,28 +6,35 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.assembly.names import check_plugins
-from skyrl_train.assembly.preflight import _model, check_run
+from skyrl_train.assembly.preflight import _check_trainable, _model, check_run
 from skyrl_train.assembly.storage import check_addresses
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.presence import Uses
+from skyrl_train.data.rows import _python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
-from skyrl_train.models.loading import POLICY_PATH, described_causal_lm
-from skyrl_train.models.token_scorer import refuse_unscorable
+from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
+from skyrl_train.models.token_scorer import _logits_after, refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
-from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model
+from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
+from tests.integration.models.table import ARCHITECTURES, architecture, column
 from tests.support.hub_server import hub_server
 
 ROW = {
@@ -184,6 +191,61 @@ def ranks_of_a_plugin_s_reference(folder: Path, patch: pytest.MonkeyPatch) -> li
     return [*names, "trainer.algorithm.use_kl_loss=false", "trainer.placement.colocate_all=false", *own]
 
 
+def corrupt_weights(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    (folder / "model" / "model.safetensors").write_bytes(b"no tensors at all")
+    return []
+
+
+def corrupt_tokenizer(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    (folder / "model" / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "None"}}')
+    return []
+
+
+def corrupt_model_config(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": "wide"}))
+    return []
+
+
+def unknown_lora_target(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    lora = "trainer.policy.model.lora"
+    return [f"{lora}.rank=4", f"{lora}.target_modules=[query]"]
+
+
+def indivisible_heads(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.policy.tensor_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=3"]
+
+
+def indivisible_query_heads(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.policy.sequence_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=3"]
+
+
+def experts_of_a_dense_model(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.policy.expert_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2"]
+
+
+def router_loss_of_a_dense_model(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trainer.algorithm.router_aux_loss_coef=0.01"]
+
+
+def reference_of_another_family(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    save_tiny_model(folder / "reference")
+    file = folder / "reference" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(content))
+    return [f"trainer.ref.model.path={folder}/reference"]
+
+
+def engine_model_that_is_missing(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return [f"generator.model_name={folder}/other"]
+
+
+def engine_model_without_head(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    return [f"generator.model_name={encoder_decoder(folder / 'served', patch) or folder / 'served' / 'model'}"]
+
+
 def no_data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     return ["data.train_data=[]"]
 
@@ -202,7 +264,7 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
         "resize_token_embeddings",
     ],
     no_chat_template: ["generator.chat_template.name_or_path=null", "The tokenizer of", "source=file"],
-    unreachable_hub: [f"{POLICY_PATH}=nobody/nothing", "The hub does not answer within 3 s", "HF_HUB_OFFLINE=1"],
+    unreachable_hub: [f"{POLICY_PATH}=nobody/nothing", "The hub does not answer within 3 s", "set HF_ENDPOINT"],
     folder_below_a_file: ["trainer.ckpt_path=", "rows.jsonl cannot be written: Not a directory"],
     unwritable_mirror: ["trainer.export_path=file:///proc/exports", "/proc cannot be written"],
     short_limit: ["none of 8 prompts has at most 3 tokens (the shortest has about", "raise trainer.max_prompt_length"],
@@ -212,6 +274,17 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=asks_for_values needs a critic"],
     ranks_of_a_plugin_s_critic: ["trainer.placement.critic_num_nodes=0", "at least 1"],
     ranks_of_a_plugin_s_reference: ["trainer.placement.ref_num_nodes=0", "at least 1"],
+    corrupt_weights: [f"{POLICY_PATH}=", "cannot be loaded", "SafetensorError"],
+    corrupt_tokenizer: [f"{POLICY_PATH}=", "cannot be loaded", "a tokenizer"],
+    corrupt_model_config: [f"{POLICY_PATH}=", "cannot be loaded", "hidden_size"],
+    unknown_lora_target: ["trainer.policy.model.lora.target_modules='query'", "q_proj"],
+    indivisible_heads: ["trainer.policy.tensor_parallel_size=3 does not divide", "num_attention_heads"],
+    indivisible_query_heads: ["trainer.policy.sequence_parallel_size=3 does not divide", "attention heads"],
+    experts_of_a_dense_model: ["Qwen2ForCausalLM: set trainer.policy.expert_parallel_size to 1"],
+    router_loss_of_a_dense_model: ["trainer.algorithm.router_aux_loss_coef: Qwen2ForCausalLM has no routers"],
+    reference_of_another_family: ["trainer.ref.model.path=", "2 tokens of the policy's", "the policy's tokenizer"],
+    engine_model_that_is_missing: ["generator.model_name=", "a model's folder or its name on the hub"],
+    engine_model_without_head: ["generator.model_name=", "cannot be loaded", "T5Config"],
     no_data: ["data.train_data=[]", "at least one file or dataset"],
 }
 
@@ -237,6 +310,38 @@ def test_mistake_is_found_within_ten_seconds(
     assert [part for part in MISTAKES[mistake] if part not in text] == [], text
     assert "config ok" not in text
     assert seconds < 10
+
+
+@pytest.mark.parametrize("flag", check_config.ENTRYPOINTS)
+def test_entrypoint_is_checked_for_its_own_needs(
+    flag: str, good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    messages = [*ROW["prompt"], {"role": "assistant", "content": "2"}]  # type: ignore[misc]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    data = {
+        "--sft": [f"data.train_data=['{tmp_path}/talks.jsonl']"],
+        "--generate": ["data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/x"],
+        "--serve": ["data.train_data=[]", f"generator.http_endpoint_port={free_address()[1]}"],
+    }
+    code, text, _ = check(capsys, flag, *good, *data[flag])
+    assert (code, text.startswith("config ok\n"), "no effect" in text) == (0, True, False), text
+    assert check(capsys, *good, *data[flag])[0] == 2
+    if flag == "--serve":
+        no_tokenizer(tmp_path, monkeypatch)
+        assert "has no tokenizer" in check(capsys, flag, *good, *data[flag])[1]
+
+
+@pytest.mark.parametrize("flags", [["--sft", "--serve"], ["--sft", "--plan"]])
+def test_flags_that_exclude_each_other_are_refused(
+    flags: list[str], good: list[str], capsys: pytest.CaptureFixture[str]
+):
+    code, text, _ = check(capsys, *flags, *good)
+    assert (code, "at most one of them" in text) == (2, True)
+
+
+def test_evaluation_without_data_is_refused(good: list[str], capsys: pytest.CaptureFixture[str]):
+    code, text, _ = check(capsys, "--generate", *good)
+    assert (code, "data.val_data=[]: must be at least one file" in text) == (2, True)
 
 
 def test_elsewhere_looks_at_nothing_of_this_machine(good: list[str], capsys: pytest.CaptureFixture[str]):
@@ -277,8 +382,21 @@ def test_only_first_prompt_that_fits_is_read(good: list[str], tmp_path: Path):
     check_run(prepare(good, has_accelerator=False).config, Uses())
 
 
-def test_evaluation_needs_no_training_data(good: list[str]):
-    argv = [*good, "data.train_data=[]", "trainer.ckpt_path=/proc/ckpts"]
+def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pq.write_table(pa.Table.from_pylist([ROW] * 20_000), tmp_path / "rows.parquet")
+    converted: list[int] = []
+
+    def counted(batch: pa.RecordBatch, path: Path, before: int) -> list[dict[str, object]]:
+        converted.append(batch.num_rows)
+        return _python_rows(batch, path, before)
+
+    monkeypatch.setattr("skyrl_train.data.rows._python_rows", counted)
+    check_run(prepare([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config, Uses())
+    assert sum(converted) < 5_000
+
+
+def test_evaluation_needs_no_training_data(good: list[str], tmp_path: Path):
+    argv = [*good, "data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/ckpts"]
     prepared = prepare(argv, has_accelerator=False, uses=used_by(EvaluationExp))
     check_run(prepared.config, used_by(EvaluationExp))
 
@@ -309,6 +427,43 @@ def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: P
     check_run(prepare(good, has_accelerator=False).config, Uses())
 
 
+def test_reserved_token_beyond_embedding_is_accepted(good: list[str], tmp_path: Path):
+    save_tiny_model(tmp_path / "model", vocab_size=259)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert len(tokenizer) == 260 and "<|reserved|>" not in tokenizer.all_special_tokens
+    check_run(prepare(good, has_accelerator=False).config, Uses())
+
+
+def test_tokenizer_in_older_files_is_accepted(good: list[str], tmp_path: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink()
+    letters = {chr(code): code for code in range(33, 127)} | {"Ġ": 127, "Ċ": 128}
+    (tmp_path / "model" / "vocab.json").write_text(json.dumps(letters))
+    (tmp_path / "model" / "merges.txt").write_text("#version: 0.2\n")
+    check_run(prepare(good, has_accelerator=False).config, Uses())
+
+
+def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_tiny_model(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    monkeypatch.setattr("skyrl_train.models.loading.is_folder", lambda path: False)
+    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+        described_causal_lm(str(tmp_path / "model"))
+
+
+def test_large_json_list_is_left_to_the_run(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rows.json").write_text("[no JSON")
+    argv = [*good, f"data.train_data=['{tmp_path}/rows.json']"]
+    with pytest.raises(DataError, match="not JSON"):
+        check_run(prepare(argv, has_accelerator=False).config, Uses())
+    monkeypatch.setattr("skyrl_train.assembly.preflight.SAMPLE_BYTES", 4)
+    check_run(prepare(argv, has_accelerator=False).config, Uses())
+
+
 def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Path):
     file = tmp_path / "model" / "config.json"
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
@@ -327,11 +482,52 @@ def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Pat
         refuse_unscorable(model)
 
 
+@pytest.mark.parametrize("kind", ["TP", "SP", "EP", "LoRA"])
+@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
+def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, good: list[str]):
+    """The same answer as the learner's: tests/integration/models asks two real ranks."""
+    sizes = {"TP": "tensor_parallel_size", "SP": "sequence_parallel_size", "EP": "expert_parallel_size"}
+    key = f"trainer.policy.{sizes[kind]}=2" if kind in sizes else "trainer.policy.model.lora.rank=2"
+    config = prepare([*good, key, "trainer.placement.policy_num_gpus_per_node=2"], has_accelerator=False).config
+    model_config = _tiny_config(architecture(name).kind)
+    model_config.update(dict(architecture(name).config))
+    model = model_without_memory(model_config, torch.float32)
+    refused = column(kind).refused.get(name)
+    with pytest.raises(ConfigError, match=refused.message) if refused else nullcontext():
+        _check_trainable(config, POLICY_PATH, model)
+
+
+def test_model_that_reads_values_is_left_to_the_learner():
+    small = {
+        "d_model": 16,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 16,
+        "encoder_layers": 1,
+    }
+    model = model_without_memory(
+        AutoConfig.for_model("whisper", **small, vocab_size=320, pad_token_id=0), torch.float32
+    )
+    with pytest.raises(RuntimeError, match="meta"):
+        _logits_after(model, torch.zeros(1, 1, 16, device="meta"))
+    refuse_unscorable(model)
+
+
 def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", "gpt_oss")
     config = prepare([*good, "generator.backend=sglang"], has_accelerator=False).config
     with pytest.raises(ConfigError, match=r"SGLang cannot serve models of type 'gpt_oss': .* has no attention sinks"):
         _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
+
+
+def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def read(path: str) -> bool:
+        raise AssertionError("on the hub this would download the weights")
+
+    monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_separate_head", read)
+    options = "generator.engine_init_kwargs={dtype: float32, max_num_seqs: 4}"  # of the engine, not of ServerArgs
+    config = prepare([*good, "generator.backend=sglang", options], has_accelerator=False).config
+    _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
 
 
 def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -343,6 +539,16 @@ def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "refs" / "main").write_text("0" * 40)
     save_tiny_model(folder / "snapshots" / ("0" * 40))
     assert unreachable_model(POLICY_PATH, "nobody/tiny") is None
+
+
+def test_model_in_cache_needs_offline_where_hub_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    unreachable_hub(tmp_path, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--nobody--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    save_tiny_model(folder / "snapshots" / ("0" * 40))
+    assert "Set HF_HUB_OFFLINE=1: the model is in this" in str(unreachable_model(POLICY_PATH, "nobody/tiny"))
 
 
 def test_name_that_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -431,6 +431,13 @@ def test_good_combinations_are_accepted(overrides: list[str]):
     assert problems(*overrides) == {}
 
 
+def test_mini_batch_of_a_critic_counts_where_there_is_one():
+    key = "trainer.critic_mini_batch_size"
+    critic = ["trainer.critic.model.path=critic", "trainer.train_batch_size=256", f"{key}=512"]
+    assert key not in problems(*critic)
+    assert "at most trainer.train_batch_size=256" in problems(*critic, "trainer.algorithm.advantage_estimator=gae")[key]
+
+
 def is_refused_by_name(key: str) -> None:
     assert leaves()[key].default in CHOICES[key], "the default is available"
     other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in CHOICES[key])

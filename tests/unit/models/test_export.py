@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.errors import ConfigError
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.export import export_hf
 from skyrl_train.models.loading import checkpoint_names, has_separate_head, load_causal_lm
@@ -68,17 +72,46 @@ def test_an_exported_folder_has_the_names_of_published_checkpoints(tmp_path: Pat
         assert torch.equal(wanted, reloaded[name]), name
 
 
-def test_a_rank_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
-    drawn: list[str] = []
+@pytest.mark.parametrize("problem", ["other rank", "no folder", "broken tokenizer"])
+def test_every_rank_takes_all_tensors_of_an_export(problem: str, tiny_model_path: str, tmp_path: Path):
+    """Gathering is collective: the other ranks would wait for one that stops early."""
+    model = shutil.copytree(tiny_model_path, tmp_path / "model")
+    worker = LearnerWorker(tiny_spec(str(model)), int(problem == "other rank"), 2)
+    worker.world_size = 1
+    worker._build(str(model))
+    tensors, taken = list(worker.full_parameters()), 0
 
-    def tensors() -> Any:
-        for name, value in tiny_model().named_parameters():
-            drawn.append(name)
-            yield name, value
+    def full_parameters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        nonlocal taken
+        for pair in tensors:
+            taken += 1
+            yield pair
 
-    export_hf(tiny_model().config, tensors(), byte_tokenizer(), tmp_path / "out", write=False)
-    assert len(drawn) == len(list(tiny_model().named_parameters()))
-    assert not (tmp_path / "out").exists()
+    worker.full_parameters = full_parameters  # type: ignore[assignment]
+    if problem == "no folder":
+        (tmp_path / "out").write_text("a file")
+    if problem == "broken tokenizer":
+        (model / "tokenizer_config.json").write_text("{")
+    with nullcontext() if problem == "other rank" else pytest.raises((OSError, ConfigError)):
+        worker.export(str(tmp_path / "out"))
+    assert taken == len(tensors)
+    assert not (tmp_path / "out").is_dir()
+
+
+def test_export_does_not_name_code_of_the_base_model(tmp_path: Path):
+    file = Path(save_tiny_model(tmp_path / "model")) / "config.json"
+    code = {"AutoConfig": "configuration_a.AConfig", "AutoModelForCausalLM": "modeling_a.AModel"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": code}))
+    folder = export_of_learner(str(file.parent), tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+def test_unreadable_generation_config_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = save_base_model(tmp_path / "model", generation=None)
+    (tmp_path / "model" / FILE).write_text("{")
+    export(path, AutoTokenizer.from_pretrained(path), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / FILE).read_text()) == {"eos_token_id": [END_OF_SEQUENCE, END_OF_TURN]}
+    assert "is not valid JSON" in caplog.text
 
 
 def test_export_holds_one_file_of_tensors_at_a_time(tmp_path: Path) -> None:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.assembly.storage import check_addresses
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.presence import Uses
+from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.rows import read_rows
-from skyrl_train.errors import StorageError
+from skyrl_train.errors import ConfigError, StorageError
+from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.loading import load_causal_lm, load_config
 from skyrl_train.storage.copies import local_copy
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.manifests import fetch, upload, write_manifest
+from tests.support.learner_specs import tiny_spec
 from tests.support.s3_server import BUCKET, S3Server
 
 
@@ -53,6 +60,17 @@ def test_a_model_is_loaded_from_an_address_and_its_weights_only_where_they_are_n
     theirs = load_causal_lm(tiny_model_path, dtype=torch.float32).state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert sorted(fetched(server)) == sorted({*fetched(server)}), "no file is fetched twice"
+
+
+def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_model_path: str, tmp_path: Path):
+    store = StoredFolder(f"s3://{BUCKET}/models/tiny")
+    for path in Path(tiny_model_path).iterdir():
+        store.write(path.name, path.read_bytes())
+    worker = LearnerWorker(tiny_spec(store.address, lora=LoraConfig(rank=2)), 0, 1)
+    worker._build(store.address)
+    worker.export(str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == store.address
 
 
 def test_a_file_that_was_cut_off_here_is_fetched_again(server: S3Server):
@@ -155,3 +173,20 @@ def test_changed_file_of_equal_size_is_fetched_again(server: S3Server, tmp_path:
     (local / "config.json").write_text("wrong")
     assert fetch(store, "policy", local) is None
     assert (local / "config.json").read_text() == "first"
+
+
+def test_missing_bucket_is_known(server: S3Server, tmp_path: Path) -> None:
+    assert StoredFolder(f"s3://{BUCKET}/run").has_bucket()
+    assert not StoredFolder("s3://no-such-bucket/run").has_bucket()
+    assert StoredFolder(f"file://{tmp_path}/none/run").has_bucket()
+    server.refused = "HEAD /"
+    assert StoredFolder(f"s3://{BUCKET}/run").has_bucket(), "some may write, and not look at the bucket"
+
+
+def test_check_names_key_of_missing_bucket(server: S3Server) -> None:
+    argv = ["trainer.ckpt_path=s3://no-such-bucket/run", f"trainer.export_path=s3://{BUCKET}/exports"]
+    uses = Uses(train_data=False, val_data=False)
+    with pytest.raises(ConfigError, match=r"1 problem.*\n.*trainer\.ckpt_path=s3://no-such-bucket/run.* that exists"):
+        check_addresses(prepare(argv, has_accelerator=False).config, uses)
+    check_addresses(prepare([argv[1]], has_accelerator=False).config, uses)
+    assert StoredFolder(f"s3://{BUCKET}").find() == {}, "a check writes nothing"

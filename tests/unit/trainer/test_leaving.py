@@ -369,3 +369,10 @@ def test_a_metric_that_is_a_tensor_does_not_keep_a_step_from_being_saved():
         asyncio.run(trainer.fit())
     assert fakes.saved_with is not None
     assert type(fakes.saved_with.row["mine"]) is float
+
+
+def test_pending_export_of_a_supervised_run_is_written_on_resume():
+    fakes = Fakes(resumed_at=2)
+    fakes.unfinished = Unfinished(("export",), {})
+    asyncio.run(sft_trainer_of(fakes).fit())
+    assert "export 2" in fakes.events

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointMismatch
 from skyrl_train.learner.base_model import tensor_fingerprints
 from skyrl_train.learner.learner import Learner
 from skyrl_train.models.loading import open_causal_lm
@@ -80,7 +80,7 @@ def test_other_adapters_are_refused(
     checkpoint = save(tiny_model_path, tmp_path / "run", lora=LORA)
     options = {"resume_mode": mode, "resume_path": str(checkpoint) if mode == "from_path" else None}
     changed = replace(LORA, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointMismatch, match=message):
         resume(tiny_model_path, tmp_path / "run", options, lora=changed if changed.rank else None)
     same = replace(LORA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     assert resume(tiny_model_path, tmp_path / "run", options, lora=same) == 1, "other words for the same layers"
@@ -91,7 +91,7 @@ def test_another_base_model_is_refused(lora: LoraConfig | None, tiny_model_path:
     save(tiny_model_path, tmp_path / "run", lora=lora)
     other = change_weights(tiny_model_path, tmp_path / "other")
     with pytest.raises(
-        CheckpointError, match=r"trainer\.policy\.model\.path: its weights had the fingerprint \w{16}, now"
+        CheckpointMismatch, match=r"trainer\.policy\.model\.path: its weights had the fingerprint \w{16}, now"
     ):
         resume(other, tmp_path / "run", lora=lora)
 

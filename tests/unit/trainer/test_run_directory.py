@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.errors import RunDirectoryError
+from skyrl_train.errors import CheckpointMismatch, RunDirectoryError
 from skyrl_train.trainer.checkpoints import Checkpoints
 from skyrl_train.trainer.run_directory import RunDirectory, refuse_other_run
 
@@ -122,6 +123,28 @@ def test_model_may_move_once_there_are_checkpoints(tmp_path: Path):
         RunDirectory(tmp_path, IDENTITY | {"model": "large"}, True).__enter__()
     save(tmp_path, 3)
     with RunDirectory(tmp_path, IDENTITY | {"model": "large"}, True):
+        pass
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_refused_checkpoint_leaves_the_folder_as_it_was(is_new: bool, tmp_path: Path):
+    if not is_new:
+        with RunDirectory(tmp_path, IDENTITY, True):
+            (tmp_path / "config.yaml").write_text("right")
+            save(tmp_path, 3)
+
+    def refused() -> None:
+        with RunDirectory(tmp_path, IDENTITY | {"model": "large"}, True) as run, run.restored_on_mismatch():
+            (tmp_path / "config.yaml").write_text("wrong")
+            raise CheckpointMismatch("from another model")
+
+    with pytest.raises(CheckpointMismatch):
+        refused()
+    assert (tmp_path / "config.yaml").exists() != is_new
+    if not is_new:
+        assert (tmp_path / "config.yaml").read_text() == "right"
+        assert json.loads((tmp_path / "run.json").read_text())["model"] == "tiny"
+    with RunDirectory(tmp_path, IDENTITY, True):
         pass
 
 

@@ -17,7 +17,9 @@ from skyrl_train.config.trainer import GuardsConfig
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.learner import Learner
+from skyrl_train.models.export import export_hf
 from skyrl_train.strategies.shards import Shard
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from skyrl_train.trainer import run_state
 from skyrl_train.trainer.checkpoints import Checkpoints, verify
 from skyrl_train.trainer.guards import Guards
@@ -77,6 +79,21 @@ def test_exports_and_checkpoints_have_the_chat_template(tiny_model_path: str, tm
     with_state(tiny_model_path, tmp_path, steps, chat_template=TEMPLATES["mistral"])
     saved = json.loads((tmp_path / "global_step_1" / "trainer_state.json").read_text())
     assert saved["chat_template"] == TEMPLATES["mistral"]
+
+
+def test_export_replaces_that_of_another_run(tiny_model_path: str, tmp_path: Path):
+    """Engines go by an index, and would read the weights of the other run."""
+    folder = tmp_path / "exports" / "global_step_1" / "policy"
+    other = tiny_model()
+    export_hf(other.config, iter(other.named_parameters()), byte_tokenizer(), folder, max_shard_bytes=100_000)
+    (folder / "adapter").mkdir()
+
+    async def steps(state: RunState, learner: Learner, position: Position) -> None:
+        await state.export(1)
+
+    with_state(tiny_model_path, tmp_path, steps)
+    assert [file.name for file in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    assert not (folder / "adapter").exists()
 
 
 @pytest.mark.defect("forged-states-of-runs")
