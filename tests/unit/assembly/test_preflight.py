@@ -31,7 +31,7 @@ from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
 from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
-from skyrl_train.models.token_scorer import _logits_after, refuse_unscorable
+from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
 from tests.integration.models.table import ARCHITECTURES, architecture, column
@@ -498,18 +498,11 @@ def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, g
 
 
 def test_model_that_reads_values_is_left_to_the_learner():
-    small = {
-        "d_model": 16,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 2,
-        "decoder_ffn_dim": 16,
-        "encoder_layers": 1,
-    }
-    model = model_without_memory(
-        AutoConfig.for_model("whisper", **small, vocab_size=320, pad_token_id=0), torch.float32
-    )
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 1, "kv_channels": 8}
+    config = AutoConfig.for_model("jetmoe", **small, intermediate_size=16, vocab_size=320, pad_token_id=0)
+    model = model_without_memory(config, torch.float32)
     with pytest.raises(RuntimeError, match="meta"):
-        _logits_after(model, torch.zeros(1, 1, 16, device="meta"))
+        model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device="meta"))
     refuse_unscorable(model)
 
 
