@@ -263,7 +263,7 @@ class _TokenFlow(OnMeta):
         if name == "index" or name.startswith("index_put"):
             return any(index is not None and dim in self._dimensions(first) for dim, index in enumerate(args[1]))
         if name in _ALONG_A_DIMENSION or name in _REDUCTIONS:
-            given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+            given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False), **kwargs)
             along = given.get("dim", given.get("dims"))
             along = range(first.ndim) if along in (None, []) else along if isinstance(along, list) else [along]
             return any(dimension % first.ndim in self._dimensions(first) for dimension in along)

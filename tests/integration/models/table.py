@@ -85,7 +85,10 @@ _DEEPSEEK = {
 _MINIMAX = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "rotary_dim": 32,  # in its config.json, though not in transformers' class: vLLM and SGLang ask for it
+    # In its config.json, though not in transformers' class: vLLM and SGLang ask for them.
+    "rotary_dim": 32,
+    "scoring_func": "sigmoid",
+    "num_mtp_modules": 0,
 }
 ARCHITECTURES = (
     Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
@@ -134,6 +137,7 @@ _NO_PLAN = r"transformers has no tensor-parallel plan for \w+: set trainer\.poli
 _UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not known here"
 _FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide its fused projections")
 _WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "its norms of queries and keys span all heads, so no rank has only some of them")
+_NOT_IN_SGLANG = "Engine '.*': SGLang cannot serve models of type '{}': {}"
 _NOT_ON_CPUS = (
     r"Engine '.*': SGLang cannot serve models of type '{}': its attention on CPUs \(torch_native\) {}; set gene"
 )
@@ -203,6 +207,21 @@ COLUMNS = (
                 "where this one has a sliding window of 6 tokens; set generator",
                 "SGLang ignores its sliding window, on GPUs too; contexts within the window are served",
             ),
+            "Gemma 4": Refusal(
+                _NOT_IN_SGLANG.format("gemma4_text", r"its code reads one size of heads, .* have \[32, 512\]"),
+                "SGLang reads one size of heads, where the layers of Gemma 4 have two",
+            ),
+            "OLMo 3": Refusal(
+                _NOT_IN_SGLANG.format("olmo3", "its code for them reads one set of rope parameters"),
+                "SGLang reads one set of rope parameters, where OLMo 3 has one for each kind of layer",
+            ),
+            **{
+                name: Refusal(
+                    _NOT_IN_SGLANG.format(kind, "it has no code for them"),
+                    "SGLang runs it with transformers' class, whose tensor-parallel plan it does not know",
+                )
+                for name, kind in (("ERNIE 4.5", "ernie4_5"), ("SmolLM3", "smollm3"))
+            },
             "DeepSeek-V3": Refusal(
                 _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),
                 "SGLang's attention on CPUs has no latent attention (MLA)",
