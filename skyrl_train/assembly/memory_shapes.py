@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.loading import REWARD_PATH, load_config, model_without_memory
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel, linear_head
@@ -152,8 +153,8 @@ def _shape_of(
         hidden=head.in_features,
         intermediate=_intermediate(text, experts, head.in_features) // parts,
         heads=heads // parts,
-        key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads) // parts,
-        head_dim=int(getattr(text, "head_dim", None) or head.in_features // heads),
+        key_value_heads=max(sizes_of_layers(text, "num_key_value_heads"), default=heads) // parts,
+        head_dim=max(sizes_of_layers(text, "head_dim"), default=head.in_features // heads),
         vocab=0 if critic else head.out_features,
         tied=bool(model.config.get_text_config().tie_word_embeddings),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),

@@ -198,6 +198,31 @@ def _visible(length: int, seen: int, window: int | None, device: torch.device) -
     return visible if window is None else visible.triu(level + 1 - window)
 
 
+def refuse_arguments(
+    module: nn.Module,
+    attention_mask: Tensor | int | None,
+    dropout: float = 0.0,
+    ragged_segments: Segments | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Raise ConfigError if what a model passes to its attention is not what sequences without padding need."""
+    name = type(module).__name__
+    if ragged_segments is None:
+        raise ConfigError(
+            f"{name} was run without sequence boundaries: its model does not pass keyword arguments on to its "
+            "attention as transformers' attention interface asks, or something other than the token scorer called it."
+        )
+    for what, present in (
+        ("attention dropout", dropout > 0),
+        ("a position bias", position_bias is not None),
+        ("attention to later tokens", not getattr(module, "is_causal", True)),
+        ("a ready-made mask", isinstance(attention_mask, Tensor)),
+    ):
+        if present:
+            raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
+
+
 @torch.compiler.disable  # lists of lengths: a graph would be compiled again for every micro-batch
 def _attention_forward(
     module: nn.Module,
@@ -220,21 +245,8 @@ def _attention_forward(
     With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks.
     An int as mask is the layer's window: see windows.py.
     """
-    name = type(module).__name__
-    if ragged_segments is None:
-        raise ConfigError(
-            f"{name} was run without sequence boundaries: its model does not pass keyword arguments on to its "
-            "attention as transformers' attention interface asks, or something other than the token scorer called it."
-        )
-    causal = getattr(module, "is_causal", True)
-    for what, present in (
-        ("attention dropout", dropout > 0),
-        ("a position bias", position_bias is not None),
-        ("attention to later tokens", not causal),
-        ("a ready-made mask", isinstance(attention_mask, Tensor)),
-    ):
-        if present:
-            raise ConfigError(f"{name} uses {what}, which attention over unpadded sequences does not support.")
+    refuse_arguments(module, attention_mask, dropout, ragged_segments, position_bias)
+    assert ragged_segments is not None
     window = attention_mask if isinstance(attention_mask, int) else sliding_window
     # Under autocast, rotary embeddings make queries and keys wider than values, which no fused kernel supports.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))

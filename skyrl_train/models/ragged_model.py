@@ -18,6 +18,7 @@ from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.lora import BASE
 from skyrl_train.models.packing import Packing
+from skyrl_train.models.padding_free import check_padding_free, ropes
 from skyrl_train.models.parts import Part
 from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.rank_group import RankGroup
@@ -29,10 +30,6 @@ from skyrl_train.models.windows import chunk_limit, drop_query_scales, windows_o
 
 _CHECK_WINDOW = 4
 """Tokens that layers with a sliding window see in the check of a new model: fewer than its sequences have."""
-
-
-KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of attention layers that run without padding."""
 
 
 class RaggedModel(nn.Module):
@@ -55,9 +52,9 @@ class RaggedModel(nn.Module):
         `saved`: what the parameters of a model on the meta device are read from.
         """
         super().__init__()
-        refuse_what_packing_changes(model)
-        model.set_attn_implementation(RAGGED)
         drop_query_scales(model)
+        check_padding_free(model)
+        model.set_attn_implementation(RAGGED)
         self.model = model
         self.saved = saved
         self.parallel_group = parallel_group
@@ -71,7 +68,8 @@ class RaggedModel(nn.Module):
         """[T, L, k] int16: the experts that the last forward chose, if routers keep their choices."""
         self.parts: dict[str, Part] = {}
         """Checkpoint name -> part, for parameters of which this rank has only a part."""
-        self._longest_exact = _longest_exact(model.config)
+        self._longest_exact = _longest_exact(model.config.get_text_config())
+        self._learned_positions = _learned_positions(model)
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
     def train(self, mode: bool = True) -> Self:
@@ -139,6 +137,11 @@ class RaggedModel(nn.Module):
                 f"A sequence has {longest} tokens, but beyond {self._longest_exact} this model's rope changes for a "
                 "whole micro-batch (longrope), or its attention is divided into chunks (Llama 4); shorten prompts or "
                 "responses (max_prompt_length, max_generate_length)."
+            )
+        if self._learned_positions and longest > self._learned_positions:
+            raise ConfigError(
+                f"A sequence has {longest} tokens, but this model has embeddings of {self._learned_positions} "
+                "positions; shorten prompts or responses (max_prompt_length, max_generate_length)."
             )
         positions = score_mask.nonzero().flatten()
         assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
@@ -286,38 +289,13 @@ def close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * float(one.abs().amax()))
 
 
-def refuse_what_packing_changes(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model whose log-probs would depend on the rest of the batch, or on randomness."""
-    config: Any = model.config
-    name = type(model).__name__
-    if not model._can_set_attn_implementation():
-        raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
-    kinds: set[str] = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
-    if kinds:
-        raise ConfigError(
-            f"{name} has layers of kind {sorted(kinds)}; only full, sliding-window and chunked attention are known."
-        )
-    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
-        raise ConfigError(
-            f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch; "
-            "set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
-        )
-    dropping: list[str] = [
-        path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
-    ]
-    if getattr(config, "attention_dropout", None):
-        dropping.append("attention_dropout")
-    if dropping:
-        raise ConfigError(
-            f"{name} drops activations at random ({', '.join(dropping[-3:])}), so log-probs would be noise; "
-            "set its dropout keys to 0 in model_config_kwargs."
-        )
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The model's sets of rope parameters: one, or one for each kind of layer."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions of a model that has an embedding of each, as GPT-2 does; None for others."""
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding) and one is not words]
+    # Some tables begin with two rows that no position has.
+    return longest if longest is not None and {longest, longest + 2} & set(tables) else None
 
 
 def _longest_exact(config: Any) -> int | None:
@@ -327,7 +305,7 @@ def _longest_exact(config: Any) -> int | None:
     """
     limits = [
         int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for rope in _ropes(config)
+        for rope in ropes(config)
         if rope.get("rope_type") == "longrope"
     ]
     if (chunk := chunk_limit(config)) is not None:

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.lora import ADAPTER, DOWN, UP
 from skyrl_train.models.parts import Part, cut, of_layer, styles_of
 from skyrl_train.models.rank_group import RankGroup
@@ -97,12 +98,12 @@ class TensorParallel(RankGroup):
 
     def _check_heads(self, config: Any) -> None:
         for name in ("num_attention_heads", "num_key_value_heads"):
-            count = getattr(config, name, None) or self.size
-            if count % self.size:
-                raise ConfigError(
-                    f"{self.key}={self.size} does not divide the model's {name}, {count}: each rank attends with as "
-                    "many of them; use a divisor."
-                )
+            for count in sizes_of_layers(config, name):
+                if count % self.size:
+                    raise ConfigError(
+                        f"{self.key}={self.size} does not divide the model's {name}, {count}: each rank attends with "
+                        "as many of them; use a divisor."
+                    )
 
     @staticmethod
     def _with_bias(base: nn.Linear, product: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Legend: T tokens of all sequences, B sequences, N tokens that are scored, V voca
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +15,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
+from skyrl_train.models.padding_free import OnMeta, check_padding_free, needs_values, operation_name
 from skyrl_train.models.ragged_model import (
     RaggedModel,
     check_and_divide,
     close,
     linear_head,
-    refuse_what_packing_changes,
 )
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
@@ -45,6 +44,15 @@ def chunk_bytes(device: str, memory: int | None) -> int:
     """
     least = CHUNK_BYTES[device]
     return least if device == "cpu" or not memory else max(least, 1 << ((memory // 64).bit_length() - 1))
+
+
+_SAME_VALUES = frozenset(
+    (
+        *("_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "t"),
+        *("transpose", "unsqueeze", "view", "permute"),
+    )
+)
+"""Operations that do not change a value."""
 
 
 class Scores(NamedTuple):
@@ -75,11 +83,8 @@ class TokenScorer(RaggedModel):
         """`chunk_bytes`: None for the device's own, see the function. The others: see RaggedModel."""
         super().__init__(model, parallel_group, saved, expert_parallel)
         self.chunk_bytes = chunk_bytes
-        config = model.config
-        self._shape = LogitShape(
-            factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
-            softcap=getattr(config, "final_logit_softcapping", None),
-        )
+        self._shape = logit_shape(model.config.get_text_config())
+        _check_around_head(model)
         with weights_lent(self):
             _check_head(self)
         check_and_divide(self)
@@ -129,7 +134,7 @@ class TokenScorer(RaggedModel):
     def _rows(self, hidden: Tensor) -> int:
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else None
         size = self.chunk_bytes or chunk_bytes(hidden.device.type, memory)
-        return max(1, size // (4 * self.model.config.vocab_size))
+        return max(1, size // (4 * self.model.config.get_text_config().vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., V] at least float32, with the architecture's own scaling and capping."""
@@ -142,12 +147,74 @@ def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
     Args:
         values: For a ValueScorer, which has a head of its own, and not for a TokenScorer.
     """
-    refuse_what_packing_changes(model)
-    head = linear_head(model)
+    check_padding_free(model)
+    linear_head(model)
     if not values:
-        hidden = torch.zeros(1, 1, head.in_features, device=head.weight.device, dtype=head.weight.dtype)
-        with suppress(RuntimeError):  # a model that reads a tensor's values, which there are none of on the meta device
-            _logits_after(model, hidden)
+        _check_around_head(model)
+
+
+def logit_shape(config: Any) -> LogitShape:
+    """Return what a model with this configuration makes of the outputs of its head."""
+    return LogitShape(
+        factor=getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+class _LastHiddenState(MoeModelOutputWithPast):
+    """The output of a body of any architecture: everything but the last hidden state is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Operations(OnMeta):
+    """A mode that notes which operations change values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation_name(function)
+        if name not in _SAME_VALUES and any(isinstance(argument, Tensor) for argument in args):
+            self.changes.append(name)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _check_around_head(model: PreTrainedModel) -> None:
+    """Check on the meta device that the head gets the last hidden states, and that logits are `logit_shape` of its
+    outputs, in whose place known numbers are put. Raises ConfigError.
+    """
+    head, seen = linear_head(model), _Operations()
+    before: list[str] = []
+    outputs = torch.linspace(-100.0, 100.0, head.out_features).view(1, 1, -1)
+    hooks = (
+        head.register_forward_pre_hook(lambda *_: before.extend(seen.changes)),
+        head.register_forward_hook(lambda *_: outputs.clone()),
+    )
+    hidden = torch.zeros(1, 1, head.in_features, device="meta", dtype=head.weight.dtype)
+    try:
+        with seen:
+            logits = _logits_after(model, hidden)
+    except RuntimeError:
+        return  # it reads values, which there are none of on the meta device: the check with real weights decides
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if before:
+        raise ConfigError(_unknown_logits(model, "last hidden states", f"before the head ({', '.join(before[:3])})"))
+    expected = logit_shape(model.config.get_text_config())(outputs)
+    if logits.is_meta or logits.shape != expected.shape or not close(logits.float(), expected, torch.float32):
+        raise ConfigError(_unknown_logits(model, "logits", "after the head"))
+
+
+def _unknown_logits(model: PreTrainedModel, changed: str, where: str) -> str:
+    return (
+        f"{type(model).__name__} changes its {changed} {where} in a way that is not known here (known: "
+        "final_logit_softcapping, logit_scale, logits_scaling); its log-probs would be wrong, so it is not trained."
+    )
 
 
 def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -157,22 +224,34 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
     Raises:
         ConfigError: The model reads something else of its body.
+        RuntimeError: On the meta device: the model reads values.
     """
     body = model.base_model
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    states: Any = MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
-    states.shared_kv_states = None  # Gemma 4 returns them beside its logits
-    body.forward = lambda *_, **__: states
+    calls: list[None] = []
+
+    def states(*_: Any, **__: Any) -> _LastHiddenState:
+        calls.append(None)
+        return _LastHiddenState(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+    body.forward = states
+    reason = "it does not call this body"
     try:
         with torch.no_grad():
-            return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({error}), "
-            "so it is not trained; use a model of another architecture."
-        ) from error
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    except (AttributeError, ConfigError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if hidden.is_meta and needs_values(error):
+            raise
+        reason = f"{type(error).__name__}: {error}" if calls else reason
+    else:
+        if calls:
+            return logits
     finally:
         del body.forward
+    raise ConfigError(
+        f"{type(model).__name__} computes its logits from more than the last hidden states of its body ({reason}), "
+        "so it is not trained; use a model of another architecture."
+    )
 
 
 def _check_head(scorer: TokenScorer) -> None:
@@ -188,7 +267,4 @@ def _check_head(scorer: TokenScorer) -> None:
     with torch.no_grad():
         ours = scorer.logits(hidden)
     if theirs.shape != ours.shape or not close(theirs.to(ours.dtype), ours, head.weight.dtype):
-        raise ConfigError(
-            f"{type(model).__name__} changes its logits after the head in a way that is not known here (known: "
-            "final_logit_softcapping, logit_scale, logits_scaling); its log-probs would be wrong, so it is not trained."
-        )
+        raise ConfigError(_unknown_logits(model, "logits", "after the head"))

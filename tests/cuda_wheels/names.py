@@ -357,6 +357,10 @@ SGLANG = {
 }
 
 TORCH = {
+    "models/padding_free.py": """
+        torch.UntypedStorage._cdata
+        torch._ops.OpOverload._schema
+    """,
     "models/ragged_model.py": """
         torch.nn.Module._non_persistent_buffers_set
     """,
@@ -436,8 +440,19 @@ TRANSFORMERS = {
     "engines/transformers/attention.py": """
         transformers.AttentionInterface.register(key, value)
     """,
-    "models/ragged_model.py": """
+    "models/padding_free.py": """
         transformers.PreTrainedModel._can_set_attn_implementation()
+        transformers.PreTrainedConfig._attn_implementation
+        transformers.PreTrainedConfig._attn_implementation_internal
+        transformers.PreTrainedConfig._experts_implementation
+        transformers.PreTrainedConfig._experts_implementation_internal
+        transformers.PreTrainedConfig.sub_configs
+    """,
+    "models/layer_sizes.py": """
+        transformers.PreTrainedConfig.is_heterogeneous
+        transformers.PreTrainedConfig.per_layer_config
+    """,
+    "models/ragged_model.py": """
         transformers.PreTrainedModel._no_split_modules
         transformers.PreTrainedModel.set_attn_implementation(self, attn_implementation)
     """,

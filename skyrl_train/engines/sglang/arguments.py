@@ -9,6 +9,7 @@ from typing import Any
 from skyrl_train.engines.sglang.models import refuse_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, overrides_of_composite
+from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.weight_sync.wire import dtype_of
 
@@ -101,8 +102,8 @@ def _in_words_of_sglang(options: Mapping[str, Any]) -> dict[str, Any]:
 def _cpu_arguments(config: Any, dtype: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """The arguments that differ on a CPU: plain torch attention, no overlap of steps, a cache of the size needed."""
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = max(sizes_of_layers(text, "head_dim"), default=text.hidden_size // text.num_attention_heads)
+    heads = max(sizes_of_layers(text, "num_key_value_heads"), default=text.num_attention_heads)
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype_of(dtype).itemsize
     longest = max_model_len + RESERVED
     return {

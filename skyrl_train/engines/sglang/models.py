@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.layer_sizes import sizes_of_layers
 
 _WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
 """Models whose code in SGLang has no sliding window, though their configuration may."""
+
+_WITHOUT_CODE = frozenset({"ernie4_5", "smollm3"})
+"""Models that SGLang runs with transformers' classes, though it does not know their tensor-parallel plans."""
 
 
 def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_model_len: int) -> None:
@@ -23,6 +27,15 @@ def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mo
         todo = "set generator.backend=vllm or generator.backend=transformers"
     elif plain and text.model_type == "gpt_oss":
         missing = "its attention on CPUs (torch_native) has no attention sinks"
+        todo = "set generator.backend=vllm or generator.backend=transformers"
+    elif text.model_type in _WITHOUT_CODE:
+        missing = "it has no code for them, and transformers' plan for dividing them has a style that it does not know"
+        todo = "set generator.backend=vllm or generator.backend=transformers"
+    elif text.model_type == "olmo3":
+        missing = "its code for them reads one set of rope parameters, where these have one for each kind of layer"
+        todo = "set generator.backend=vllm or generator.backend=transformers"
+    elif len(sizes := sizes_of_layers(text, "head_dim")) > 1:
+        missing = f"its code reads one size of heads, where the layers of this one have {sizes}"
         todo = "set generator.backend=vllm or generator.backend=transformers"
     elif (window := _ignored_window(text)) is not None and window < max_model_len:
         missing = f"its code for them attends to everything, where this one has a sliding window of {window} tokens"

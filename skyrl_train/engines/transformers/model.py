@@ -16,7 +16,7 @@ from skyrl_train.engines.transformers.attention import NAME, PackedPrompts
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.cpu_linear import use_onednn
 from skyrl_train.errors import EngineError
-from skyrl_train.models.ragged_model import KNOWN_LAYERS
+from skyrl_train.models.padding_free import KNOWN_LAYERS
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.windows import chunk_limit, drop_query_scales, windows_of
 

@@ -20,6 +20,7 @@ from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, overrides_of_composite
+from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.storage.copies import local_copy
 
@@ -141,10 +142,10 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that differ on a CPU: no compilation, a cache of the size needed."""
     text = config.get_text_config()
     length = given["max_model_len"] or text.max_position_embeddings
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if head_dim % 32:
+    head_sizes = sizes_of_layers(text, "head_dim") or [text.hidden_size // text.num_attention_heads]
+    if wrong := [size for size in head_sizes if size % 32]:
         raise ConfigError(
-            f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {head_dim}. "
+            f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {wrong[0]}. "
             "Set generator.backend=transformers."
         )
     if (rank := getattr(text, "kv_lora_rank", None)) and (latent := rank + text.qk_rope_head_dim) != _LATENT:
@@ -160,8 +161,8 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "max_lora_rank out of generator.engine_init_kwargs and set trainer.policy.model.lora.sync=merged, or set "
             "generator.backend=transformers."
         )
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * 4
+    heads = max(sizes_of_layers(text, "num_key_value_heads"), default=text.num_attention_heads)
+    bytes_per_token = 2 * text.num_hidden_layers * heads * head_sizes[-1] * 4
     needed = bytes_per_token * length * given["max_num_seqs"]
     return {
         "enforce_eager": True,

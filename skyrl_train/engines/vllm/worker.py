@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -48,8 +49,10 @@ class WorkerExtension:
             if self.device.type == "cpu":
                 _skip_rows_without_adapter()
         config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
-        adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
-        store = ReloadedModel(self.model_runner.model, config, adapter)
+        # vLLM changes transformers' class of a model that it serves with it: it asks for this configuration then.
+        with set_current_vllm_config(self.vllm_config):
+            adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
+            store = ReloadedModel(self.model_runner.model, config, adapter)
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
 

@@ -40,6 +40,8 @@ class Column:
 
 _UNTIED = {"tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 6}
+_WIDE = {"hidden_size": 128}
+"""Heads of 32 for models whose code computes the size of heads from the hidden size."""
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -47,6 +49,14 @@ _LLAMA_3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+_SHARED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
 }
 _DEEPSEEK_ROPE = {
     "rope_type": "yarn",
@@ -72,15 +82,23 @@ _DEEPSEEK = {
     "scoring_func": "sigmoid",
     "moe_layer_freq": 1,
 }
+_MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    # In its config.json, though not in transformers' class: vLLM and SGLang ask for them.
+    "rotary_dim": 32,
+    "scoring_func": "sigmoid",
+    "num_mtp_modules": 0,
+}
 ARCHITECTURES = (
     Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
-    Architecture("Qwen2.5", "qwen2", {"hidden_size": 128}),
+    Architecture("Qwen2.5", "qwen2", _WIDE),
     Architecture("Qwen3", "qwen3"),
     Architecture("Qwen3-MoE", "qwen3_moe", _UNTIED),
     Architecture(
         "Gemma 3",
         "gemma3_text",
-        _WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+        _WINDOW | {"layer_types": _ALTERNATING},
         "text only: a checkpoint of `Gemma3ForCausalLM`",
     ),
     Architecture(
@@ -89,11 +107,37 @@ ARCHITECTURES = (
     Architecture("Mistral 0.1", "mistral", _UNTIED | _WINDOW, "7B 0.1 and its descendants, with a sliding window"),
     Architecture("DeepSeek-V3", "deepseek_v3", _UNTIED | _DEEPSEEK, "also R1, from a checkpoint in bfloat16"),
     Architecture("gpt-oss", "gpt_oss", _UNTIED | _WINDOW, "from a checkpoint in bfloat16"),
+    Architecture(
+        "Gemma 4",
+        "gemma4_text",
+        _WINDOW | {"layer_types": _ALTERNATING, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320},
+        "text only: a checkpoint of `Gemma4ForCausalLM`",
+    ),
+    Architecture("GLM-4", "glm4", _UNTIED, "the dense models of April 2025 (`Glm4ForCausalLM`)"),
+    Architecture("GLM-4.5", "glm4_moe", _UNTIED | _SHARED_EXPERTS | {"use_qk_norm": True}, "also 4.6 and 4.7"),
+    Architecture("OLMo 3", "olmo3", _UNTIED | _WIDE | _WINDOW | {"layer_types": _ALTERNATING}),
+    Architecture("MiniMax-M2", "minimax_m2", _UNTIED | _MINIMAX),
+    Architecture("ERNIE 4.5", "ernie4_5", note="the dense models"),
+    Architecture("SmolLM3", "smollm3", _WIDE | {"no_rope_layers": [1, 0]}),
+    Architecture("Phi-3", "phi3", _UNTIED | _WIDE, "also Phi-4"),
+    Architecture("Hunyuan", "hunyuan_v1_dense", note="the dense models"),
+    Architecture("EXAONE 4", "exaone4", _UNTIED | _WIDE | _WINDOW | {"layer_types": _ALTERNATING}),
+    Architecture("Mixtral", "mixtral", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("Apertus", "apertus", _UNTIED | _WIDE | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
     r"transformers has no plan to share out experts of \w+: set trainer\.policy\.expert_parallel_size to 1\.",
     "it has no experts",
 )
+_DENSE = (
+    *("Llama 3", "Qwen2.5", "Qwen3", "Gemma 3", "Mistral", "Mistral 0.1", "Gemma 4", "GLM-4", "OLMo 3", "ERNIE 4.5"),
+    *("SmolLM3", "Phi-3", "Hunyuan", "EXAONE 4", "Apertus"),
+)
+_NO_PLAN = r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\."
+_UNKNOWN_STYLE = r"transformers' tensor-parallel plan has '\w+' for model\.layers\.0\.\S+, which is not known here"
+_FUSED = Refusal(_UNKNOWN_STYLE, "transformers' tensor-parallel plan does not divide its fused projections")
+_WIDE_NORMS = Refusal(_UNKNOWN_STYLE, "its norms of queries and keys span all heads, so no rank has only some of them")
+_NOT_IN_SGLANG = "Engine '.*': SGLang cannot serve models of type '{}': {}"
 _NOT_ON_CPUS = (
     r"Engine '.*': SGLang cannot serve models of type '{}': its attention on CPUs \(torch_native\) {}; set gene"
 )
@@ -122,9 +166,13 @@ COLUMNS = (
         in_ci="DeepSeek-V3",
         refused={
             "gpt-oss": Refusal(
-                r"transformers has no tensor-parallel plan for \w+: set trainer\.policy\.tensor_parallel_size to 1\.",
-                "transformers has no tensor-parallel plan for it; expert and sequence parallelism divide it",
-            )
+                _NO_PLAN, "transformers has no tensor-parallel plan for it; expert and sequence parallelism divide it"
+            ),
+            "Hunyuan": Refusal(
+                _NO_PLAN, "transformers has no tensor-parallel plan for it; sequence parallelism divides it"
+            ),
+            **dict.fromkeys(("GLM-4", "Phi-3"), _FUSED),
+            **dict.fromkeys(("OLMo 3", "MiniMax-M2"), _WIDE_NORMS),
         },
     ),
     Column(
@@ -136,7 +184,7 @@ COLUMNS = (
         "EP",
         "Expert parallelism (`trainer.policy.expert_parallel_size`): likewise, with different sequences on each rank.",
         in_ci="gpt-oss",
-        refused=dict.fromkeys(("Llama 3", "Qwen2.5", "Qwen3", "Gemma 3", "Mistral", "Mistral 0.1"), _NO_EXPERTS),
+        refused=dict.fromkeys(_DENSE, _NO_EXPERTS),
     ),
     Column(
         "transformers",
@@ -159,6 +207,21 @@ COLUMNS = (
                 "where this one has a sliding window of 6 tokens; set generator",
                 "SGLang ignores its sliding window, on GPUs too; contexts within the window are served",
             ),
+            "Gemma 4": Refusal(
+                _NOT_IN_SGLANG.format("gemma4_text", r"its code reads one size of heads, .* have \[32, 512\]"),
+                "SGLang reads one size of heads, where the layers of Gemma 4 have two",
+            ),
+            "OLMo 3": Refusal(
+                _NOT_IN_SGLANG.format("olmo3", "its code for them reads one set of rope parameters"),
+                "SGLang reads one set of rope parameters, where OLMo 3 has one for each kind of layer",
+            ),
+            **{
+                name: Refusal(
+                    _NOT_IN_SGLANG.format(kind, "it has no code for them"),
+                    "SGLang runs it with transformers' class, whose tensor-parallel plan it does not know",
+                )
+                for name, kind in (("ERNIE 4.5", "ernie4_5"), ("SmolLM3", "smollm3"))
+            },
             "DeepSeek-V3": Refusal(
                 _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),
                 "SGLang's attention on CPUs has no latent attention (MLA)",

@@ -31,7 +31,7 @@ from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, used_by
 from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
-from skyrl_train.models.token_scorer import _logits_after, refuse_unscorable
+from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
 from tests.integration.models.table import ARCHITECTURES, architecture, column
@@ -93,9 +93,9 @@ def check(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, flo
     return code, printed.out + printed.err, time.perf_counter() - begun
 
 
-def gpt2(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=320, **no_dropout)
+def opt(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
+    config = AutoConfig.for_model("opt", **sizes, word_embed_proj_dim=32, dropout=0.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return []
 
@@ -251,7 +251,7 @@ def no_data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
-    gpt2: [f"{POLICY_PATH}=", "GPT2LMHeadModel computes its logits from more than", "another architecture"],
+    opt: [f"{POLICY_PATH}=", "OPTForCausalLM computes its logits from more than", "another architecture"],
     encoder_decoder: [f"{POLICY_PATH}=", "cannot be loaded", "causal language model", "T5Config"],
     reward_model_as_policy: [f"{POLICY_PATH}=", "the checkpoint lacks", "lm_head.weight"],
     policy_as_reward_model: ["trainer.reward.model.path=", "num_labels=2", "num_labels=1"],
@@ -350,14 +350,14 @@ def test_elsewhere_looks_at_nothing_of_this_machine(good: list[str], capsys: pyt
 
 
 def test_train_finds_mistake_before_ray_starts(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpt2(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel computes its logits from more than"):
+    opt(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
         Experiment(prepare(good, has_accelerator=False).config)
 
 
 def test_several_mistakes_are_reported_at_once(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpt2(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*GPT2LMHeadModel.*raise trainer\.max_prompt_length"):
+    opt(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*OPTForCausalLM.*raise trainer\.max_prompt_length"):
         check_run(prepare([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, Uses())
 
 
@@ -475,10 +475,10 @@ def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Pa
 
 
 def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    gpt2(tmp_path, monkeypatch)
+    opt(tmp_path, monkeypatch)
     model = described_causal_lm(f"{tmp_path}/model")
     refuse_unscorable(model, values=True)
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel computes its logits from more than"):
+    with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
         refuse_unscorable(model)
 
 
@@ -498,18 +498,11 @@ def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, g
 
 
 def test_model_that_reads_values_is_left_to_the_learner():
-    small = {
-        "d_model": 16,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 2,
-        "decoder_ffn_dim": 16,
-        "encoder_layers": 1,
-    }
-    model = model_without_memory(
-        AutoConfig.for_model("whisper", **small, vocab_size=320, pad_token_id=0), torch.float32
-    )
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 1, "kv_channels": 8}
+    config = AutoConfig.for_model("jetmoe", **small, intermediate_size=16, vocab_size=320, pad_token_id=0)
+    model = model_without_memory(config, torch.float32)
     with pytest.raises(RuntimeError, match="meta"):
-        _logits_after(model, torch.zeros(1, 1, 16, device="meta"))
+        model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device="meta"))
     refuse_unscorable(model)
 
 

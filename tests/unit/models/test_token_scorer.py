@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import ragged_attention
+from skyrl_train.models.padding_free import check_padding_free
 from skyrl_train.models.token_scorer import KEPT_CHUNKS, Scores, TokenScorer, chunk_bytes
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
@@ -328,12 +329,28 @@ class SquaredLogits(Qwen2ForCausalLM):
         return output
 
 
-class LeakyLayers(Qwen2ForCausalLM):
-    """Adds to every hidden state that of the token before it, whichever sequence that token is of."""
+def leaky_model(shift: Callable[[Tensor], Tensor]) -> PreTrainedModel:
+    """Return a model that adds to every hidden state that of the token before it, whichever sequence it is of."""
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + shift(output))
+    return model
+
+
+class DividedStates(Qwen2ForCausalLM):
+    """Divides its last hidden states before the head, as MiniCPM3 does."""
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
+        self.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2.0,))
+
+
+def counts_tokens() -> PreTrainedModel:
+    """Return a model whose first layer adds the number of each token in its row."""
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, inputs, output: output + torch.arange(output.shape[1], device=output.device)[:, None]
+    )
+    return model
 
 
 def with_dropout() -> PreTrainedModel:
@@ -352,11 +369,21 @@ def with_rope(kind: str) -> PreTrainedModel:
     ("make", "message"),
     [
         (lambda: SquaredLogits(tiny_model().config), "changes its logits after the head"),
-        (lambda: LeakyLayers(tiny_model().config), "see each other"),
+        (lambda: DividedStates(tiny_model().config), r"changes its last hidden states before the head \(div\)"),
+        (
+            lambda: leaky_model(lambda states: states.roll(1, dims=1)),
+            "DecoderLayer combines different tokens .* with roll",
+        ),
+        (lambda: leaky_model(lambda states: states.cumsum(1)), "DecoderLayer combines different tokens .* with cumsum"),
+        (lambda: leaky_model(lambda states: states[:, :1]), "DecoderLayer combines different tokens .* with slice"),
+        (lambda: leaky_model(lambda states: states.mean(1, keepdim=True)), "combines different tokens .* with mean"),
+        # Where values decide what runs, the meta device shows nothing, and the check with real weights finds it.
+        (lambda: leaky_model(lambda states: torch.tensor(states.tolist()).roll(1, dims=1)), "see each other"),
+        (counts_tokens, "Qwen2DecoderLayer numbers the tokens of a row itself"),
         (with_dropout, "drops activations at random"),
         (lambda: with_rope("dynamic"), "rope type 'dynamic'"),
         (lambda: tiny_model("bloom"), "attention interface"),
-        (lambda: tiny_model("opt"), "drops activations|sequence boundaries"),
+        (lambda: tiny_model("opt"), "it does not call this body"),
         (lambda: tiny_model("qwen3_5_text"), "linear_attention"),
     ],
 )
@@ -364,6 +391,26 @@ def test_a_model_that_would_be_scored_wrongly_is_refused(make: Callable[[], PreT
     model = make()
     with pytest.raises(ConfigError, match=message):
         TokenScorer(model)
+
+
+def test_check_leaves_model_as_it_was() -> None:
+    model = tiny_model("qwen3_moe")
+    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    check_padding_free(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == (attention, experts)
+    for name, module, attributes in before:
+        assert vars(module) == attributes, name
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_sequences_beyond_learned_positions_are_refused() -> None:
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=320, n_positions=10, **no_dropout)
+    scorer = TokenScorer(AutoModelForCausalLM.from_config(config))
+    score(scorer, ragged_batch([10, 3]))
+    with pytest.raises(ConfigError, match="11 tokens, but this model has embeddings of 10 positions"):
+        score(scorer, ragged_batch([11, 3]))
 
 
 def test_longrope_is_refused_only_where_its_frequencies_would_change() -> None:

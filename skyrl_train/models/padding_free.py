@@ -1,0 +1,327 @@
+"""Decides whether a model computes each sequence of a batch exactly if all of them share one row without padding.
+
+The body runs once on the meta device, where tensors have shapes but no values, with our attention. Every operation
+outside of attention must treat each token by itself. So it does not matter which class of transformers a model has, how
+large it is, and whether its weights have been read.
+
+Legend: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.ragged_attention import Segments, refuse_arguments
+from skyrl_train.models.windows import register_window_masks
+
+_TRACED = "skyrl_traced"
+"""The name of the attention, in transformers, that only checks what it is called with."""
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of attention layers that run without padding."""
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot"})
+"""Operations whose last two tensors are multiplied as matrices."""
+_ALONG_A_DIMENSION = frozenset(
+    (
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk", "kthvalue", "_softmax"),
+        *("_log_softmax", "flip", "roll", "gather", "index_select", "scatter", "scatter_add", "scatter_reduce"),
+        *("index_add", "index_copy", "index_fill"),
+    )
+)
+"""Operations that keep the number of tokens, but move or accumulate along a dimension."""
+_REDUCTIONS = frozenset(
+    (
+        *("sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "any", "all", "argmax"),
+        *("argmin", "logsumexp"),
+    )
+)
+_WITHOUT_VALUES = frozenset(
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
+        *("new_ones", "new_full"),
+    )
+)
+"""Operations that take only the shape of their input."""
+
+
+def check_padding_free(model: PreTrainedModel) -> None:
+    """Check that the states of a sequence do not depend on the rest of its batch, on where it is in it, or on chance.
+
+    The weights are not read: they may be on any device, also on the meta device.
+
+    Raises:
+        ConfigError: Names the class, and what in it packing would change.
+    """
+    config: Any = model.config.get_text_config()
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
+    kinds = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if kinds:
+        raise ConfigError(
+            f"{name} has layers of kind {sorted(kinds)}; only full, sliding-window and chunked attention are known."
+        )
+    if any(rope.get("rope_type") == "dynamic" for rope in ropes(config)):
+        raise ConfigError(
+            f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch; "
+            "set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
+        )
+    dropping: list[str] = [
+        path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
+    ]
+    if getattr(config, "attention_dropout", None):
+        dropping.append("attention_dropout")
+    if dropping:
+        raise ConfigError(
+            f"{name} drops activations at random ({', '.join(dropping[-3:])}), so log-probs would be noise; "
+            "set its dropout keys to 0 in model_config_kwargs."
+        )
+    _trace(model)
+
+
+def needs_values(error: Exception) -> bool:
+    """True if a model has failed because it read values of a tensor on the meta device, which has none."""
+    return isinstance(error, RuntimeError) and (isinstance(error, NotImplementedError) or "meta" in str(error).lower())
+
+
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """The model's sets of rope parameters: one, or one for each kind of layer."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+
+
+def _trace(model: PreTrainedModel) -> None:
+    """Run the body on the meta device. Raises ConfigError for anything but attention that lets tokens see others."""
+    body: Any = model.base_model
+    tokens = _number_of_tokens(model)
+    flow = _TokenFlow(tokens, type(model).__name__)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    with _attention(model, flow), _unchanged(model), torch.no_grad(), flow.modules(), flow:
+        try:
+            output = body(
+                input_ids=ids,
+                position_ids=ids.clone(),
+                use_cache=False,
+                ragged_segments=Segments(torch.tensor([0, tokens]), (tokens,)),
+                sequence_parallel=None,
+            )
+            hidden = output.last_hidden_state
+        except ConfigError:
+            raise
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if needs_values(error):
+                return  # what runs depends on values, as in JetMoE's experts: the check with real weights decides
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"{flow.owner} computes no last hidden states from token ids and position ids alone "
+                f"({type(error).__name__}: {reason}), so it cannot run without padding."
+            ) from error
+        flow.refuse_mixed(hidden)
+
+
+def _number_of_tokens(model: PreTrainedModel) -> int:
+    """A prime that divides no size of the model, so that a dimension of that many tokens is known by its size."""
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    for part in (model.config, model.config.get_text_config()):
+        sizes |= {abs(value) for value in part.to_dict().values() if type(value) is int and value}
+    primes = (number for number in range(101, 1 << 20, 2) if all(number % d for d in range(3, 1 + int(number**0.5), 2)))
+    return next(prime for prime in primes if all(size % prime for size in sizes))
+
+
+class OnMeta(TorchDispatchMode):
+    """Within it a tensor on the meta device may be combined with real ones, of which only the shapes are used.
+
+    A number that Python reads of a tensor is 0, and a selection by values is empty.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_meta = [tensor for tensor in tensors if tensor.is_meta]
+        name = operation_name(function)
+        if on_meta and name == "_local_scalar_dense":
+            return torch.zeros((), dtype=tensors[0].dtype).item()
+        if on_meta and name == "nonzero":
+            return torch.empty(0, tensors[0].ndim, dtype=torch.int64, device="meta")
+        if on_meta and len(on_meta) < len(tensors):
+            args, kwargs = tree_map(_shape_of, (args, dict(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+def _shape_of(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def operation_name(function: Any) -> str:
+    """The name of an operation without its overload, and without the mark of one that changes its input."""
+    name: str = function._schema.name.split("::")[-1]
+    return name if name.endswith("__") else name.removesuffix("_")
+
+
+class _TokenFlow(OnMeta):
+    """A mode that follows which tensors depend on several tokens, or on the number of a token in its row."""
+
+    def __init__(self, tokens: int, model: str):
+        super().__init__()
+        self.tokens = tokens
+        self.owner = model
+        self._stack: list[str] = [model]
+        self._mixed: dict[int, tuple[Tensor, str]] = {}
+        """id -> (the tensor, which keeps the id in use; what mixed its tokens)."""
+        self._storages: dict[int, tuple[Any, str]] = {}
+        """Likewise for storages that were written to."""
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Keep the classes of the modules that run, to name them."""
+
+        thread = get_ident()  # an engine may run modules of its own in others
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if get_ident() == thread:
+                self._stack.append(type(module).__name__)
+
+        def end(*_: Any) -> None:
+            if get_ident() == thread:
+                self._stack.pop()
+
+        hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def refuse_mixed(self, *tensors: Tensor) -> None:
+        """Raise ConfigError if one of `tensors` is not made of each token by itself."""
+        for tensor in tensors:
+            if (reason := self._reason(tensor)) is not None:
+                raise ConfigError(f"{self.owner} cannot run without padding: {reason}.")
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        name = operation_name(function)
+        if name in _WITHOUT_VALUES:
+            return result
+        reason = next((found for tensor in inputs if (found := self._reason(tensor)) is not None), None)
+        if reason is None and self._counts_tokens(name, outputs):
+            reason = f"{self._stack[-1]} numbers the tokens of a row itself, where position_ids are given"
+        if reason is None and self._mixes(function, name, args, kwargs or {}, inputs, outputs):
+            reason = f"{self._stack[-1]} combines different tokens outside of attention, with {name.strip('_')}"
+        if reason is not None:
+            for tensor in outputs:
+                self._mixed[id(tensor)] = tensor, reason
+            if function._schema.is_mutable:
+                storage = inputs[0].untyped_storage()
+                self._storages[storage._cdata] = storage, reason
+        return result
+
+    def _reason(self, tensor: Tensor) -> str | None:
+        found = self._mixed.get(id(tensor)) or self._storages.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _dimensions(self, tensor: Tensor) -> list[int]:
+        """The dimensions of a tensor that tokens are in."""
+        return [dimension for dimension, size in enumerate(tensor.shape) if size and size % self.tokens == 0]
+
+    def _counts_tokens(self, name: str, outputs: list[Tensor]) -> bool:
+        return name == "arange" and any(self._dimensions(tensor) for tensor in outputs)
+
+    def _mixes(
+        self,
+        function: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> bool:
+        """True if an output has values of several tokens in one place, or a token's value in the place of another."""
+        if not any(self._dimensions(tensor) for tensor in inputs):
+            return False
+        if any(tensor.numel() and len(self._dimensions(tensor)) != 1 for tensor in outputs):
+            return True
+        first = inputs[0]
+        if name == "convolution":
+            return any(inputs[1].shape[dimension] > 1 for dimension in self._dimensions(first) if dimension > 1)
+        if name in _PRODUCTS:
+            return first.ndim > 0 and inputs[-2].ndim - 1 in self._dimensions(inputs[-2])
+        if name == "index" or name.startswith("index_put"):
+            return any(index is not None and dim in self._dimensions(first) for dim, index in enumerate(args[1]))
+        if name in _ALONG_A_DIMENSION or name in _REDUCTIONS:
+            given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False), **kwargs)
+            along = given.get("dim", given.get("dims"))
+            along = range(first.ndim) if along in (None, []) else along if isinstance(along, list) else [along]
+            return any(dimension % first.ndim in self._dimensions(first) for dimension in along)
+        return False
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
+    """Within it the attention of `model` is one that checks its arguments, and lets tokens see each other."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        try:
+            refuse_arguments(module, attention_mask, **options)
+        except ConfigError as error:
+            raise ConfigError(f"{flow.owner} cannot run without padding: {error}") from error
+        flow.refuse_mixed(query, key, value)
+        heads, tokens = query.shape[1:3]
+        return value.new_empty(1, tokens, heads, value.shape[-1]), None
+
+    AttentionInterface.register(_TRACED, attend)
+    register_window_masks(_TRACED)
+    configs = _configs(model)
+    before = [(config, config._attn_implementation, config._experts_implementation) for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = _TRACED
+        config._experts_implementation_internal = "eager"  # a loop over experts with tokens, which is empty here
+    try:
+        yield
+    finally:
+        for config, attention, experts in before:
+            config._attn_implementation_internal = attention
+            config._experts_implementation_internal = experts
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and its parts, each once."""
+    waiting: list[Any] = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+@contextmanager
+def _unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """Within it modules may set attributes and buffers, such as the frequencies of a rope, which are undone after."""
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)

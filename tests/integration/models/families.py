@@ -1,0 +1,63 @@
+"""The model types of transformers that are trained, whether or not the table has a row for them."""
+
+from __future__ import annotations
+
+TYPES = 178
+"""The number of causal model types that transformers 5.19 knows, of which the next two are."""
+EXACT = frozenset(
+    (
+        *("afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe"),
+        *("cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "emu3"),
+        *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "fuyu", "gemma", "gemma2", "gemma3"),
+        *("gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm"),
+        *("glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite"),
+        *("granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense"),
+        *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "llama", "longcat_flash", "mellum"),
+        *("mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral"),
+        *("nanochat", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma"),
+        "youtu",
+    )
+)
+"""Those that the learner computes exactly. All others are refused: see test_families.py."""
+NOT_BUILT = {
+    "gemma3n": "its vision tower needs the package timm",
+    "gemma4_assistant": "it has no vocabulary of its own",
+    "gemma4_unified_assistant": "it has no vocabulary of its own",
+    "musicgen": "it is put together from three other models",
+    "musicgen_melody": "it is put together from three other models",
+}
+"""Those of which no tiny model can be made, and why."""
+EXACT_WITH_IMAGES = frozenset(
+    (
+        *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "deepseek_vl"),
+        *("deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
+        *("glm4v_moe", "glm_ocr", "glmga", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus"),
+        *("kimi_k25", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl"),
+        *(
+            "mistral3",
+            "mistral4",
+            "mllama",
+            "ovis2",
+            "paddleocr_vl",
+            "qianfan_ocr",
+            "qwen2_5_vl",
+            "qwen2_vl",
+        ),
+        *("qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "step3p7", "video_llama_3", "video_llava"),
+        *("vipllava",),
+    )
+)
+"""Image-text models whose text the learner computes exactly, without images."""
+_DEFAULT = "its default configuration, made small, makes no model that runs"
+NOT_BUILT_WITH_IMAGES = {
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its vision tower needs the package timm"),
+    **dict.fromkeys(
+        (
+            *("chameleon", "cosmos3_edge", "deepseek_ocr2", "diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla"),
+            *("granite4_vision", "hunyuan_vl", "nemotron_h_omni", "vision-encoder-decoder"),
+        ),
+        _DEFAULT,
+    ),
+}
+"""Image-text model types of which no tiny model can be made, and why."""

@@ -1,0 +1,84 @@
+"""Every language model of transformers is trained exactly, or refused before its weights are read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as COMPOSITES,
+)
+
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.token_scorer import TokenScorer, refuse_unscorable
+from tests.support.padded_reference import padded_scores, ragged_batch
+from tests.support.tiny_families import tiny_family
+
+from .families import EXACT, EXACT_WITH_IMAGES, NOT_BUILT, NOT_BUILT_WITH_IMAGES, TYPES
+
+LENGTHS = (9, 23, 14)
+FIRST_WORD = 8
+"""Smaller ids are special tokens of the tiny models, which some composites replace."""
+
+
+def refusal(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def make_batch() -> TrainBatch:
+    batch = ragged_batch(LENGTHS)
+    return batch.with_tokens(input_ids=batch.input_ids.clamp(min=FIRST_WORD))
+
+
+@torch.no_grad()
+def logprobs_of_each_alone(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    model.set_attn_implementation("eager")
+    return torch.cat([padded_scores(model, sequence)[0] for sequence in batch.split(max_sequences=1)])
+
+
+@torch.no_grad()
+def packed_logprobs(scorer: TokenScorer, batch: TrainBatch) -> Tensor:
+    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    return scorer(*tensors).logprobs  # type: ignore[no-any-return]
+
+
+def check_family(model: PreTrainedModel, is_exact: bool) -> None:
+    """Expect log-probs of packed sequences to be those of each alone, or the same refusal with and without weights."""
+    reason = refusal(lambda: refuse_unscorable(copy.deepcopy(model).to("meta")))
+    assert (reason is None) == is_exact, reason
+    if reason is not None:
+        assert type(model).__name__ in reason
+        assert refusal(lambda: TokenScorer(model)) == reason
+        return
+    batch = make_batch()
+    alone = logprobs_of_each_alone(model, batch)
+    torch.testing.assert_close(packed_logprobs(TokenScorer(model), batch), alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", sorted(CAUSAL_LMS.keys() - NOT_BUILT.keys()))
+def test_family_is_trained_exactly_or_refused(kind: str):
+    check_family(tiny_family(kind, AutoModelForCausalLM), kind in EXACT)
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("kind", sorted(COMPOSITES.keys() - NOT_BUILT_WITH_IMAGES.keys()))
+def test_text_of_image_text_family_is_trained_exactly_or_refused(kind: str):
+    check_family(tiny_family(kind, AutoModelForImageTextToText), kind in EXACT_WITH_IMAGES)
+
+
+def test_lists_of_families_are_those_of_transformers():
+    assert len(CAUSAL_LMS) == TYPES
+    assert CAUSAL_LMS.keys() >= EXACT | NOT_BUILT.keys()
+    assert COMPOSITES.keys() >= EXACT_WITH_IMAGES | NOT_BUILT_WITH_IMAGES.keys()
+    assert not EXACT & NOT_BUILT.keys()
+    assert not EXACT_WITH_IMAGES & NOT_BUILT_WITH_IMAGES.keys()
