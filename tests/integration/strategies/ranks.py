@@ -218,7 +218,8 @@ def check_gradients(ranks: Ranks) -> None:
                 strategy.reduce_once = options.get("reduce_once", True)
             accumulate(strategy, make_batch().select(options.get("order", range(7))), options["size"])
             if case == "nothing_kept":
-                assert not strategy.scorer.optimizer.persistent_parameters
+                engine: Any = strategy.scorer
+                assert not engine.optimizer.persistent_parameters
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if ranks.rank == 0:
         save_file(found, ranks.folder / "gradients.safetensors")
@@ -526,7 +527,7 @@ def main(ranks: Ranks, port: int) -> None:
     new_group = mock.patch.object(dist, "new_group", wraps=dist.new_group).start()
     with double_precision() if ranks.dtype == torch.float64 else nullcontext():
         check_gradients(ranks)
-        found = {"checkpoints": check_checkpoints(ranks), "skips": check_skips(ranks)}
+        found: dict[str, Any] = {"checkpoints": check_checkpoints(ranks), "skips": check_skips(ranks)}
         found["incomplete"] = check_incomplete(ranks)
         found |= {"critic": check_critic(ranks), "adapters": check_adapters(ranks)}
         if ranks.name == "fsdp2":
