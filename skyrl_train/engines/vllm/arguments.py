@@ -59,6 +59,11 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
         arguments["max_lora_rank"] = max_lora_rank
     config = load_config(model, **rope)
     changed = {"rope_parameters": config.rope_parameters} if any(one is not None for one in rope.values()) else {}
+    if config.get_text_config().model_type == "apertus" and given.get("dtype") == "float32":
+        raise ConfigError(
+            "generator.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16, so its "
+            "log-probs would not be the learner's. Set generator.model_dtype=bfloat16 or generator.backend=transformers."
+        )
     if has_separate_head(model):
         changed["tie_word_embeddings"] = False
     if changed:

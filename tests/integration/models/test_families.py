@@ -54,7 +54,8 @@ def packed_logprobs(scorer: TokenScorer, batch: TrainBatch) -> Tensor:
 
 def check_family(model: PreTrainedModel, is_exact: bool) -> None:
     """Expect log-probs of packed sequences to be those of each alone, or the same refusal with and without weights."""
-    reason = refusal(lambda: refuse_unscorable(copy.deepcopy(model).to("meta")))
+    described: PreTrainedModel = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]
+    reason = refusal(lambda: refuse_unscorable(described))
     assert (reason is None) == is_exact, reason
     if reason is not None:
         assert type(model).__name__ in reason
