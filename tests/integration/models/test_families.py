@@ -22,6 +22,7 @@ from tests.support.tiny_families import tiny_family
 
 from .families import EXACT, EXACT_WITH_IMAGES, NOT_BUILT, NOT_BUILT_WITH_IMAGES, TYPES
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # GPT-BigCode
 LENGTHS = (9, 23, 14)
 FIRST_WORD = 8
 """Smaller ids are special tokens of the tiny models, which some composites replace."""
