@@ -63,6 +63,11 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     changed: dict[str, Any] = {}
     if any(one is not None for one in rope.values()):
         changed["rope_parameters"] = config.get_text_config().rope_parameters
+    if config.get_text_config().model_type == "apertus" and given.get("dtype") == "float32":
+        raise ConfigError(
+            "generator.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16, so its "
+            "log-probs would differ from the learner's. Use bfloat16 or generator.backend=transformers."
+        )
     if has_separate_head(model):
         changed["tie_word_embeddings"] = False
     changed |= _query_scales(config.get_text_config())

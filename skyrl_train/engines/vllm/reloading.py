@@ -17,7 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from skyrl_train.models.composite import composite_of
 from skyrl_train.models.loading import checkpoint_tensors
 
-_BY_EXPERT = ("deepseek_v2", "deepseek_v3")
+_BY_EXPERT = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mixtral")
 """Models whose loaders know experts under the names of published checkpoints only: each separately."""
 _GPT_OSS = "gpt_oss"
 _FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_bias", ".experts.down_proj", ".experts.down_proj_bias")

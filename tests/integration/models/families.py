@@ -30,7 +30,7 @@ NOT_BUILT = {
 """Those of which no tiny model can be made, and why."""
 EXACT_WITH_IMAGES = frozenset(
     (
-        *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_omni", "deepseek_vl"),
+        *("aria", "cohere_compass", "cosmos3_omni", "deepseek_vl"),
         *("deepseek_vl_hybrid", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v"),
         *("glm4v_moe", "glm_ocr", "glmga", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "janus"),
         *("kimi_k25", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl"),

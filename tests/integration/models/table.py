@@ -89,6 +89,7 @@ _MINIMAX = {
     "rotary_dim": 32,
     "scoring_func": "sigmoid",
     "num_mtp_modules": 0,
+    "use_routing_bias": True,
 }
 ARCHITECTURES = (
     Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
@@ -196,6 +197,12 @@ COLUMNS = (
         "vllm",
         "vLLM on a CPU: likewise.",
         in_ci="gpt-oss",
+        refused={
+            "Apertus": Refusal(
+                r"generator\.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16",
+                "vLLM keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
+            )
+        },
     ),
     Column(
         "sglang",

@@ -22,6 +22,7 @@ from tests.support.tiny_families import tiny_family
 
 from .families import EXACT, EXACT_WITH_IMAGES, NOT_BUILT, NOT_BUILT_WITH_IMAGES, TYPES
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # GPT-BigCode
 LENGTHS = (9, 23, 14)
 FIRST_WORD = 8
 """Smaller ids are special tokens of the tiny models, which some composites replace."""
@@ -54,7 +55,8 @@ def packed_logprobs(scorer: TokenScorer, batch: TrainBatch) -> Tensor:
 
 def check_family(model: PreTrainedModel, is_exact: bool) -> None:
     """Expect log-probs of packed sequences to be those of each alone, or the same refusal with and without weights."""
-    reason = refusal(lambda: refuse_unscorable(copy.deepcopy(model).to("meta")))
+    described: PreTrainedModel = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]
+    reason = refusal(lambda: refuse_unscorable(described))
     assert (reason is None) == is_exact, reason
     if reason is not None:
         assert type(model).__name__ in reason

@@ -38,3 +38,9 @@ def test_a_window_that_no_layer_has_or_that_sglang_knows_is_not_refused():
 def test_what_plain_attention_lacks_is_refused_where_it_is_used(kind: str):
     assert refused(kind, ON_CPU)
     assert not refused(kind, {})
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5", "gemma4_text", "olmo3", "smollm3"])
+def test_model_that_sglang_computes_otherwise_is_refused_on_every_device(kind: str):
+    assert refused(kind, ON_CPU)
+    assert refused(kind, {})
