@@ -17,6 +17,16 @@ from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
 _PER_ENTRY = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 
 
+class PostprocessedOutput(tuple[GeneratorOutput, list[str]]):
+    """The pair (output, uids) that today's SkyRL returns, whose items are also those of the output, as in SkyRL 0.3."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self[0][key] if isinstance(key, str) else super().__getitem__(key)  # type: ignore[literal-required]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self[0][key] = value  # type: ignore[literal-required]
+
+
 def check_entries(output: Mapping[str, Any], by: str) -> None:
     """Raises RolloutsFailed for a field of an output that has not one value for each token, or no finite ones."""
     problem = next(_entry_problems(output, len(output["response_ids"])), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import NoReturn
 
@@ -71,6 +71,21 @@ TRAINER: Mapping[str, str] = {
     "convert_generation_group_mini_batch_to_training_input": "override convert_to_training_input",
 }
 """Of RayPPOTrainer and FullyAsyncRayPPOTrainer."""
+
+PLAIN_METHODS = (
+    "postprocess_generator_output",
+    "convert_to_training_input",
+    "fwd_logprobs_values_reward",
+    "apply_reward_kl_penalty",
+    "compute_advantages_and_returns",
+    "dump_data",
+    "train_critic_and_policy",
+    "save_checkpoints",
+    "load_checkpoints",
+    "save_models",
+    "update_ref_with_policy",
+)
+"""Methods of the trainer that an override must not turn into coroutines."""
 
 STEPS: Mapping[str, str] = {"global_step": _STEPS, "total_training_steps": _STEPS}
 """Attributes of the trainer that can be read but not set."""
@@ -173,8 +188,8 @@ def refuse_own_loop(kind: type) -> None:
         )
 
 
-def refuse_coroutines(kind: type, names: Sequence[str]) -> None:
-    """Raise ConfigError if a class defines one of these methods as a coroutine."""
-    for name in names:
+def refuse_coroutines(kind: type) -> None:
+    """Raise ConfigError if a class defines one of PLAIN_METHODS as a coroutine."""
+    for name in PLAIN_METHODS:
         if inspect.iscoroutinefunction(vars(kind).get(name)):
             raise ConfigError(f"{kind.__name__}.{name} is a coroutine: it must be a plain method, as in SkyRL.")

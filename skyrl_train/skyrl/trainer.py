@@ -26,7 +26,7 @@ from skyrl_train.skyrl.batches import (
     with_token_rewards,
 )
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
-from skyrl_train.skyrl.outputs import check_entries, output_of, take_over
+from skyrl_train.skyrl.outputs import PostprocessedOutput, check_entries, output_of, take_over
 from skyrl_train.skyrl.refusals import (
     PAGE,
     STEPS,
@@ -58,32 +58,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-class PostprocessedOutput(tuple[GeneratorOutput, list[str]]):
-    """The pair (output, uids) that today's SkyRL returns, whose items are also those of the output, as in SkyRL 0.3."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return self[0][key] if isinstance(key, str) else super().__getitem__(key)  # type: ignore[literal-required]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self[0][key] = value  # type: ignore[literal-required]
-
-
-_PLAIN_METHODS = (
-    "postprocess_generator_output",
-    "convert_to_training_input",
-    "fwd_logprobs_values_reward",
-    "apply_reward_kl_penalty",
-    "compute_advantages_and_returns",
-    "dump_data",
-    "train_critic_and_policy",
-    "save_checkpoints",
-    "load_checkpoints",
-    "save_models",
-    "update_ref_with_policy",
-)
-"""Methods that are no coroutines."""
-
-
 class RayPPOTrainer:
     """SkyRL's trainer over the loop of this package; made by `BasePPOExp.get_trainer`.
 
@@ -112,7 +86,7 @@ class RayPPOTrainer:
         super().__init_subclass__(**kwargs)
         refuse_overrides(cls, RayPPOTrainer, TRAINER)
         refuse_own_loop(cls)
-        refuse_coroutines(cls, _PLAIN_METHODS)
+        refuse_coroutines(cls)
 
     def __init__(
         self,
@@ -147,6 +121,8 @@ class RayPPOTrainer:
         self._thread_loop: asyncio.AbstractEventLoop | None = None
         self._fitting: asyncio.Task[None] | None = None
         self._told_to_end = False
+        self._evaluates: Callable[[int], Awaitable[dict[str, float]]] | None = None
+        """What super() of `eval` does."""
         self._between_steps = False
         """True during an evaluation, a save and a load, when `loop.step` is the step that they are about."""
         self._output: tuple[GeneratorOutput, list[str]] | None = None
@@ -174,8 +150,9 @@ class RayPPOTrainer:
 
     async def eval(self, vllm_metrics_scraper: Any = None) -> dict[str, float]:
         """Evaluate the weights of the last finished step: numbers by name. The argument is always None."""
-        assert self._connected.evaluator is not None
-        return await self._connected.evaluator.run(self._connected.step)
+        step, evaluate = self._connected.step, self._evaluates
+        assert evaluate is not None
+        return await evaluate(step)
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Return the generator's output for the training rollouts of a step."""
@@ -294,8 +271,10 @@ class RayPPOTrainer:
         loop.group_steps = [*loop.group_steps, after]
         if any(map(self._overrides, _READ_REWARDS)):
             loop.batch_steps = [self._own_advantages(step) for step in loop.batch_steps]
-        if self._overrides("eval") and loop.evaluator is not None:
-            loop.evaluator = _OwnEvaluation(self, loop.evaluator)  # type: ignore[assignment]
+        if loop.evaluator is not None:
+            self._evaluates = loop.evaluator.run
+            if self._overrides("eval"):
+                loop.evaluator.run = self._evaluate  # type: ignore[method-assign]
         learner, state = loop.learner, loop.state
         if self._overrides("convert_to_training_input") or self._overrides("fwd_logprobs_values_reward"):
             learner.score = partial(self._score, learner.score)  # type: ignore[method-assign]
@@ -423,6 +402,15 @@ class RayPPOTrainer:
         self._require(name, called, "set data['loss_mask'] to zeros before to skip an update")
         self._batch = self._data = None
         return values
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """In place of Evaluator.run."""
+        self._between_steps = True
+        try:
+            return dict(await self.eval())
+        finally:
+            self._between_steps = False
+            self._log_into(self._connected.metrics)
 
     async def _save(
         self, save: Callable[..., Awaitable[None]], step: int, unfinished: Unfinished | None = None
@@ -608,28 +596,3 @@ class StepNumbers:
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool = False) -> None:
         if self.trainer is not None:
             self.trainer.all_metrics |= data
-
-
-class _OwnEvaluation:
-    """A subclass's `eval` in the place of the loop's evaluator."""
-
-    def __init__(self, trainer: RayPPOTrainer, usual: Any):
-        self._trainer = trainer
-        self._usual = usual
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        done, wanted = self._usual.progress
-        return done, wanted
-
-    async def run(self, step: int) -> dict[str, float]:
-        loop = self._trainer._loop
-        assert loop is not None
-        loop.evaluator, mine = self._usual, self  # what `super().eval()` asks
-        self._trainer._between_steps = True
-        try:
-            return dict(await self._trainer.eval())
-        finally:
-            self._trainer._between_steps = False
-            self._trainer._log_into(loop.metrics)
-            loop.evaluator = mine  # type: ignore[assignment]

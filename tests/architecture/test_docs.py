@@ -10,7 +10,7 @@ from tests.support.each import check_each
 from tests.support.pages import FENCE, PAGES, REPOSITORY, blocks
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-NAME = re.compile(r"\bskyrl_train(?:\.[A-Za-z_]\w*)+")
+NAME = re.compile(r"(?<![\w.])skyrl_train(?:\.[A-Za-z_]\w*)+")
 
 
 def test_links_between_pages_lead_somewhere():

@@ -14,7 +14,8 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import Rectangles, TrainingInputBatch, training_input, with_changes, with_output
-from skyrl_train.skyrl.trainer import PostprocessedOutput, RayPPOTrainer
+from skyrl_train.skyrl.outputs import PostprocessedOutput
+from skyrl_train.skyrl.trainer import RayPPOTrainer
 from skyrl_train.trainer.run_state import Unfinished
 from tests.support.hard_batches import SHAPES, hard_batch
 
