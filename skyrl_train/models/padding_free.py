@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_attention import Segments, refuse_arguments
-from skyrl_train.models.windows import register_window_masks
+from skyrl_train.models.windows import drop_query_scales, register_window_masks
 
 _TRACED = "skyrl_traced"
 """The name of the attention, in transformers, that only checks what it is called with."""
@@ -52,6 +52,17 @@ _WITHOUT_VALUES = frozenset(
     )
 )
 """Operations that take only the shape of their input."""
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Change what transformers states in a way that packing cannot use: both are of Llama 4.
+
+    The class of its language model has the prefix of its composite, so its body is not found. For its query scales see
+    `drop_query_scales`.
+    """
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"
+    drop_query_scales(model)
 
 
 def check_padding_free(model: PreTrainedModel) -> None:

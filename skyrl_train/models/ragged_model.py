@@ -18,7 +18,7 @@ from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.lora import BASE
 from skyrl_train.models.packing import Packing
-from skyrl_train.models.padding_free import check_padding_free, ropes
+from skyrl_train.models.padding_free import adapt, check_padding_free, ropes
 from skyrl_train.models.parts import Part
 from skyrl_train.models.ragged_attention import RAGGED, gathered
 from skyrl_train.models.rank_group import RankGroup
@@ -26,7 +26,7 @@ from skyrl_train.models.routing import Balance, Routers
 from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.windows import chunk_limit, drop_query_scales, windows_of
+from skyrl_train.models.windows import chunk_limit, windows_of
 
 _CHECK_WINDOW = 4
 """Tokens that layers with a sliding window see in the check of a new model: fewer than its sequences have."""
@@ -52,7 +52,7 @@ class RaggedModel(nn.Module):
         `saved`: what the parameters of a model on the meta device are read from.
         """
         super().__init__()
-        drop_query_scales(model)
+        adapt(model)
         check_padding_free(model)
         model.set_attn_implementation(RAGGED)
         self.model = model

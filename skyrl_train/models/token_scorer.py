@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
-from skyrl_train.models.padding_free import OnMeta, check_padding_free, needs_values, operation_name
+from skyrl_train.models.padding_free import OnMeta, adapt, check_padding_free, needs_values, operation_name
 from skyrl_train.models.ragged_model import (
     RaggedModel,
     check_and_divide,
@@ -147,6 +147,7 @@ def refuse_unscorable(model: PreTrainedModel, *, values: bool = False) -> None:
     Args:
         values: For a ValueScorer, which has a head of its own, and not for a TokenScorer.
     """
+    adapt(model)
     check_padding_free(model)
     linear_head(model)
     if not values:
