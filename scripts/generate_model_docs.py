@@ -38,7 +38,7 @@ The learner's gradients of each are those of the composite's own forward pass on
 without shared prompts. A yes says that log-probs of what an engine samples are the learner's, before and after a weight
 sync, and that GRPO trains two steps with it from a tiny checkpoint, which is exported, loaded and trained again. A no
 says that vLLM has been seen to compute something else (GLM-4V), or to read experts in another layout than transformers
-saves (Qwen3-VL-MoE); SGLang has not been tried.
+saves (Qwen3-VL-MoE). SGLang is refused: it also loads the other towers, whose names it does not always know.
 
 - Tokens that stand for images are read as any other token: prompts of text do not contain them.
 - Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention.
