@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from skyrl_train.assembly.memory_shapes import FirstRank
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.ragged_model import RaggedModel, linear_head
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -30,8 +41,9 @@ start says so; `trainer.policy.language_model_only=false` refuses composites ins
 nor trained. Exports are complete composites: the other towers and the processor's files are copied bit by bit, and
 adapters have names that peft finds in the composite.
 
-Other composites are refused, and so are hybrid language models, such as that of Qwen3.5: only full, sliding-window and
-chunked attention are known. vLLM is started with `language_model_only=True`.
+Qwen2-VL and SmolVLM have tests of the learner alone. Other composites are refused, and so are hybrid language models,
+such as that of Qwen3.5: only full, sliding-window and chunked attention are known. vLLM is started with
+`language_model_only=True`.
 """
 COMPOSITE_NOTES = """\
 The learner's gradients of each are those of the composite's own forward pass on padded text, in float64, with and
@@ -45,6 +57,37 @@ saves (Qwen3-VL-MoE). SGLang is refused: it also loads the other towers, whose n
 - vLLM's classes of composites import torchvision, which comes with vLLM on GPUs. `scripts/cpu_engines` does not install
   it, as its builds on PyPI are for CUDA.
 """
+TENSOR_PARALLEL_HEADING = "## Models that tensor parallelism refuses"
+TENSOR_PARALLEL = f"""\
+{TENSOR_PARALLEL_HEADING}
+
+`trainer.policy.tensor_parallel_size` above 1 divides a model by the tensor-parallel plan in its transformers class.
+These families cannot be divided with transformers {{version}}. They are named by the `model_type` in their
+`config.json`, and judged by the default configuration of that type. The table omits models that the learner refuses
+with any division, such as encoder-decoder models.
+
+| Why | `model_type` |
+| --- | --- |
+"""
+NOT_BUILT = """\
+transformers cannot build these types from their default configuration, so they are not judged here: {kinds}.
+`check_config` judges the configuration of your model.
+"""
+NO_DEFAULT = {
+    "head_dim": 64,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+}
+"""Values for what some default configurations leave open; the reasons for a refusal do not depend on them."""
+REASONS = (
+    (r"transformers has no tensor-parallel plan", "transformers has no plan for the model"),
+    (r"divides \d+% of its layers' weights", "The plan divides less than 75% of the layers' weights"),
+    (r"plan has '(\w+)' for [\w.]*\.(\w+)", r"The plan has the style `\1` for `\2`, which is not supported"),
+)
 TESTS = """\
 ## Tests
 
@@ -63,18 +106,81 @@ A new row or column is added to `tests/integration/models/table.py`; then run `p
 
 
 def main() -> None:
-    PAGE.write_text(render(), encoding="utf-8")
+    transformers.logging.set_verbosity_error()  # about odd defaults of old models
+    PAGE.write_text(render(tensor_parallel_section()), encoding="utf-8")
 
 
-def render() -> str:
-    """The whole page."""
+def render(tensor_parallel: str) -> str:
+    """Return the whole page, with the section that `tensor_parallel_section` returned."""
     columns = [f"- **{column.name}**: {column.what} For every change: {column.in_ci}." for column in TABLE["COLUMNS"]]
     notes = _notes()
     parts = ["\n".join(_table(notes)), "\n".join(f"{number}. {missing}." for missing, number in notes.items())]
     rows = [f"- {row.name}: {row.note}." for row in TABLE["ARCHITECTURES"] if row.note]
-    columns_section = ["## Columns", "", *columns, ""]
+    described = [*rows, "", "## Columns", "", *columns, ""]
     composites = [COMPOSITES, *_composites(), "", COMPOSITE_NOTES]
-    return "\n".join([INTRODUCTION, *(f"{part}\n" for part in parts), *rows, "", *columns_section, *composites, TESTS])
+    return "\n".join([INTRODUCTION, *(f"{part}\n" for part in parts), *described, *composites, tensor_parallel, TESTS])
+
+
+def tensor_parallel_section() -> str:
+    """Return the section that names every causal language model of transformers that tensor parallelism refuses."""
+    families: defaultdict[str, list[str]] = defaultdict(list)
+    not_built = []
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping):
+        try:
+            config = _config(kind)
+            if config.is_encoder_decoder:
+                continue
+            model = _on_meta_device(config)
+        except Exception:  # whatever the code of a class raises for a configuration that its checkpoints never have
+            not_built.append(kind)
+            continue
+        if reason := _refusal(model):
+            families[reason].append(kind)
+    rows = [f"| {reason} | {_listed(kinds)} |\n" for reason, kinds in sorted(families.items(), key=_most_first)]
+    version = ".".join(transformers.__version__.split(".")[:2])
+    return TENSOR_PARALLEL.format(version=version) + "".join(rows) + "\n" + NOT_BUILT.format(kinds=_listed(not_built))
+
+
+def _config(kind: str) -> PreTrainedConfig:
+    """Return the default configuration of a model type, without dropout, which the learner refuses."""
+    fields = CONFIG_MAPPING[kind]().to_dict()
+    chosen: dict[str, Any] = {
+        name: 0.0 for name, value in fields.items() if "drop" in name and isinstance(value, float)
+    }
+    chosen |= {name: value for name, value in NO_DEFAULT.items() if name in fields and fields[name] is None}
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**chosen)
+    return config
+
+
+def _on_meta_device(config: PreTrainedConfig) -> Any:
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+def _refusal(model: Any) -> str | None:
+    """Return why tensor parallelism refuses `model`; None if it does not, or if the learner refuses it anyway."""
+    try:
+        linear_head(model)
+        RaggedModel(model)
+    except ConfigError:
+        return None
+    try:
+        FirstRank(None, "tensor_parallel_size", 1).divide(model)  # type: ignore[arg-type]
+    except ConfigError as error:
+        for pattern, reason in REASONS:
+            if match := re.search(pattern, str(error)):
+                return match.expand(reason)
+        raise
+    return None
+
+
+def _most_first(row: tuple[str, list[str]]) -> tuple[int, str]:
+    return -len(row[1]), row[0]
+
+
+def _listed(kinds: list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
 
 
 def _notes() -> dict[str, int]:

@@ -134,7 +134,7 @@ def _shape_of(
                 Adapters(model, lora, key.removesuffix("path") + "lora")
             scored = RaggedModel(model.base_model if critic else model)  # type: ignore[arg-type]
             if parts > 1:
-                _Planned(None, key.removesuffix("model.path") + "tensor_parallel_size", parts).divide(scored.model)  # type: ignore[arg-type]
+                FirstRank(None, key.removesuffix("model.path") + "tensor_parallel_size", parts).divide(scored.model)  # type: ignore[arg-type]
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
@@ -163,7 +163,7 @@ def _shape_of(
 
 
 @dataclass(frozen=True)
-class _Planned(TensorParallel):
+class FirstRank(TensorParallel):
     """The first rank of a tensor-parallel group that is never started: for the shapes of its part."""
 
     ranks: int

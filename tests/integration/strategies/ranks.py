@@ -5,12 +5,15 @@ Strategies are fsdp2 (checked in float64), or zero2 and zero3: DeepSpeed, which 
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,7 +67,7 @@ ZERO3_CASES: dict[str, dict[str, Any]] = {
 OWN_CASES = {"fsdp2": FSDP2_CASES, "zero2": ZERO2_CASES, "zero3": ZERO3_CASES}
 LORA = LoraConfig(rank=3, alpha=6)
 """A rank that does not divide evenly over two."""
-LINEAR = OptimizerConfig(lr=1e-2, scheduler="linear", num_warmup_steps=2)
+LINEAR = OptimizerConfig(lr=1e-2, scheduler="linear", num_warmup_steps=2, adam_betas=[0.8, 0.95], weight_decay=0.5)
 CONSTANT = OptimizerConfig(lr=1e-2)
 Strategy = FSDP2Strategy | DeepSpeedStrategy
 
@@ -214,6 +217,9 @@ def check_gradients(ranks: Ranks) -> None:
             if isinstance(strategy, FSDP2Strategy):
                 strategy.reduce_once = options.get("reduce_once", True)
             accumulate(strategy, make_batch().select(options.get("order", range(7))), options["size"])
+            if case == "nothing_kept":
+                engine: Any = strategy.scorer
+                assert not engine.optimizer.persistent_parameters
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if ranks.rank == 0:
         save_file(found, ranks.folder / "gradients.safetensors")
@@ -226,7 +232,7 @@ def check_critic(ranks: Ranks) -> dict[str, Any]:
     found = gradients(strategy)
     if ranks.rank == 0:
         save_file(found, ranks.folder / "critic.safetensors")
-    strategy.step()
+    norm = strategy.step()["grad_norm"]
     strategy.save(ranks.folder / "critic")
     dist.barrier()
     resumed = ranks.critic(seed=1)
@@ -234,7 +240,7 @@ def check_critic(ranks: Ranks) -> dict[str, Any]:
     for one in (strategy, resumed):
         accumulate(one, make_batch(), 2, loss_of=value_loss_of)
     same = strategy.step() == resumed.step()
-    return {"resumed": equal(held(strategy), held(resumed)) and same}
+    return {"resumed": equal(held(strategy), held(resumed)) and same, "norm": norm}
 
 
 def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
@@ -248,7 +254,8 @@ def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
         save_file(whole, ranks.folder / "whole.safetensors")
     dist.barrier()
     resumed = ranks.policy(seed=1)
-    update(resumed, 0)  # its moments must be replaced too
+    for seed in range(4):  # its moments and its greater number of steps must be replaced too
+        update(resumed, seed)
     resumed.load(ranks.folder / "sharded")
     same = equal(held(straight), held(resumed))
     metrics = [(update(straight, seed), update(resumed, seed)) for seed in range(3, 6)]
@@ -267,12 +274,16 @@ def check_checkpoints(ranks: Ranks) -> dict[str, Any]:
 
 
 def check_incomplete(ranks: Ranks) -> dict[str, Any]:
-    """A checkpoint without the state of the last parameter, which had no gradient: the others keep theirs."""
+    """A checkpoint without the state of the last parameter, which had no gradient: the others keep theirs.
+
+    All but the first have made fewer steps.
+    """
     folder = ranks.folder / "incomplete"
     source = ranks.folder / "single"
     tensors = load_file(source / "shard_0.safetensors")
     table = json.loads((source / "shard_0.json").read_text())
-    *others, last = table["slices"]
+    first, *others, last = table["slices"]
+    tensors |= {f"step/{name}": torch.ones(()) for name in others}
     if ranks.rank == 0:
         folder.mkdir()
         kept = {key: value for key, value in tensors.items() if key == f"param/{last}" or not key.endswith(f"/{last}")}
@@ -284,7 +295,9 @@ def check_incomplete(ranks: Ranks) -> dict[str, Any]:
     strategy.load(folder)
     moments = (value for key, value in strategy._state(last).items() if key != "step")
     return {
-        "steps": sorted({float(strategy._state(name)["step"]) for name in others if strategy._held(name).numel()}),
+        "steps": {
+            name: float(strategy._state(name)["step"]) for name in (first, others[0]) if strategy._held(name).numel()
+        },
         "moments": not any(bool(value.any()) for value in moments),
     }
 
@@ -426,13 +439,15 @@ def check_mixed_precision(ranks: Ranks) -> dict[str, Any]:
     scorer: Any = strategy.scorer
     products: list[str] = []
     scorer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, o: products.append(str(o.dtype)))
-    batch = ragged_batch((5, 8), temperatures=(0.7, 0.7))
+    batch = ragged_batch((5, 8), temperatures=(0.7, 0.7), seed=ranks.rank)
     scores = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     strategy.backward(scores.logprobs.sum(), last=True)
+    summed = gradients(strategy)
     found = {
         "products": list(products),
         "scores": str(scores.logprobs.dtype),
-        "gradients": sorted({str(gradient.dtype) for gradient in gradients(strategy).values()}),
+        "gradients": sorted({str(gradient.dtype) for gradient in summed.values()}),
+        "rounded": [name for name, gradient in summed.items() if torch.equal(gradient, gradient.bfloat16().float())],
         "skipped": strategy.step()["skipped"],
         "weights": sorted({str(tensor.dtype) for _, tensor in strategy.full_parameters()}),
     }
@@ -470,6 +485,16 @@ def check_frozen(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def check_release(ranks: Ranks) -> bool:
+    """True if nothing keeps a reference that is replaced in memory."""
+    scorer = TokenScorer(tiny_model())
+    kept = weakref.ref(scorer)
+    strategy = ranks.strategy(scorer, None)
+    del scorer, strategy
+    gc.collect()
+    return kept() is None
+
+
 def check_syncs(ranks: Ranks) -> dict[str, Any]:
     """Of trained and frozen models, with weights that were updated; and of merged adapters."""
     policies = {"policy": ranks.policy(), "half": ranks.policy(dtype=torch.float32, compute_dtype=torch.bfloat16)}
@@ -499,9 +524,10 @@ def check_syncs(ranks: Ranks) -> dict[str, Any]:
 def main(ranks: Ranks, port: int) -> None:
     torch.set_num_threads(1)
     init_process_group(ranks.rank, ranks.world, "127.0.0.1", port, "gloo", 60.0)
+    new_group = mock.patch.object(dist, "new_group", wraps=dist.new_group).start()
     with double_precision() if ranks.dtype == torch.float64 else nullcontext():
         check_gradients(ranks)
-        found = {"checkpoints": check_checkpoints(ranks), "skips": check_skips(ranks)}
+        found: dict[str, Any] = {"checkpoints": check_checkpoints(ranks), "skips": check_skips(ranks)}
         found["incomplete"] = check_incomplete(ranks)
         found |= {"critic": check_critic(ranks), "adapters": check_adapters(ranks)}
         if ranks.name == "fsdp2":
@@ -509,7 +535,7 @@ def main(ranks: Ranks, port: int) -> None:
     found |= {"mixed": check_mixed_precision(ranks), "frozen": check_frozen(ranks)}
     found["syncs"] = check_syncs(ranks)
     if ranks.name != "fsdp2":
-        found["moves"] = check_moves(ranks)
+        found |= {"moves": check_moves(ranks), "released": check_release(ranks), "new_groups": new_group.call_count}
     if ranks.rank == 0:
         (ranks.folder / "found.json").write_text(json.dumps(found))
     close_process_group()

@@ -71,7 +71,7 @@ def _exact_double() -> Iterator[None]:
     params=[
         ("fsdp2", 1),
         ("fsdp2", 2),
-        pytest.param(("zero2", 2), marks=(*ZERO, pytest.mark.on_demand)),
+        pytest.param(("zero2", 2), marks=ZERO),
         pytest.param(("zero3", 2), marks=ZERO),
     ],
     ids=lambda param: "-".join(map(str, param)),
@@ -141,7 +141,10 @@ def test_the_summed_gradient_is_the_padded_one_for_every_micro_batch_size_order_
 
 
 def test_the_summed_gradient_of_a_critic_is_that_of_one_process(found: Found) -> None:
-    found.assert_same_gradients(load_file(found.folder / "critic.safetensors"), critic_gradients(found.dtype))
+    wanted = critic_gradients(found.dtype)
+    found.assert_same_gradients(load_file(found.folder / "critic.safetensors"), wanted)
+    norm = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    assert found.values["critic"]["norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
 def test_a_critic_continues_bit_for_bit_although_its_head_lies_on_one_rank(found: Found) -> None:
@@ -186,7 +189,10 @@ def test_weights_move_between_numbers_of_ranks_bit_for_bit(found: Found) -> None
 
 
 def test_a_parameter_without_state_in_a_checkpoint_leaves_the_others_theirs(found: Found) -> None:
-    assert found.values["incomplete"] == {"steps": [3.0], "moments": True}
+    steps = list(found.values["incomplete"]["steps"].values())
+    # DeepSpeed has one number of steps for all parameters that lie in one flat tensor: the greatest.
+    assert steps == ([3.0, 1.0] if found.strategy == "fsdp2" else [3.0, 3.0])
+    assert found.values["incomplete"]["moments"]
 
 
 @pytest.mark.defect("syncs-gather-twice")
@@ -255,6 +261,8 @@ def test_compute_in_bfloat16_keeps_weights_and_gradients_in_float32(found: Found
     assert mixed["products"] == ["torch.bfloat16"]
     assert mixed["scores"] == "torch.float32"
     assert mixed["gradients"] == ["torch.float32"]
+    if found.world > 1:
+        assert mixed["rounded"] == []
     assert mixed["weights"] == ["torch.float32"]
     assert mixed["skipped"] == 0
     assert mixed["resumed"]
@@ -288,6 +296,18 @@ def test_deepspeed_leaves_the_device_comes_back_and_trains_from_host_memory(foun
         assert moves[case] == {"moved": True, "away": True, "back": True}, case
     assert moves["frozen"] == {"moved": True, "back": True}
     assert moves["skips"] == moves["half_skips"] == SKIPPED
+
+
+def test_deepspeed_releases_replaced_models(found: Found) -> None:
+    if found.strategy == "fsdp2":
+        pytest.skip("modules of FSDP2 are in no global list")
+    assert found.values["released"]
+
+
+def test_deepspeed_adds_no_process_group_without_deadline(found: Found) -> None:
+    if found.strategy == "fsdp2":
+        pytest.skip("FSDP2 makes a mesh")
+    assert found.values["new_groups"] == 0
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
