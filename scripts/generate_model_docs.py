@@ -74,15 +74,16 @@ start says so; `trainer.policy.language_model_only=false` refuses composites ins
 nor trained. Exports are complete composites: the other towers and the processor's files are copied bit by bit, and
 adapters have names that peft finds in the composite.
 
-Other composites are refused, and so are hybrid language models, such as that of Qwen3.5: only full, sliding-window and
-chunked attention are known. vLLM is started with `language_model_only=True`.
+Qwen2-VL and SmolVLM have tests of the learner alone. Other composites are refused, and so are hybrid language models,
+such as that of Qwen3.5: only full, sliding-window and chunked attention are known. vLLM is started with
+`language_model_only=True`.
 """
 COMPOSITE_NOTES = """\
 The learner's gradients of each are those of the composite's own forward pass on padded text, in float64, with and
 without shared prompts. A yes says that log-probs of what an engine samples are the learner's, before and after a weight
 sync, and that GRPO trains two steps with it from a tiny checkpoint, which is exported, loaded and trained again. A no
 says that vLLM has been seen to compute something else (GLM-4V), or to read experts in another layout than transformers
-saves (Qwen3-VL-MoE); SGLang has not been tried.
+saves (Qwen3-VL-MoE). SGLang is refused: it also loads the other towers, whose names it does not always know.
 
 - Tokens that stand for images are read as any other token: prompts of text do not contain them.
 - Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention.

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.engines.sglang.models import refuse_model
+from skyrl_train.engines.sglang.models import refuse_composite, refuse_model
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import is_composite, overrides_of_composite
 from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.weight_sync.wire import dtype_of
@@ -50,6 +49,7 @@ def engine_arguments(
     Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
     config = load_config(model, rope_scaling=rope_scaling, rope_theta=rope_theta)
+    refuse_composite(config, name)
     fixed: dict[str, Any] = {
         "model_path": model,
         "device": device,
@@ -68,11 +68,9 @@ def engine_arguments(
     free: dict[str, Any] = {"grammar_backend": "none", "log_level": "error", "sleep_on_idle": True, "random_seed": 0}
     changed: dict[str, Any] = {}
     if rope_scaling or rope_theta is not None:
-        changed["rope_parameters"] = config.get_text_config().rope_parameters
+        changed["rope_parameters"] = config.rope_parameters
     if reads_weights and has_separate_head(model):
         changed["tie_word_embeddings"] = False
-    if is_composite(config):
-        changed = overrides_of_composite(config, changed)
     if changed:
         free["json_model_override_args"] = json.dumps(changed)
     if max_lora_rank:

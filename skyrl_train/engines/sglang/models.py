@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.composite import composite_class
 from skyrl_train.models.layer_sizes import sizes_of_layers
 
 _WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
@@ -13,6 +14,15 @@ _WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3
 
 _WITHOUT_CODE = frozenset({"ernie4_5", "smollm3"})
 """Models that SGLang runs with transformers' classes, though it does not know their tensor-parallel plans."""
+
+
+def refuse_composite(config: Any, name: str) -> None:
+    """Raise ConfigError for a composite, whose other towers SGLang does not load from transformers' own names."""
+    if (kind := composite_class(config)) is not None:
+        raise ConfigError(
+            f"Engine {name!r}: SGLang cannot serve {kind} as a text model: it also loads the other towers, whose names "
+            "in checkpoints it does not always know; set generator.backend=vllm or generator.backend=transformers."
+        )
 
 
 def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_model_len: int) -> None:

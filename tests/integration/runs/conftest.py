@@ -22,6 +22,7 @@ import pytest
 from skyrl_train.algorithms import registry as algorithms
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.entrypoints.main_generate import EvaluationExp
+from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.environments.tools.registry import tools
@@ -33,7 +34,7 @@ REPOSITORY = Path(__file__).parents[3]
 PRESETS = REPOSITORY / "examples" / "algorithms"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-ENTRYPOINTS = {"main_base": Experiment, "main_generate": EvaluationExp}
+ENTRYPOINTS = {"main_base": Experiment, "main_generate": EvaluationExp, "main_sft": SFTExp}
 ONE_PROCESS = "environment.skyrl_gym.max_env_workers=1"
 """Of environments: each costs a second to start, and there would be two for every core."""
 REGISTRIES = (*vars(algorithms).values(), environments, tools, trackers)

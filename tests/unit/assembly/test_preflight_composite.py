@@ -11,6 +11,7 @@ from skyrl_train.assembly.preflight import _model
 from skyrl_train.config.hydra import load
 from skyrl_train.config.presence import Uses, model_paths
 from skyrl_train.config.schema import Config
+from skyrl_train.engines.sglang import models as sglang
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config
@@ -53,3 +54,10 @@ def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monke
     with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration, whose class in vLLM imports torchvision"):
         refuse_composite("composite", config)
     refuse_composite("text", config.get_text_config())
+
+
+def test_composite_is_refused_for_sglang(tmp_path: Path) -> None:
+    config = load_config(save_composite(tmp_path / "composite", "gemma3"))
+    with pytest.raises(ConfigError, match="Engine 'one': SGLang cannot serve Gemma3ForConditionalGeneration"):
+        sglang.refuse_composite(config, "one")
+    sglang.refuse_composite(config.get_text_config(), "one")
