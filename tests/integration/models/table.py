@@ -90,6 +90,7 @@ _MINIMAX = {
     "scoring_func": "sigmoid",
     "num_mtp_modules": 0,
     "use_routing_bias": True,
+    "use_qk_norm": True,
 }
 ARCHITECTURES = (
     Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
@@ -121,9 +122,9 @@ ARCHITECTURES = (
     Architecture("ERNIE 4.5", "ernie4_5", note="the dense models"),
     Architecture("SmolLM3", "smollm3", _WIDE | {"no_rope_layers": [1, 0]}),
     Architecture("Phi-3", "phi3", _UNTIED | _WIDE, "also Phi-4"),
-    Architecture("Hunyuan", "hunyuan_v1_dense", note="the dense models"),
+    Architecture("Hunyuan", "hunyuan_v1_dense", {"use_qk_norm": True}, "the dense models"),
     Architecture("EXAONE 4", "exaone4", _UNTIED | _WIDE | _WINDOW | {"layer_types": _ALTERNATING}),
-    Architecture("Mixtral", "mixtral", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("Mixtral", "mixtral", _UNTIED | _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Architecture("Apertus", "apertus", _UNTIED | _WIDE | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
@@ -229,6 +230,14 @@ COLUMNS = (
                 )
                 for name, kind in (("ERNIE 4.5", "ernie4_5"), ("SmolLM3", "smollm3"))
             },
+            "Apertus": Refusal(
+                "generator.model_dtype=float32: SGLang keeps the parameters of Apertus' activation in bfloat16",
+                "SGLang keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
+            ),
+            "EXAONE 4": Refusal(
+                _NOT_ON_CPUS.format("exaone4", "is none that SGLang's code for them accepts"),
+                "SGLang's code for it does not accept its attention on CPUs",
+            ),
             "DeepSeek-V3": Refusal(
                 _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),
                 "SGLang's attention on CPUs has no latent attention (MLA)",
