@@ -202,7 +202,11 @@ COLUMNS = (
             "Apertus": Refusal(
                 r"generator\.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16",
                 "vLLM keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
-            )
+            ),
+            "MiniMax-M2": Refusal(
+                r"vLLM's routing on CPUs knows sigmoid scores only with groups of experts",
+                "vLLM's routing on CPUs does not know its sigmoid scores",
+            ),
         },
     ),
     Column(
@@ -234,10 +238,17 @@ COLUMNS = (
                 "generator.model_dtype=float32: SGLang keeps the parameters of Apertus' activation in bfloat16",
                 "SGLang keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
             ),
-            "EXAONE 4": Refusal(
-                _NOT_ON_CPUS.format("exaone4", "is none that SGLang's code for them accepts"),
-                "SGLang's code for it does not accept its attention on CPUs",
-            ),
+            **{
+                name: Refusal(
+                    _NOT_IN_SGLANG.format(kind, "its code for them does not run with its attention on CPUs"),
+                    "SGLang's code for it does not run with its attention on CPUs",
+                )
+                for name, kind in (
+                    ("EXAONE 4", "exaone4"),
+                    ("Hunyuan", "hunyuan_v1_dense"),
+                    ("MiniMax-M2", "minimax_m2"),
+                )
+            },
             "DeepSeek-V3": Refusal(
                 _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),
                 "SGLang's attention on CPUs has no latent attention (MLA)",
