@@ -256,7 +256,7 @@ def _composites() -> Iterator[str]:
 
 
 def _capital(text: str) -> str:
-    return text if text.startswith(("transformers", "vllm", "sglang")) else text[0].upper() + text[1:]
+    return text if text.startswith(("transformers", "vLLM")) else text[0].upper() + text[1:]
 
 
 if __name__ == "__main__":

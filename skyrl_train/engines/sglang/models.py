@@ -12,6 +12,7 @@ from skyrl_train.models.layer_sizes import sizes_of_layers
 _WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
 """Models whose code in SGLang has no sliding window, though their configuration may."""
 
+_ONLY_ON_GPUS = frozenset({"exaone4", "hunyuan_v1_dense", "minimax_m2"})
 _WITHOUT_CODE = frozenset({"ernie4_5", "smollm3"})
 """Models that SGLang runs with transformers' classes, though it does not know their tensor-parallel plans."""
 
@@ -31,12 +32,20 @@ def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mo
     `config`: the model's.
     """
     text = config.get_text_config()
+    if text.model_type == "apertus" and arguments.get("dtype") == "float32":
+        raise ConfigError(
+            "generator.model_dtype=float32: SGLang keeps the parameters of Apertus' activation in bfloat16, so its "
+            "log-probs would differ from the learner's. Use bfloat16 or generator.backend=transformers."
+        )
     plain = arguments.get("attention_backend") == "torch_native"
     if plain and getattr(text, "kv_lora_rank", None):
         missing = "its attention on CPUs (torch_native) computes no latent attention (MLA)"
         todo = "set generator.backend=vllm or generator.backend=transformers"
     elif plain and text.model_type == "gpt_oss":
         missing = "its attention on CPUs (torch_native) has no attention sinks"
+        todo = "set generator.backend=vllm or generator.backend=transformers"
+    elif plain and text.model_type in _ONLY_ON_GPUS:
+        missing = "its code for them does not run with its attention on CPUs (torch_native)"
         todo = "set generator.backend=vllm or generator.backend=transformers"
     elif text.model_type in _WITHOUT_CODE:
         missing = "it has no code for them, and transformers' plan for dividing them has a style that it does not know"

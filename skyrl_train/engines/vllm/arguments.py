@@ -158,6 +158,11 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             f"vLLM's latent attention (MLA) on CPUs needs kv_lora_rank + qk_rope_head_dim to be {_LATENT}; "
             f"{given['model']} has {latent}. Set generator.backend=transformers."
         )
+    if text.model_type == "minimax_m2":
+        raise ConfigError(
+            f"vLLM's routing on CPUs knows sigmoid scores only with groups of experts, which {given['model']} does not "
+            "have. Set generator.backend=transformers."
+        )
     experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
     if given["enable_lora"] and experts and not HAS_TRITON:
         raise ConfigError(

@@ -90,6 +90,7 @@ _MINIMAX = {
     "scoring_func": "sigmoid",
     "num_mtp_modules": 0,
     "use_routing_bias": True,
+    "use_qk_norm": True,
 }
 ARCHITECTURES = (
     Architecture("Llama 3", "llama", _UNTIED | {"rope_parameters": _LLAMA_3_ROPE}, "with the rope of Llama 3.1 to 3.3"),
@@ -121,9 +122,9 @@ ARCHITECTURES = (
     Architecture("ERNIE 4.5", "ernie4_5", note="the dense models"),
     Architecture("SmolLM3", "smollm3", _WIDE | {"no_rope_layers": [1, 0]}),
     Architecture("Phi-3", "phi3", _UNTIED | _WIDE, "also Phi-4"),
-    Architecture("Hunyuan", "hunyuan_v1_dense", note="the dense models"),
+    Architecture("Hunyuan", "hunyuan_v1_dense", {"use_qk_norm": True}, "the dense models"),
     Architecture("EXAONE 4", "exaone4", _UNTIED | _WIDE | _WINDOW | {"layer_types": _ALTERNATING}),
-    Architecture("Mixtral", "mixtral", _UNTIED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("Mixtral", "mixtral", _UNTIED | _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Architecture("Apertus", "apertus", _UNTIED | _WIDE | {"rope_parameters": _LLAMA_3_ROPE}),
 )
 _NO_EXPERTS = Refusal(
@@ -201,7 +202,11 @@ COLUMNS = (
             "Apertus": Refusal(
                 r"generator\.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16",
                 "vLLM keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
-            )
+            ),
+            "MiniMax-M2": Refusal(
+                r"vLLM's routing on CPUs knows sigmoid scores only with groups of experts",
+                "vLLM's routing on CPUs does not know its sigmoid scores",
+            ),
         },
     ),
     Column(
@@ -228,6 +233,21 @@ COLUMNS = (
                     "SGLang runs it with transformers' class, whose tensor-parallel plan it does not know",
                 )
                 for name, kind in (("ERNIE 4.5", "ernie4_5"), ("SmolLM3", "smollm3"))
+            },
+            "Apertus": Refusal(
+                "generator.model_dtype=float32: SGLang keeps the parameters of Apertus' activation in bfloat16",
+                "SGLang keeps the parameters of its activation in bfloat16; it is served in that, but not in float32",
+            ),
+            **{
+                name: Refusal(
+                    _NOT_IN_SGLANG.format(kind, "its code for them does not run with its attention on CPUs"),
+                    "SGLang's code for it does not run with its attention on CPUs",
+                )
+                for name, kind in (
+                    ("EXAONE 4", "exaone4"),
+                    ("Hunyuan", "hunyuan_v1_dense"),
+                    ("MiniMax-M2", "minimax_m2"),
+                )
             },
             "DeepSeek-V3": Refusal(
                 _NOT_ON_CPUS.format("deepseek_v3", r"computes no latent attention \(MLA\)"),

@@ -48,17 +48,17 @@ def start(kind: str, path: str) -> Any:
         return load_object(PLACES[kind])(model=path, name="of-the-table", **options)
 
 
-def make_beside(engine: str, name: str, seed: int = 0) -> PreTrainedModel:
+def make_beside(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
     """Return the model of a row, made in the process of a running engine.
 
     vLLM serves some rows with transformers' own classes, and changes these: they need its configuration afterwards.
     """
-    if engine != "vllm":
+    config = getattr(getattr(engine, "_engine", None), "vllm_config", None)
+    if config is None:
         return make(name, seed=seed)
-    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
 
-    uncompiled = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
-    with set_current_vllm_config(uncompiled):
+    with set_current_vllm_config(config):
         return make(name, seed=seed)
 
 
@@ -67,7 +67,7 @@ def bench(name: str, column: str, loop: BackgroundLoop, tmp_path_factory: pytest
     """Of wider scope than a test: the first vLLM of a process may keep a port until that ends."""
     folder = tmp_path_factory.mktemp("model")
     engine = start(column, save(name, folder / "model"))
-    yield Bench(engine, make_beside(column, name), loop, folder)
+    yield Bench(engine, make_beside(engine, name), loop, folder)
     loop.run(engine.close())
 
 
@@ -87,7 +87,7 @@ def memory_is_not_a_number() -> Iterator[None]:
 def test_log_probs_are_the_learners_before_and_after_a_sync(name: str, column: str, bench: Bench):
     assert_agrees_with_the_learner(bench)
     with memory_is_not_a_number():
-        bench.run(bench.publish(make_beside(column, name, seed=5)))
+        bench.run(bench.publish(make_beside(bench.engine, name, seed=5)))
     assert_agrees_with_the_learner(bench)
 
 

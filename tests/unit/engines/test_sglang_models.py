@@ -34,7 +34,7 @@ def test_a_window_that_no_layer_has_or_that_sglang_knows_is_not_refused():
     assert not refused("gemma3_text", ON_CPU, sliding_window=128)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "exaone4", "hunyuan_v1_dense", "minimax_m2"])
 def test_what_plain_attention_lacks_is_refused_where_it_is_used(kind: str):
     assert refused(kind, ON_CPU)
     assert not refused(kind, {})
