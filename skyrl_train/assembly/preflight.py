@@ -1,4 +1,4 @@
-"""What a run would only fail at once its processes have started: models, tokenizer, prompts, addresses, tokens.
+"""Checks models, tokenizer, prompts, addresses and tokens before the processes of a run start.
 
 Nothing is started and no weight is read. `config.presence` checks before this whatever needs no torch.
 """

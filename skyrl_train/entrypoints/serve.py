@@ -16,7 +16,7 @@ from skyrl_train.experiments.base import Experiment, start
 from skyrl_train.experiments.stopping import exits_as_told
 
 ENDPOINT = "generator.enable_http_endpoint=true"
-"""What serving sets by itself: the keys of the endpoint have an effect here."""
+"""Values that serving sets by itself, so that the keys of the endpoint have an effect."""
 
 
 class ServingExp(Experiment):

@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders: the export of a trained model or of its adapter, complete for whoever loads it."""
+"""Writes exports: complete Hugging Face folders of a trained model or of its adapter."""
 
 from __future__ import annotations
 

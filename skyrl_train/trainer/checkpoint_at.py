@@ -31,7 +31,7 @@ class FoundCheckpoint:
     run: Path
     """Has config.yaml and metrics.jsonl, if the run has left them."""
     state: dict[str, Any]
-    """What trainer_state.json says."""
+    """The contents of trainer_state.json."""
 
     @property
     def step(self) -> int:
