@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_METRICS = 10_000
+"""Columns of a run; later names are left out."""
 _NO_METRICS = frozenset({"step", "time"})
 
 
@@ -41,7 +43,8 @@ class MetricSeries:
         size = len(self._steps)
         self._steps.append(line["step"])
         self._times.append(_number(line.get("time")))
-        for name in line.keys() - _NO_METRICS - self._columns.keys():
+        news = [name for name in line if name not in _NO_METRICS and name not in self._columns]
+        for name in news[: MAX_METRICS - len(self._columns)]:
             self._columns[name] = array("d", [np.nan]) * size
         for name, column in self._columns.items():
             column.append(_number(line.get(name)))
@@ -78,7 +81,8 @@ def _pooled(name: str, values: NDArray[np.float64], first: NDArray[np.int64]) ->
         greatest: NDArray[np.float64] = np.maximum.reduceat(np.where(there, values, -np.inf), first)
         return greatest
     count = np.add.reduceat(there.astype(float), first)
-    total = np.add.reduceat(np.where(there, values, 0.0), first)
+    with np.errstate(over="ignore"):  # a sum that is not finite is shown as no number
+        total = np.add.reduceat(np.where(there, values, 0.0), first)
     return np.divide(total, count, out=np.full(len(first), np.nan), where=count > 0)
 
 
