@@ -6,10 +6,9 @@ import asyncio
 import json
 import os
 import resource
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.http_server import Room
 from tests.support.http_calls import CHAT, TOKEN, ask, serve
+from tests.support.slow_clients import dial, everything_from
 
 SOON_S = 0.5
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -29,25 +29,6 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 def port_of(endpoint: HttpEndpoint) -> int:
     return int(endpoint.url.rpartition(":")[2])
-
-
-def dial(endpoint: HttpEndpoint, sent: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
-    client = socket.socket()
-    if receive_bytes is not None:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    client.connect(("127.0.0.1", port_of(endpoint)))
-    client.sendall(sent)
-    client.setblocking(False)
-    return client
-
-
-async def everything_from(client: socket.socket) -> bytes:
-    """What is received until the server ends the connection."""
-    received = b""
-    with suppress(ConnectionResetError):  # it was not read to its end
-        while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 16):
-            received += piece
-    return received
 
 
 @pytest.fixture
@@ -70,7 +51,7 @@ def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselv
         with ExitStack() as clients:
             held = []
             for index in range(200):
-                held.append(clients.enter_context(closing(dial(endpoint, HEAD if index % 2 else b""))))
+                held.append(clients.enter_context(closing(dial(endpoint.url, HEAD if index % 2 else b""))))
                 await asyncio.sleep(0)
             with ExitStack() as files:  # of the run
                 for _ in range(50):
@@ -92,7 +73,7 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> bytes:
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n".encode()
-        with closing(dial(endpoint, head + b'{"model":')) as client:
+        with closing(dial(endpoint.url, head + b'{"model":')) as client:
             return await asyncio.wait_for(everything_from(client), 20)
 
     answer = serve(test)
@@ -111,7 +92,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypat
         assert served is not None
         data = json.dumps(body | {"return_token_ids": True, "stream": stream}).encode()  # the answer is 8 MB
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-        with closing(dial(endpoint, head + data, receive_bytes=1 << 12)):
+        with closing(dial(endpoint.url, head + data, receive_bytes=1 << 12)):
             begun = time.monotonic()
             while not served.requests_count:
                 await asyncio.sleep(0.01)
@@ -138,7 +119,7 @@ def test_a_client_waits_for_a_server_that_is_full_instead_of_giving_it_up(monkey
         connection = Connection(endpoint.url, TOKEN)
         await connection.open()
         try:
-            with closing(dial(endpoint)) as idle:
+            with closing(dial(endpoint.url)) as idle:
                 await asyncio.sleep(0.05)
                 status, _ = await connection.once("GET", "/v1/models")
                 assert await everything_from(idle) == b""
