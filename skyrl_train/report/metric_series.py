@@ -13,11 +13,15 @@ from numpy.typing import NDArray
 
 MAX_METRICS = 10_000
 """Columns of a run; later names are left out."""
+_MAX_VALUE = 1e100
+"""Larger numbers are shown as none: the range of a chart with both signs of the largest floats is not finite."""
+_MAX_TIME = 1e11
+"""Unix seconds."""
 _NO_METRICS = frozenset({"step", "time"})
 
 
 class MetricSeries:
-    """One column of 8 bytes a step for every metric; NaN where a step has none, or one that is not finite."""
+    """One column of 8 bytes a step for every metric; NaN where a step has none, or one that cannot be shown."""
 
     def __init__(self) -> None:
         self._steps, self._times = array("q"), array("d")
@@ -42,7 +46,7 @@ class MetricSeries:
                 column.pop()
         size = len(self._steps)
         self._steps.append(line["step"])
-        self._times.append(_number(line.get("time")))
+        self._times.append(_number(line.get("time"), _MAX_TIME))
         news = [name for name in line if name not in _NO_METRICS and name not in self._columns]
         for name in news[: MAX_METRICS - len(self._columns)]:
             self._columns[name] = array("d", [np.nan]) * size
@@ -81,8 +85,7 @@ def _pooled(name: str, values: NDArray[np.float64], first: NDArray[np.int64]) ->
         greatest: NDArray[np.float64] = np.maximum.reduceat(np.where(there, values, -np.inf), first)
         return greatest
     count = np.add.reduceat(there.astype(float), first)
-    with np.errstate(over="ignore"):  # a sum that is not finite is shown as no number
-        total = np.add.reduceat(np.where(there, values, 0.0), first)
+    total = np.add.reduceat(np.where(there, values, 0.0), first)
     return np.divide(total, count, out=np.full(len(first), np.nan), where=count > 0)
 
 
@@ -95,5 +98,6 @@ def _place(name: str) -> tuple[str, ...]:
     return tuple(name.split("/"))
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+def _number(value: Any, most: float = _MAX_VALUE) -> float:
+    """The number, or NaN for what is none of at most this size."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= most else float("nan")
