@@ -362,7 +362,7 @@ def _framed(number: int, body: bytes) -> bytes:
     return _HEADER.pack(len(body), number) + body
 
 
-def _checked_reply(op: str, body: bytes) -> dict[str, Any]:
+def _checked_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
     """Return the reply to a call, with the members of that call's replies only.
 
     Raises ValueError, RecursionError or EnvironmentFailure for anything else.

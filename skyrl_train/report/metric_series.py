@@ -63,7 +63,7 @@ class MetricSeries:
         """
         columns = {name: np.array(column) for name, column in self._columns.items()}
         for name, values in (more or {}).items():
-            columns.setdefault(name, np.array([values.get(step, np.nan) for step in self._steps], float))
+            columns.setdefault(name, np.array([_number(values.get(step)) for step in self._steps], float))
         size = len(self._steps)
         width = max(1, -(-size // max(1, most)))
         first = np.arange(0, size, width)

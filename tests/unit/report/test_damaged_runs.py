@@ -283,6 +283,14 @@ def test_metrics_hold_finite_numbers_only(tmp_path: Path):
     assert read_metrics(tmp_path / "none") == []
 
 
+def test_numbers_beyond_the_range_of_a_chart_are_shown_as_none(tmp_path: Path):
+    rows = '{"step": 0, "time": 1e300, "reward/mean": -1.7e308}\n{"step": 1, "reward/mean": 0.5}\n'
+    text(rows)(tmp_path / METRICS_FILE)
+    assert read_metrics(tmp_path / METRICS_FILE)[0]["reward/mean"] == -1.7e308
+    columns = RunFiles(tmp_path).metrics(99, more={"reward/p10": {0: 1.7e308, 1: 0.5}})["columns"]
+    assert columns["reward/mean"] == [None, 0.5] and columns["reward/p10"] == [None, 0.5]
+
+
 def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metric_series, "MAX_METRICS", 5)
     rows = [{"step": step, "reward/mean": 1.0, f"id/{step}": 1.0} for step in range(20)]
