@@ -156,6 +156,9 @@ class RolloutIndex:
         except OSError as error:
             _log.warning("Step %d is left out: %s", step, error)
             return None
+        if found["group"].null_count or found["sample"].null_count:
+            _log.warning("Step %d is left out: its rollouts have no group or no sample.", step)
+            return None
         place = found.schema.get_field_index("step")  # the file's name says it: others go by that
         return found.set_column(place, "step", pa.array(np.full(len(found), step, np.int32)))
 

@@ -47,7 +47,7 @@ def opened(file: Path, max_bytes: int | None = None) -> Iterator[BinaryIO]:
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        why = visible(str(error)) or type(error).__name__
+        why = visible(str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}")
         raise OSError(why if str(file) in why else f"{visible(str(file))} cannot be read: {why}") from error
     finally:
         os.close(descriptor)
