@@ -69,7 +69,8 @@ def _make_report(
     runs: Sequence[RunFiles], views: Sequence[RolloutViews], page: Callable[[Any], str], most_bytes: int
 ) -> Report:
     left = most_bytes - len(page({}).encode())
-    diagnosis = {str(number): _guarded(run, "diagnosis", run.diagnosis, []) for number, run in enumerate(runs)}
+    nothing: list[dict[str, Any]] = []
+    diagnosis = {str(number): _guarded(run, "diagnosis", run.diagnosis, nothing) for number, run in enumerate(runs)}
     head = {"runs": overview(runs), "diagnosis": diagnosis}
     left -= _size(head)
     metrics = _metrics(runs, views, left)
@@ -129,7 +130,8 @@ def _sample(views: RolloutViews, run: RunFiles, most_bytes: int) -> tuple[list[A
     for group in chosen:
         most = left * _FOR_A_GROUP if found else left
         of_group = rows.get((group["step"], group["group"]), [])
-        form, size = _guarded(run, "a group of rollouts", partial(_fitting, views, of_group, most), ([], 0))
+        nothing: tuple[list[Any], int] = [], 0
+        form, size = _guarded(run, "a group of rollouts", partial(_fitting, views, of_group, most), nothing)
         found += form
         left -= size
     return found, most_bytes - left

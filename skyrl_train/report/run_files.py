@@ -107,7 +107,7 @@ class RunFiles:
         for known in (read_json_object(self.folder / DIAGNOSIS_FILE), _mapping(self.config.get("trainer"))):
             for name in ("total_steps", "max_steps"):
                 if is_step(total := known.get(name)) and total > 0:
-                    return int(total)
+                    return total
         return None
 
     def diagnosis(self) -> list[dict[str, Any]]:

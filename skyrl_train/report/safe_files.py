@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import yaml
 
@@ -53,7 +53,7 @@ def opened(file: Path, max_bytes: int | None = None) -> Iterator[BinaryIO]:
         os.close(descriptor)
 
 
-def is_step(value: Any) -> bool:
+def is_step(value: Any) -> TypeGuard[int]:
     """True for a whole number that can be a step, or a number of steps."""
     return type(value) is int and 0 <= value <= MAX_STEP
 

@@ -71,7 +71,7 @@ def replaced(file: Path) -> None:
     file.write_text("x")
 
 
-def table(content: pa.Table) -> Callable[[Path], None]:
+def table(content: pa.Table) -> Callable[[Path], object]:
     return lambda file: pq.write_table(content, file)
 
 
@@ -79,17 +79,17 @@ def noise(file: Path) -> None:
     file.write_bytes(bytes(range(256)) * 20)
 
 
-def text(content: str) -> Callable[[Path], None]:
+def text(content: str) -> Callable[[Path], object]:
     return lambda file: file.write_bytes(content.encode("latin-1"))
 
 
-def lines(*rows: str) -> Callable[[Path], None]:
+def lines(*rows: str) -> Callable[[Path], object]:
     """Rows beside one that is good."""
     good = json.dumps({"step": 1, "reward/mean": 0.5, "timing/step_s": 2.0})
     return text("\n".join([*rows, good, *rows]) + "\n")
 
 
-def columns(**changed: pa.Array | None) -> Callable[[Path], None]:
+def columns(**changed: pa.Array | None) -> Callable[[Path], object]:
     """Other values in columns of a step's file; None: without the column."""
 
     def change(file: Path) -> None:
@@ -114,7 +114,7 @@ SPANS = pa.array([[{"start": -5, "stop": 10**6}]] * ROWS)
 NOT_UTF8 = pa.StringArray.from_buffers(
     ROWS, pa.array(range(0, 2 * ROWS + 1, 2), INT).buffers()[1], pa.py_buffer(b"\xff\xfe" * ROWS)
 )
-DAMAGE: dict[str, dict[str, Callable[[Path], None]]] = {
+DAMAGE: dict[str, dict[str, Callable[[Path], object]]] = {
     "config.yaml": {
         **ODD,
         "aliases": text(BILLION),
@@ -252,7 +252,7 @@ def test_a_rollout_whose_columns_do_not_fit_is_refused_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [fifo, folder, endless], ids=["FIFO", "folder", "device"])
-def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], None]):
+def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], object]):
     make(tmp_path / "x")
     with pytest.raises(OSError, match="x is not a regular file"), opened(tmp_path / "x"):
         raise AssertionError("opened")

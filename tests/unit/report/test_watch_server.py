@@ -253,7 +253,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(folders: list[Path], mo
     monkeypatch.setattr(http_server, "room", lambda most: Room(connections=1, backlog=8))
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
-        server._page *= 8
+        server._page = "x" * (32 << 20)  # more than the kernel takes
         request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with closing(dial(server.url, request, receive_bytes=1 << 12)):
             for _ in range(100):  # the only connection that it may have is free again while that client holds on
