@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 
 from aiohttp import hdrs, web
 
@@ -41,26 +42,33 @@ class MetricsServer:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get(PATH, self._metrics)
         self._server = HttpServer(app, drain_s=0.0, most=MAX_CONNECTIONS)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="metrics server", daemon=True)
+        opened: Future[asyncio.AbstractEventLoop] = Future()
+        self._ends = asyncio.Event()
+        serve = self._serve(host, port, opened)
+        self._thread = threading.Thread(target=asyncio.run, args=(serve,), name="metrics server", daemon=True)
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._server.listen(host, port), self._loop).result()
+            self._loop = opened.result()
         except OSError as error:
-            self._end_thread()
+            self._thread.join()
             raise METRICS.cannot_listen(host, port, error) from error
         self.url = self._server.url + PATH
 
     def close(self) -> None:
         """End all connections; the port is free afterwards. Closing twice is harmless."""
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._server.close(), self._loop).result()
-            self._end_thread()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ends.set)
+            self._thread.join()
 
-    def _end_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    async def _serve(self, host: str, port: int, opened: Future[asyncio.AbstractEventLoop]) -> None:
+        try:
+            await self._server.listen(host, port)
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(asyncio.get_running_loop())
+        await self._ends.wait()
+        await self._server.close()
 
     @web.middleware
     async def _guard(

@@ -157,8 +157,8 @@ class RolloutFiles:
         """
         wanted = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
         try:
-            with opened(step_file(self._run, step)) as file:
-                return _checked(pq.read_table(file, columns=wanted.names)).select(wanted.names).cast(wanted)
+            with opened(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
+                return _checked(parquet.read(wanted.names)).select(wanted.names).cast(wanted)
         except FileNotFoundError:
             return wanted.empty_table()
 
@@ -174,11 +174,10 @@ class RolloutFiles:
 
     def _of_step(self, step: int, wanted: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
         try:
-            with opened(step_file(self._run, step)) as file:
-                with pq.ParquetFile(file) as parquet:
-                    stored = stored_columns(wanted.names, parquet.schema_arrow)
-                    if filter is None:  # a run may have thousands of files
-                        return unpacked(_checked(parquet.read(stored)), wanted)
+            with opened(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
+                stored = stored_columns(wanted.names, parquet.schema_arrow)
+                if filter is None:  # a run may have thousands of files
+                    return unpacked(_checked(parquet.read(stored)), wanted)
                 file.seek(0)
                 return unpacked(_checked(pq.read_table(file, columns=stored, filters=filter)), wanted)
         except FileNotFoundError:
