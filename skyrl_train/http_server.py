@@ -32,6 +32,7 @@ TRANSFER_S = 60.0
 MAX_CONNECTIONS = 4096
 _BURST = 128
 """The most connections that the event loop accepts before it runs anything else."""
+_ACCEPT_S = 0.01
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
 # Malformed requests are reported only to the client: a log would contain parts of them, tokens included.
 _protocol_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
@@ -73,6 +74,7 @@ class HttpServer:
         self._app, self._drain_s, self._most = app, drain_s, most
         self.runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
+        self._is_closing = False
 
     async def listen(self, host: str, port: int) -> None:
         """Listen at a host and a port; 0: any free one. Raises OSError if that cannot be."""
@@ -91,7 +93,10 @@ class HttpServer:
         assert server is not None
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Admission(server, admitted.connections), host, port, backlog=admitted.backlog
+                lambda: _Admission(server, 0 if self._is_closing else admitted.connections),
+                host,
+                port,
+                backlog=admitted.backlog,
             )
         except OSError:
             await self.runner.cleanup()
@@ -100,7 +105,9 @@ class HttpServer:
     async def close(self) -> None:
         """Stop listening, and end all connections."""
         assert self.runner is not None and self._listener is not None
+        self._is_closing = True
         self._listener.close()
+        await asyncio.sleep(_ACCEPT_S)  # connections that the loop has accepted and not begun yet are ended meanwhile
         await self.runner.cleanup()
 
     @property
@@ -111,14 +118,19 @@ class HttpServer:
 
 
 class _Admission(asyncio.Protocol):
-    """Hands a new connection to the server, or answers 503 with Retry-After if it has `most` of them."""
+    """Hands a new connection to the server, or answers 503 with Retry-After if it has `most` of them.
+
+    With `most` 0 it ends the connection.
+    """
 
     def __init__(self, server: web.Server, most: int):
         self._server, self._most = server, most
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if len(self._server.connections) < self._most:
+        if not self._most:
+            transport.abort()
+        elif len(self._server.connections) < self._most:
             handler: Any = self._server()
             transport.set_protocol(handler)
             handler.connection_made(transport)
