@@ -106,8 +106,10 @@ class HttpServer:
         """Stop listening, and end all connections."""
         assert self.runner is not None and self._listener is not None
         self._is_closing = True
+        await asyncio.sleep(
+            _ACCEPT_S
+        )  # asyncio leaks connections that are accepted and not begun when it stops listening
         self._listener.close()
-        await asyncio.sleep(_ACCEPT_S)  # connections that the loop has accepted and not begun yet are ended meanwhile
         await self.runner.cleanup()
 
     @property
