@@ -106,9 +106,8 @@ class HttpServer:
         """Stop listening, and end all connections."""
         assert self.runner is not None and self._listener is not None
         self._is_closing = True
-        await asyncio.sleep(
-            _ACCEPT_S
-        )  # asyncio leaks connections that are accepted and not begun when it stops listening
+        # asyncio leaks connections that it has accepted and not begun when it stops listening
+        await asyncio.sleep(_ACCEPT_S)
         self._listener.close()
         await self.runner.cleanup()
 
