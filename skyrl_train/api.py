@@ -28,7 +28,7 @@ from skyrl_train.errors import ConfigError, DataError, Stopped
 from skyrl_train.experiments.base import Experiment, Session, explained, used_by
 from skyrl_train.experiments.stopping import until_told
 from skyrl_train.registry import load_object, unknown
-from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from skyrl_train.engines.base import InferenceEngine
@@ -52,7 +52,7 @@ class TrainingResult:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The run's records: {"step": 3, "reward/mean": 0.5, ...} per step."""
-        return read_jsonl(self.directory / METRICS_FILE)
+        return read_metrics(self.directory / METRICS_FILE)
 
     def rollouts(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> Any:
         """The rollouts that the run has kept as a `datasets.Dataset`, see `skyrl_train.read_rollouts`."""
@@ -73,8 +73,6 @@ def read_rollouts(
         ConfigError: for a column that there is not.
         DataError: for a folder without rollouts, or with a file that cannot be read.
     """
-    import pyarrow as pa
-
     from skyrl_train.data.rows import as_dataset
     from skyrl_train.report.rollout_files import RolloutFiles
 
@@ -83,7 +81,7 @@ def read_rollouts(
         raise DataError(f"{run}: no rollouts are kept here: a run's folder has some with trainer.keep_rollouts.")
     try:
         return as_dataset(files.table(steps, columns))
-    except (OSError, pa.ArrowException) as error:
+    except OSError as error:
         raise DataError(f"{run}: its rollouts cannot be read: {error}") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -85,3 +85,26 @@ class Metrics:
         for table in (self._sum, self._weight, self._total, self._max):
             table.clear()
         return values
+
+
+class NameLimit:
+    """Bounds the names of metrics that come from outside: files and trackers keep a column for each of them.
+
+    Example:
+        limit = NameLimit(most=2, longest=5)
+        limit.admits("a"), limit.admits("too long"), limit.admits("b"), limit.admits("c")  # (True, False, True, False)
+    """
+
+    def __init__(self, most: int, longest: int):
+        """`most`: distinct names that are admitted. `longest`: characters of a name."""
+        self._most, self._longest = most, longest
+        self._names: set[str] = set()
+
+    def admits(self, name: str) -> bool:
+        """True for a name that was admitted before, and for a new one within both limits, which is then known."""
+        if name in self._names:
+            return True
+        if len(name) > self._longest or len(self._names) >= self._most:
+            return False
+        self._names.add(name)
+        return True

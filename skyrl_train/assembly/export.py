@@ -29,7 +29,7 @@ from skyrl_train.models.composite import auto_class
 from skyrl_train.models.export import export_adapter, export_hf
 from skyrl_train.models.loading import load_tokenizer, set_dtype
 from skyrl_train.report.curve import write_learning_curve
-from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
 from skyrl_train.storage.hub import refuse_taken, upload_model
 from skyrl_train.storage.places import cache_folder
@@ -219,8 +219,7 @@ def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) 
 
 def _rows(found: FoundCheckpoint) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl up to the checkpoint's step."""
-    file = found.run / METRICS_FILE
-    return [row for row in read_jsonl(file) if row["step"] <= found.step] if file.is_file() else []
+    return [row for row in read_metrics(found.run / METRICS_FILE) if row["step"] <= found.step]
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

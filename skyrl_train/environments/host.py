@@ -4,10 +4,14 @@ An environment is third-party synchronous code: it may hang in C, leak, print, e
 `EnvironmentHost`, and its worker processes (`python -m skyrl_train.environments.host`) hold the environments. The
 parent of each worker caps its output and kills what it started: process_supervisor.py.
 
-Wire: frames over the worker's original stdin and stdout, each 4 bytes of length (big-endian) followed by that many
-bytes of JSON. Calls are pipelined. A worker answers them one at a time and in order, and writes each answer before it
-begins the next call. So a worker's oldest unanswered call is the one that it is running: the deadline applies to that
-call, and it is blamed if the process dies.
+Wire: frames over the worker's original stdin and stdout. A frame is a header of 12 bytes, which holds the length and
+the number of the call (big-endian, 4 and 8 bytes), followed by that many bytes of JSON. Calls are pipelined. A worker
+answers them one at a time and in order, and writes each answer before it begins the next call. So a worker's oldest
+unanswered call is the one that it is running: the deadline applies to that call, and it is blamed if the process dies.
+
+An environment may fork, and it may write to any descriptor of its process. Only the worker itself reads and writes the
+wire: a forked child loses the wire's descriptors, and ends when it would answer. The host checks every reply. A reply
+with the number of another call, or one that is not valid for its call, costs the process and the episode to blame.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from skyrl_train import trace
 from skyrl_train.data.json_values import jsonable, why_not_json
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments import registry
-from skyrl_train.environments.base import checked_messages, checked_step_output
+from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
 from skyrl_train.environments.own_classes import pack_own, register_own
 from skyrl_train.environments.pool import MAX_FRAME, EnvironmentPool, HostedEpisode, Place, WireCall, pack
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S, fork_supervised
@@ -49,6 +53,10 @@ CLOSE_GRACE_S = 5.0
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 MAX_DETAIL = 500
 """Number of characters kept of an error message."""
+_MAX_SENT_DETAIL = 20 * MAX_DETAIL
+"""Number of characters that the host takes of an error message, which may list settings or name a long path."""
+_HEADER = struct.Struct("!IQ")
+"""Bytes of JSON that follow, and the number of the call."""
 
 # ---------------------------------------------------------------------------------------------------- driver's end
 
@@ -59,6 +67,10 @@ class _Worker(asyncio.SubprocessProtocol):
     def __init__(self, host: EnvironmentHost, hello: bytes):
         self.host = host
         self.calls: deque[WireCall] = deque()
+        self._sent = 0
+        """Calls sent so far; a call's number is the count before it."""
+        self._last: WireCall | None = None
+        """The call that was answered last."""
         self.episodes: set[HostedEpisode] = set()
         self.since = host.loop.time()
         """When calls[0] began to run."""
@@ -76,7 +88,8 @@ class _Worker(asyncio.SubprocessProtocol):
         self.calls.append(call)
         if not self._outbox:  # one write for all calls of this turn of the event loop
             self.host.loop.call_soon(self._flush)
-        self._outbox.append(call.frame)
+        self._outbox.append(_framed(self._sent, call.frame))
+        self._sent += 1
 
     def _flush(self) -> None:
         if self._stdin is not None and self._outbox and not self.lost:
@@ -95,23 +108,28 @@ class _Worker(asyncio.SubprocessProtocol):
         inbox = self._inbox
         inbox += data
         at = 0
-        while not self.lost and len(inbox) - at >= 4:
-            (size,) = struct.unpack_from("!I", inbox, at)
-            if size > MAX_FRAME or not self.calls:
-                self.lose("environment_died", "its process wrote something that is not an answer")
+        while not self.lost and len(inbox) - at >= _HEADER.size:
+            size, number = _HEADER.unpack_from(inbox, at)
+            if size > MAX_FRAME or not self.calls or number != self._sent - len(self.calls):
+                is_repeated = number == self._sent - len(self.calls) - 1
+                self.lose("environment_died", _NO_ANSWER, blamed=self._last if is_repeated or not self.calls else None)
                 return
-            if len(inbox) - at < 4 + size:
+            end = at + _HEADER.size + size
+            if len(inbox) < end:
                 break
             try:
-                reply = json.loads(inbox[at + 4 : at + 4 + size])
-            except (ValueError, RecursionError):
-                self.lose("environment_died", "its process wrote something that is not an answer")
+                reply = _checked_reply(self.calls[0].op, inbox[at + _HEADER.size : end])
+            except (ValueError, RecursionError, EnvironmentFailure):
+                self.lose("environment_died", _NO_ANSWER)
                 return
-            at += 4 + size
+            at = end
             self._trace_end()
             self.since = self.host.loop.time()
-            self.host._answered(self, self.calls.popleft(), reply)
+            self._last = self.calls.popleft()
+            self.host._answered(self, self._last, reply)
         del inbox[:at]
+        if inbox and not self.calls:  # not even the beginning of an answer is due
+            self.lose("environment_died", _NO_ANSWER, blamed=self._last)
 
     def _trace_end(self, how: str = "") -> None:
         if self.calls and self._process is not None and trace.on():
@@ -141,13 +159,16 @@ class _Worker(asyncio.SubprocessProtocol):
         deadline = START_DEADLINE_S if self.calls and self.calls[0].op == "hello" else step_deadline_s
         return bool(self.calls) and now - self.since > deadline
 
-    def lose(self, kind: str, detail: str) -> None:
-        """Abandon the process: kill it and hand its calls back to the host. Does so only once."""
+    def lose(self, kind: str, detail: str, blamed: WireCall | None = None) -> None:
+        """Abandon the process: kill it and hand its calls back to the host. Does so only once.
+
+        `blamed`: the call whose episode fails; the running call by default.
+        """
         if not self.lost:
             self.lost = True
             self._trace_end(f": {kind}")
             self.kill()
-            self.host._lost(self, kind, detail)
+            self.host._lost(self, kind, detail, blamed)
 
     def kill(self) -> None:
         """Ask the supervisor to kill the worker and its descendants; kill the process group if it does not answer."""
@@ -313,8 +334,11 @@ class EnvironmentHost(EnvironmentPool):
             self._fatal = ConfigError(f"an environment process did not start: {reply['detail']}")
             place.lose("environment_died", "its process did not start")
 
-    def _lost(self, worker: _Worker, kind: str, detail: str) -> None:
-        """Handle the loss of a process: the episode of its running call fails, other pending calls are sent again."""
+    def _lost(self, worker: _Worker, kind: str, detail: str, culprit: WireCall | None = None) -> None:
+        """Handle the loss of a process: the episode of one call fails, and other pending calls are sent again.
+
+        `culprit`: that call; the running call by default.
+        """
         if worker in self._workers:
             self._workers.remove(worker)
         if self._log is not None and not self._closing:
@@ -324,11 +348,46 @@ class EnvironmentHost(EnvironmentPool):
         if calls and calls[0].op == "hello" and not self._closing and self._fatal is None:
             plugins = f" (plugins: {', '.join(self.plugins)})" if self.plugins else ""
             self._fatal = ConfigError(f"an environment process failed while starting{plugins}: {kind}, {detail}")
-        blamed = calls if self._closing else calls[:1]
+        blamed = calls if self._closing else calls[:1] if culprit is None else [culprit]
         for call in blamed:
             if call.episode is not None:
                 call.episode.fail(EnvironmentFailure(kind, f"{call.episode.env_class} in {call.op}: {detail}"))
         self._move(worker, calls, detail)
+
+
+_NO_ANSWER = "its process wrote something that is not an answer"
+
+
+def _framed(number: int, body: bytes) -> bytes:
+    return _HEADER.pack(len(body), number) + body
+
+
+def _checked_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
+    """Return the reply to a call, with the members of that call's replies only.
+
+    Raises ValueError, RecursionError or EnvironmentFailure for anything else.
+    """
+    reply = json.loads(body)
+    if not isinstance(reply, dict) or why_not_json(reply):
+        raise ValueError("not an object")
+    if "error" in reply:
+        kind, detail = reply["error"], reply.get("detail")
+        if not isinstance(kind, str) or not isinstance(detail, str):
+            raise ValueError("not an error")
+        return {
+            "error": kind,
+            "detail": detail[:_MAX_SENT_DETAIL],
+            "fatal": op == "start" and reply.get("fatal") is True,
+        }
+    if op == "step":
+        output = checked_step_output(reply)
+        return {name: getattr(output, name) for name in StepOutput.__slots__}
+    if op == "start":
+        metadata, replayable = reply.get("metadata"), reply.get("replayable")
+        if not isinstance(metadata, dict) or not isinstance(replayable, bool):
+            raise ValueError("not an opening")
+        return {"messages": checked_messages(reply.get("messages")), "metadata": metadata, "replayable": replayable}
+    return {}
 
 
 def _shown(value: Any) -> Any:
@@ -352,7 +411,7 @@ class _EnvironmentServer:
         """The environments that were checked here; None if the driver has."""
 
     def answer(self, call: dict[str, Any]) -> bytes:
-        """Return the frame to send back. An exception of the environment, SystemExit included, becomes an error."""
+        """Return the reply as JSON. An exception of the environment, SystemExit included, becomes an error."""
         try:
             reply = getattr(self, call.pop("op"))(**call)
             if why := why_not_json(reply, _shown):
@@ -413,38 +472,58 @@ def _where(error: BaseException) -> str:
     return f"{str(error)[:MAX_DETAIL]}{place}"
 
 
-def _take_wire() -> tuple[BinaryIO, int]:
-    """Keep the wire for the server; environments that read or print use /dev/null and stderr instead."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)  # a killed process flushes nothing
-    return source, sink
+class _Wire:
+    """The worker's end of the wire. A process that the worker has forked ends instead of using it."""
 
+    def __init__(self) -> None:
+        """Take over stdin and stdout; environments that read or print use /dev/null and stderr instead."""
+        self._owner = os.getpid()
+        self._source, self._sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=True)  # a killed process flushes nothing
+        os.register_at_fork(after_in_child=self._disconnect)
 
-def _receive(source: BinaryIO) -> dict[str, Any] | None:
-    header = source.read(4)
-    if len(header) < 4:
-        return None
-    body = source.read(struct.unpack("!I", header)[0])
-    return json.loads(body)
+    def _disconnect(self) -> None:
+        """Replace the wire's descriptors by /dev/null, under the same numbers: the child may use freed numbers."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (self._source.fileno(), self._sink):
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
 
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next call and its number; None once the host has closed the wire."""
+        self._end_fork()
+        header = self._source.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return None
+        size, number = _HEADER.unpack(header)
+        return number, json.loads(self._source.read(size))
 
-def _send(sink: int, frame: bytes) -> None:
-    while frame:
-        frame = frame[os.write(sink, frame) :]
+    def send(self, number: int, body: bytes) -> None:
+        """Answer the call of this number."""
+        self._end_fork()
+        frame = _framed(number, body)
+        while frame:
+            frame = frame[os.write(self._sink, frame) :]
+
+    def _end_fork(self) -> None:
+        """End this process if it is not the worker: a fork in C calls no handler, and an environment may return."""
+        if os.getpid() != self._owner:
+            os._exit(1)
 
 
 def serve() -> None:
     """Run a worker process until the driver closes the wire. Arguments: the host's process id, and its `log` if any."""
     fork_supervised(int(sys.argv[1]), *sys.argv[2:])
-    source, sink = _take_wire()
-    hello = _receive(source)
-    if hello is None:
+    wire = _Wire()
+    first = wire.receive()
+    if first is None:
         return
+    number, hello = first
     if hello["pythonpath"] is None:
         del os.environ["PYTHONPATH"]
     else:
@@ -454,12 +533,14 @@ def serve() -> None:
             importlib.import_module(plugin)
         register_own(hello["own"])
     except BaseException as error:
-        _send(sink, pack({"error": type(error).__name__, "detail": f"{type(error).__name__}: {_where(error)}"}))
+        detail = f"{type(error).__name__}: {_where(error)}"
+        wire.send(number, pack({"error": type(error).__name__, "detail": detail}))
         return
-    _send(sink, pack({}))
+    wire.send(number, pack({}))
     server = _EnvironmentServer(hello["env_configs"], hello["checks"])
-    while (call := _receive(source)) is not None:
-        _send(sink, server.answer(call))
+    while (received := wire.receive()) is not None:
+        number, call = received
+        wire.send(number, server.answer(call))
     # skip interpreter shutdown, which an environment's threads or exit handlers could block
     os._exit(0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +19,16 @@ from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments.base import BAD_ROW, StepOutput
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.messages import visible
+from skyrl_train.metrics import NameLimit
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME = 64 * 2**20
 """Maximum bytes of one message; a larger observation fails its episode."""
+MAX_KINDS, MAX_KIND_LENGTH = 64, 100
+"""Kinds of failure that environments may introduce, and characters of one: each becomes the name of a metric."""
+OTHER_KIND = "other"
+"""The kind of failures beyond MAX_KINDS."""
 
 
 class Place(Protocol):
@@ -42,6 +46,7 @@ class WireCall:
 
     op: str
     frame: bytes
+    """JSON: see `pack`."""
     episode: HostedEpisode | None = None
     answer: asyncio.Future[dict[str, Any]] | None = None
     """None if nothing waits for the answer: hello, replays and close."""
@@ -97,6 +102,7 @@ class EnvironmentPool(ABC):
         self._next_number = 0
         self._fatal: Exception | None = None
         self._closing = False
+        self._kinds = NameLimit(MAX_KINDS, MAX_KIND_LENGTH)
 
     @abstractmethod
     async def __aenter__(self) -> EnvironmentPool:
@@ -177,17 +183,17 @@ class EnvironmentPool(ABC):
     def _answered(self, place: Place, call: WireCall, reply: dict[str, Any]) -> None:
         """An environment has answered to `start`, `step` or `close`."""
         error, episode = reply.get("error"), call.episode
-        if call.op == "close":
-            if error is not None:
-                self._warn_of_close(episode.env_class if episode else "", error, reply["detail"])
-        elif episode is not None:
-            if error is not None:
-                detail = reply["detail"]
-                episode.fail(ConfigError(detail) if reply.get("fatal") else EnvironmentFailure(error, detail))
-            elif call.answer is not None and episode._place is place:
-                episode._history.append(call.frame)
-                episode.replayable = reply.get("replayable", episode.replayable)
-            self._settle(call, reply)
+        if error is not None:
+            kind = error if self._kinds.admits(error) else OTHER_KIND
+            detail = reply["detail"] if kind == error else f"{error:.{MAX_KIND_LENGTH}}: {reply['detail']}"
+            if call.op == "close":
+                self._warn_of_close(episode.env_class if episode else "", kind, detail)
+            elif episode is not None:
+                episode.fail(ConfigError(detail) if reply.get("fatal") else EnvironmentFailure(kind, detail))
+        elif episode is not None and call.answer is not None and episode._place is place:
+            episode._history.append(call.frame)
+            episode.replayable = reply.get("replayable", episode.replayable)
+        self._settle(call, reply)
 
     def _warn_of_close(self, env_class: str, error: str, detail: str) -> None:
         """Once for each kind: all episodes of a run may end so."""
@@ -223,11 +229,11 @@ class EnvironmentPool(ABC):
 
 
 def pack(message: Mapping[str, Any], default: Callable[[Any], Any] = jsonable) -> bytes:
-    """A message as a frame: 4 bytes of length, then JSON in ASCII, so that lone surrogates pass unchanged.
+    """Return a message as JSON in ASCII, so that lone surrogates pass unchanged.
 
     Raises EnvironmentFailure "too_large" for more than MAX_FRAME, and as `json.dumps` does for what JSON cannot carry.
     """
     body = json.dumps(message, default=default).encode("ascii")
     if len(body) > MAX_FRAME:
         raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
-    return struct.pack("!I", len(body)) + body
+    return body

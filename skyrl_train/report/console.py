@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from skyrl_train.messages import visible
-from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class ConsoleTracker:
         if self._step is None:
             return
         folder = visible(str(self._folder))
-        rows = read_jsonl(self._folder / METRICS_FILE) if (self._folder / METRICS_FILE).exists() else []
+        rows = read_metrics(self._folder / METRICS_FILE)
         if not self._total:
             yield f"{self._name}: evaluated, in {folder}"
             return

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from skyrl_train.errors import DataError
-from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 
 _REWARD, _LOSS = "reward/mean", "sft/loss"
 _LABELS = {_REWARD: "training rollouts", _LOSS: "loss"}
@@ -22,7 +22,7 @@ def write_reward_curve(run_dir: Path, png: Path | None = None) -> Path:
 
     Raises DataError if the run has no reward to show.
     """
-    lines = read_jsonl(Path(run_dir) / METRICS_FILE)
+    lines = read_metrics(Path(run_dir) / METRICS_FILE)
     figure = _curve(lines, _rewards(lines), "mean reward")
     if figure is None:
         raise DataError(f"{Path(run_dir) / METRICS_FILE} holds no reward/mean and no eval reward: nothing to draw.")

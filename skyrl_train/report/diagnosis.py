@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.durable import write_durably
-from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
+from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.protocol import SampleRow
+from skyrl_train.report.safe_files import is_step, read_json_object
 
 DIAGNOSIS_FILE = "diagnosis.json"
 LOOKED_AT = 64
@@ -113,11 +114,11 @@ class Diagnosis:
         """Go on from what the run's earlier attempts have written."""
         self._history, self.findings = History(total_steps), []
         metrics, found = self._folder / METRICS_FILE, self._folder / DIAGNOSIS_FILE
-        if step and metrics.exists():
-            for row in read_jsonl(metrics):
+        if step:
+            for row in read_metrics(metrics):
                 if row["step"] <= step:
                     self._history.add(_numbers(row), int(row["step"]))
-        if step and found.exists():
+        if step:
             self.findings = list(_read(found, step))
         self._write()  # those of steps that are taken again are gone
 
@@ -179,11 +180,11 @@ def _numbers(row: Mapping[str, object]) -> Mapping[str, float]:
 def _read(file: Path, step: int) -> Iterator[Finding]:
     """The findings of earlier attempts, up to `step`; what cannot be read is left out."""
     try:
-        found = [Finding(**finding) for finding in json.loads(file.read_text(encoding="utf-8"))["findings"]]
-    except (ValueError, TypeError, KeyError, OSError):
+        found = [Finding(**finding) for finding in read_json_object(file).get("findings", [])]
+    except TypeError:
         return
     for finding in found:
-        if finding.since <= step:
+        if is_step(finding.since) and (finding.until is None or is_step(finding.until)) and finding.since <= step:
             if finding.until is not None and finding.until >= step:
                 finding.until = None  # it ended in steps that are taken again
             yield finding

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.report.protocol import SampleRow
+from skyrl_train.report.safe_files import MAX_LINES_BYTES, is_step, opened, read_bytes
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -94,12 +96,26 @@ class _LineFile:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's JSONL file; a crash can leave the last one cut off."""
+    """The complete lines of a run's own JSONL file; a crash can leave the last one cut off.
+
+    A line that is no JSON object with a step is left out. Raises OSError.
+    """
     return _parsed(Path(file).read_bytes())
 
 
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl: a step, and finite numbers by name; None for a value that is none.
+
+    A file that is not there has no lines. Raises OSError for one that cannot be read.
+    """
+    try:
+        return [_numbers(line) for line in _parsed(read_bytes(Path(file), MAX_LINES_BYTES))]
+    except FileNotFoundError:
+        return []
+
+
 class GrowingLines:
-    """Reads a JSONL file that a run may still be writing: every line once."""
+    """Reads a metrics.jsonl that a run may still be writing: every line once, as `read_metrics` does."""
 
     def __init__(self, file: Path):
         self._file = Path(file)
@@ -114,7 +130,7 @@ class GrowingLines:
         has no lines. Raises OSError for one that cannot be read.
         """
         try:
-            with self._file.open("rb") as handle:
+            with opened(self._file, MAX_LINES_BYTES) as handle:
                 status = os.fstat(handle.fileno())
                 replaced = status.st_ino != self._inode or status.st_size < self._read
                 self._inode, self._read = status.st_ino, 0 if replaced else self._read
@@ -124,7 +140,7 @@ class GrowingLines:
             replaced, whole, end = self._read > 0, b"", b""
             self._inode = self._read = 0
         self._read += len(whole) + len(end)
-        return replaced, _parsed(whole)
+        return replaced, [_numbers(line) for line in _parsed(whole)]
 
 
 def _parsed(content: bytes) -> list[dict[str, Any]]:
@@ -134,9 +150,18 @@ def _parsed(content: bytes) -> list[dict[str, Any]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        if isinstance(line, dict) and is_step(line.get("step")):
             lines.append(line)
     return lines
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if _is_number(value) else None for name, value in line.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """True for a finite number that a float can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _number(value: float) -> float | None:

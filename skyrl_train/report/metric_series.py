@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_METRICS = 10_000
+"""Columns of a run; later names are left out."""
+_MAX_VALUE = 1e100
+"""Larger numbers are shown as none: the range of a chart with both signs of the largest floats is not finite."""
+_MAX_TIME = 1e11
+"""Unix seconds."""
 _NO_METRICS = frozenset({"step", "time"})
 
 
 class MetricSeries:
-    """One column of 8 bytes a step for every metric; NaN where a step has none, or one that is not finite."""
+    """One column of 8 bytes a step for every metric; NaN where a step has none, or one that cannot be shown."""
 
     def __init__(self) -> None:
         self._steps, self._times = array("q"), array("d")
@@ -40,8 +46,9 @@ class MetricSeries:
                 column.pop()
         size = len(self._steps)
         self._steps.append(line["step"])
-        self._times.append(_number(line.get("time")))
-        for name in line.keys() - _NO_METRICS - self._columns.keys():
+        self._times.append(_number(line.get("time"), _MAX_TIME))
+        news = [name for name in line if name not in _NO_METRICS and name not in self._columns]
+        for name in news[: MAX_METRICS - len(self._columns)]:
             self._columns[name] = array("d", [np.nan]) * size
         for name, column in self._columns.items():
             column.append(_number(line.get(name)))
@@ -56,7 +63,7 @@ class MetricSeries:
         """
         columns = {name: np.array(column) for name, column in self._columns.items()}
         for name, values in (more or {}).items():
-            columns.setdefault(name, np.array([values.get(step, np.nan) for step in self._steps], float))
+            columns.setdefault(name, np.array([_number(values.get(step)) for step in self._steps], float))
         size = len(self._steps)
         width = max(1, -(-size // max(1, most)))
         first = np.arange(0, size, width)
@@ -91,5 +98,6 @@ def _place(name: str) -> tuple[str, ...]:
     return tuple(name.split("/"))
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+def _number(value: Any, most: float = _MAX_VALUE) -> float:
+    """The number, or NaN for what is none of at most this size."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= most else float("nan")

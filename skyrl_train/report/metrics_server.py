@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import socket
-import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
-from typing import Any
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 
-from skyrl_train.listening import API_KEY, Listener, has_token, is_loopback, url_of
+from aiohttp import hdrs, web
+
+from skyrl_train.http_server import HttpServer, is_loopback_name, send
+from skyrl_train.listening import API_KEY, Listener, has_token, is_loopback
 
 METRICS = Listener("/metrics of the run", "trainer.metrics_host", "trainer.metrics_port")
 PATH = "/metrics"
-PATIENCE_S = 5.0
-"""What a client has for its question and for taking the answer; others wait meanwhile."""
-_POLL_S = 0.1
+MAX_CONNECTIONS = 64
+"""At the same time: few scrape a run, which needs its descriptors itself."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,82 +31,75 @@ def check_metrics_address(host: str, port: int | None) -> None:
 class MetricsServer:
     """Answers with `text()`, made anew each time. Port 0: any free one.
 
+    On loopback everybody on this machine gets it, but not the pages of other sites: the request must name this machine.
     At an address that other machines reach, only those who send the token of SKYRL_API_KEY get it. Raises ConfigError
     as `check_metrics_address` does.
     """
 
     def __init__(self, host: str, port: int, text: Callable[[], bytes], content_type: str):
-        token = _token_for(host)
-        try:
-            self._server = _Server(host, port, token, text, content_type)
-        except OSError as error:
-            raise METRICS.cannot_listen(host, port, error) from error
-        self.url = url_of(self._server.socket) + PATH
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_S,), name="metrics server", daemon=True
-        )
+        self._token = _token_for(host)
+        self._text, self._content_type = text, content_type
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get(PATH, self._metrics)
+        self._server = HttpServer(app, drain_s=0.0, most=MAX_CONNECTIONS)
+        opened: Future[asyncio.AbstractEventLoop] = Future()
+        self._ends = asyncio.Event()
+        serve = self._serve(host, port, opened)
+        self._thread = threading.Thread(target=asyncio.run, args=(serve,), name="metrics server", daemon=True)
         self._thread.start()
+        try:
+            self._loop = opened.result()
+        except OSError as error:
+            self._thread.join()
+            raise METRICS.cannot_listen(host, port, error) from error
+        self.url = self._server.url + PATH
 
     def close(self) -> None:
-        """The port is free afterwards; takes at most PATIENCE_S, if a client is slow."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        """End all connections; the port is free afterwards. Closing twice is harmless."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ends.set)
+            self._thread.join()
 
-
-class _Server(TCPServer):
-    """One client at a time. Not an HTTPServer: that looks up the host's name, which can take long."""
-
-    allow_reuse_address = True
-
-    def __init__(self, host: str, port: int, token: str | None, text: Callable[[], bytes], content_type: str):
-        self.token, self.text, self.content_type = token, text, content_type
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
-        super().__init__(address, _Handler)  # type: ignore[arg-type]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that go away are no news; otherwise the log says what is wrong, instead of the terminal."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            _log.info("%s could not be answered", PATH, exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        limit = threading.Timer(PATIENCE_S, _end, [self.connection])
-        limit.start()
+    async def _serve(self, host: str, port: int, opened: Future[asyncio.AbstractEventLoop]) -> None:
         try:
-            super().handle()
-        finally:
-            limit.cancel()
+            await self._server.listen(host, port)
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(asyncio.get_running_loop())
+        await self._ends.wait()
+        await self._server.close()
 
-    def do_GET(self) -> None:
-        server = self.server
-        if server.token is not None and not has_token(self.headers.get("Authorization", ""), server.token):
-            self._send(401, f"Send the header 'Authorization: Bearer <token>' with the token of {API_KEY}.\n".encode())
-        elif self.path.partition("?")[0] != PATH:
-            self._send(404, f"There is {PATH}.\n".encode())
-        else:
-            self._send(200, server.text(), server.content_type)
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            response = self._refusal(request) or await handler(request)
+        except web.HTTPException as error:
+            response = _answer(error.status, f"{error.reason}: there is GET {PATH}.")
+        except Exception:
+            _log.info("%s could not be answered", PATH, exc_info=True)
+            response = _answer(500, "The numbers could not be read; the run's log says why.")
+        await send(request, response)
+        return response
 
-    def _send(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        if self._token is None:
+            if is_loopback_name(request.headers.get(hdrs.HOST, "")):
+                return None
+            return _answer(403, "Ask at 127.0.0.1 or localhost: other names may be another site's.")
+        if has_token(request.headers.get(hdrs.AUTHORIZATION, ""), self._token):
+            return None
+        return _answer(401, f"Send the header 'Authorization: Bearer <token>' with the token of {API_KEY}.")
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a scrape every few seconds is no news."""
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._text(), headers={hdrs.CONTENT_TYPE: self._content_type})
 
 
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):  # it may have ended by itself
-        connection.shutdown(socket.SHUT_RDWR)
+def _answer(status: int, text: str) -> web.Response:
+    headers = {hdrs.WWW_AUTHENTICATE: "Bearer"} if status == 401 else {}
+    return web.Response(status=status, text=f"{text}\n", content_type="text/plain", headers=headers)
 
 
 def _token_for(host: str) -> str | None:

@@ -11,16 +11,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import visible
 from skyrl_train.report.plain_json import plain
-from skyrl_train.report.rollout_files import step_file
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 
@@ -36,7 +37,9 @@ _BYTES_A_TOKEN = 4
 _BYTES_A_SHOWN_TOKEN = 25
 """The least that its columns take."""
 _CUT_CHARACTERS = 4000
+_NO_CURVES: dict[str, Any] = {"steps": [], "times": [], "steps_per_point": 1, "columns": {}, "described": {}}
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ class Report:
 def make_report(folders: Sequence[Path], page: Callable[[Any], str], most_bytes: int = MOST_BYTES) -> Report:
     """A report of the runs in these folders; `page`: what makes HTML of its data (page_files.page).
 
-    Rollouts of files that cannot be read are left out. Raises ConfigError for a folder that is no run's and for curves
-    that have more than `most_bytes` even with one point each, and OSError for other files that cannot be read.
+    What cannot be read of a run is left out with a warning, and costs nothing else of it, nor of other runs. Raises
+    ConfigError for a folder that is no run's, and for curves that have more than `most_bytes` even with one point each.
     """
     runs = open_runs(folders)
     with ExitStack() as stack:
         views = [stack.enter_context(closing(RolloutViews(run.folder))) for run in runs]
-        for view in views:
-            view.index.refresh()
+        for run, view in zip(runs, views, strict=True):
+            _guarded(run, "rollouts", view.index.refresh, None)
         return _make_report(runs, views, page, most_bytes)
 
 
@@ -66,13 +69,16 @@ def _make_report(
     runs: Sequence[RunFiles], views: Sequence[RolloutViews], page: Callable[[Any], str], most_bytes: int
 ) -> Report:
     left = most_bytes - len(page({}).encode())
-    head = {"runs": overview(runs), "diagnosis": {str(n): run.diagnosis() for n, run in enumerate(runs)}}
+    nothing: list[dict[str, Any]] = []
+    diagnosis = {str(number): _guarded(run, "diagnosis", run.diagnosis, nothing) for number, run in enumerate(runs)}
+    head = {"runs": overview(runs), "diagnosis": diagnosis}
     left -= _size(head)
     metrics = _metrics(runs, views, left)
     left -= _size(metrics)
     rollouts: dict[str, list[Any]] = {}
     for number, (run, view) in enumerate(zip(runs, views, strict=True)):
-        rollouts[str(number)], size = _sample(view, run, left // (len(runs) - number))
+        sample = partial(_sample, view, run, left // (len(runs) - number))
+        rollouts[str(number)], size = _guarded(run, "rollouts", sample, ([], 0))
         left -= size
     html = page(plain({**head, "metrics": metrics, "rollouts": rollouts}))
     if (size := len(html.encode())) > most_bytes:
@@ -87,14 +93,23 @@ def _metrics(runs: Sequence[RunFiles], views: Sequence[RolloutViews], most_bytes
     """Curves of as many points as leave room for rollouts; if they would be few, of as many as fit, at least one."""
     points = _MOST_POINTS
     while True:
-        found = {
-            str(number): run.metrics(points, _DIGITS, view.index.quantiles)
-            for number, (run, view) in enumerate(zip(runs, views, strict=True))
-        }
+        found = {}
+        for number, (run, view) in enumerate(zip(runs, views, strict=True)):
+            curves = partial(run.metrics, points, _DIGITS, view.index.quantiles)
+            found[str(number)] = _guarded(run, "metrics", curves, _NO_CURVES)
         share = _FOR_METRICS if points > _LEAST_POINTS else _FOR_SHORT_METRICS
         if points == 1 or _size(found) <= most_bytes * share:
             return found
         points //= 2
+
+
+def _guarded(run: RunFiles, what: str, make: Callable[[], T], otherwise: T) -> T:
+    """Return what `make` returns, or `otherwise` with a warning if the run's files make it raise."""
+    try:
+        return make()
+    except Exception as error:
+        _log.warning("%s: %s are left out: %s", visible(str(run.folder)), what, visible(str(error)))
+        return otherwise
 
 
 # -- rollouts ----------------------------------------------------------------------------------------------------------
@@ -114,13 +129,21 @@ def _sample(views: RolloutViews, run: RunFiles, most_bytes: int) -> tuple[list[A
     left = most_bytes
     for group in chosen:
         most = left * _FOR_A_GROUP if found else left
-        for form in _forms(views, rows.get((group["step"], group["group"]), []), most):
-            size = sum(_size(one) + 1 for one in form)
-            if size <= most:
-                found += form
-                left -= size
-                break
+        of_group = rows.get((group["step"], group["group"]), [])
+        nothing: tuple[list[Any], int] = [], 0
+        form, size = _guarded(run, "a group of rollouts", partial(_fitting, views, of_group, most), nothing)
+        found += form
+        left -= size
     return found, most_bytes - left
+
+
+def _fitting(views: RolloutViews, rows: Sequence[dict[str, Any]], most_bytes: float) -> tuple[list[Any], int]:
+    """The largest form of a group that has at most so many bytes, and its size; nothing if there is none."""
+    for form in _forms(views, rows, most_bytes):
+        size = sum(_size(one) + 1 for one in form)
+        if size <= most_bytes:
+            return form, size
+    return [], 0
 
 
 def _worth_seeing(index: pa.Table) -> Iterator[dict[str, Any]]:
@@ -195,8 +218,8 @@ def _rows_of(
     groups = [group["group"] for group in chosen if group["step"] == step]
     try:
         rows = run.rollouts.table([step], filter=pc.field("group").isin(groups)).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        _log.warning("%s cannot be read and is left out: %s", step_file(run.folder, step), error)
+    except OSError as error:
+        _log.warning("Step %d is left out: %s", step, error)
         return
     for group in groups:
         yield (step, group), [row for row in rows if row["group"] == group]

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_train.data.json_values import why_not_json
+
 
 def to_json(value: Any) -> str:
     """JSON that every browser reads: numbers that are not finite are null, lone surrogates U+FFFD."""
@@ -19,12 +21,13 @@ def plain(value: Any) -> Any:
     return json.loads(to_json(value))
 
 
-def from_json(text: str | None, otherwise: Any) -> Any:
-    """What a column of JSON holds; `otherwise` if that is not JSON."""
+def from_json(text: str | bytes | None, otherwise: Any) -> Any:
+    """What a column or a file of JSON holds; `otherwise` if that is not JSON, or nested too deeply to be shown."""
     try:
-        return otherwise if text is None else json.loads(text)
+        found = None if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return otherwise
+    return otherwise if text is None or why_not_json(found) else found
 
 
 def _finite(value: Any) -> Any:

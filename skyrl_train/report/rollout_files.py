@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 
 from skyrl_train.durable import sync_folder
 from skyrl_train.report.rollout_packing import DERIVED, packed, stored_columns, unpacked, write_options
+from skyrl_train.report.safe_files import MAX_STEP, opened
 
 FOLDER = "rollouts"
-_STEP_FILE = re.compile(r"step_(\d{8,})\.parquet")
+_STEP_FILE = re.compile(r"step_([0-9]{8,10})\.parquet")
 
 _SPAN = [("start", pa.int32()), ("stop", pa.int32())]
 _TURN = [
@@ -122,7 +123,7 @@ class RolloutFiles:
         """The steps of which there are rollouts, in order."""
         folder = self._run / FOLDER
         names = (_STEP_FILE.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()))
-        return sorted(int(match[1]) for match in names if match)
+        return sorted(step for match in names if match and (step := int(match[1])) <= MAX_STEP)
 
     def table(
         self,
@@ -140,7 +141,7 @@ class RolloutFiles:
 
         Raises:
             ValueError: for a column that there is not.
-            OSError, pa.ArrowInvalid: for a file that cannot be read.
+            OSError: for a file that cannot be read: it is truncated, has text that is not UTF-8, or is no file at all.
         """
         names = COLUMNS.names if columns is None else list(columns)
         if unknown := [name for name in names if name not in COLUMNS.names]:
@@ -156,29 +157,37 @@ class RolloutFiles:
         """
         wanted = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
         try:
-            with pq.ParquetFile(step_file(self._run, step)) as opened:
-                return opened.read(wanted.names).select(wanted.names).cast(wanted)
+            with opened(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
+                return _checked(parquet.read(wanted.names)).select(wanted.names).cast(wanted)
         except FileNotFoundError:
             return wanted.empty_table()
 
     def vocabulary(self) -> dict[int, str]:
-        """What each token id reads as by itself; empty if the run has not written it."""
+        """What each token id reads as by itself; empty if the run has not written it. Raises OSError."""
         try:
-            found = pq.read_table(vocabulary_file(self._run))
+            with opened(vocabulary_file(self._run)) as file:
+                found = _checked(pq.read_table(file, columns=["id", "text"])).drop_null()
+                texts = found["text"].cast(pa.string()).to_pylist()
+                return dict(zip(found["id"].cast(pa.int32()).to_pylist(), texts, strict=True))
         except FileNotFoundError:
             return {}
-        return dict(zip(found["id"].to_pylist(), found["text"].to_pylist(), strict=True))
 
     def _of_step(self, step: int, wanted: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
-        file = step_file(self._run, step)
         try:
-            with pq.ParquetFile(file) as opened:
-                stored = stored_columns(wanted.names, opened.schema_arrow)
+            with opened(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
+                stored = stored_columns(wanted.names, parquet.schema_arrow)
                 if filter is None:  # a run may have thousands of files
-                    return unpacked(opened.read(stored), wanted)
-            return unpacked(pq.read_table(file, columns=stored, filters=filter), wanted)
+                    return unpacked(_checked(parquet.read(stored)), wanted)
+                file.seek(0)
+                return unpacked(_checked(pq.read_table(file, columns=stored, filters=filter)), wanted)
         except FileNotFoundError:
             return None
+
+
+def _checked(table: pa.Table) -> pa.Table:
+    """Return what was read. Raises ArrowInvalid for offsets out of range and for text that is not UTF-8."""
+    table.validate(full=True)
+    return table
 
 
 def _complete(table: pa.Table) -> pa.Table:

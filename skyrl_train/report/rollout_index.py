@@ -40,7 +40,6 @@ _NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "conten
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
 READ_AHEAD_BYTES = 256 << 20
 _SEARCHES_KEPT = 16
-_UNREADABLE = (OSError, pa.ArrowException)
 _BLOCK_BYTES = 8 << 20
 _BYTES_A_TOKEN = 5
 """About what a token's text takes."""
@@ -153,17 +152,22 @@ class RolloutIndex:
     def _read(self, step: int) -> pa.Table | None:
         """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
         try:
-            return self._files.table([step], _READ)
-        except _UNREADABLE as error:
-            _log.warning("%s cannot be read and is left out: %s", step_file(self._run, step), error)
+            found = self._files.table([step], _READ)
+        except OSError as error:
+            _log.warning("Step %d is left out: %s", step, error)
             return None
+        if found["group"].null_count or found["sample"].null_count:
+            _log.warning("Step %d is left out: its rollouts have no group or no sample.", step)
+            return None
+        place = found.schema.get_field_index("step")  # the file's name says it: others go by that
+        return found.set_column(place, "step", pa.array(np.full(len(found), step, np.int32)))
 
     def _conversations(self, step: int) -> pa.Table:
         """Without rows where the file cannot be read."""
         try:
             return self._files.conversations(step)
-        except _UNREADABLE as error:
-            _log.warning("%s cannot be searched: %s", step_file(self._run, step), error)
+        except OSError as error:
+            _log.warning("Step %d is not searched: %s", step, error)
             return pa.table({name: pa.array([], pa.string()) for name in ("text", "messages")})
 
     def _quantiles(self) -> dict[str, dict[int, float]]:
@@ -263,7 +267,7 @@ def _sampled_tokens(turns: pa.ChunkedArray) -> pa.ChunkedArray:
     rows, spans = pc.list_parent_indices(turns), pc.list_flatten(turns)
     read = pc.fill_null(pc.struct_field(spans, "observation_tokens"), 0)  # files of earlier versions lack it
     lengths = pc.subtract(pc.subtract(pc.struct_field(spans, "stop"), pc.struct_field(spans, "start")), read)
-    np.add.at(counts, rows.to_numpy(), lengths.to_numpy())
+    np.add.at(counts, rows.to_numpy(), pc.fill_null(lengths, 0).to_numpy())
     return pa.chunked_array([counts])
 
 
@@ -328,6 +332,6 @@ def _said(value: Any) -> Iterator[str]:
 def _stamp(file: Path) -> _Stamp | None:
     try:
         status = file.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

@@ -39,6 +39,8 @@ _REPEATED = ("uid", "data_source", "env_class", "status", "error", "stop_reason"
 _PAGE_BYTES = 8 << 20
 """Of a page, beyond which the compressor forgets: a group's prompts are in one."""
 _DICTIONARY_BYTES = 64 << 20
+_MAX_RESPONSE = 1 << 24
+"""Tokens of a response; more is damage, and would take the memory of the reader."""
 
 
 def stored_columns(names: Sequence[str], schema: pa.Schema) -> list[str]:
@@ -175,6 +177,8 @@ def _unpacked_messages(stored: str | None, text: str | None) -> str | None:
 def _masks(table: pa.Table) -> pa.Array:
     """[rows][L] whether a token is in a span of the loss."""
     lengths = table["response_tokens"].to_numpy()
+    if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= _MAX_RESPONSE:
+        raise ValueError(f"response_tokens is not from 0 to {_MAX_RESPONSE} everywhere")
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     spans = _one(table["loss_spans"])
     flat = spans.flatten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pyarrow.compute as pc
 
 from skyrl_train.errors import DataError
 from skyrl_train.report.plain_json import from_json
-from skyrl_train.report.rollout_files import RolloutFiles, vocabulary_file
+from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.report.rollout_index import PREVIEW, RolloutIndex
 from skyrl_train.report.rollout_query import Query
 
+_log = logging.getLogger(__name__)
 _ROW = ("step", "uid", "group", "sample", "source", "reward", "status", "stop_reason", "tokens", "turns")
 _SCALARS = (
     "step", "uid", "group", "sample", "env_class", "raw_reward", "status", "error", "detail", "stop_reason",
@@ -36,8 +38,7 @@ class RolloutViews:
     def __init__(self, run: Path):
         self.index = RolloutIndex(run)
         self._files = RolloutFiles(run)
-        self._vocabulary_file = vocabulary_file(run)
-        self._vocabulary: dict[int, str] = {}
+        self._vocabulary: dict[int, str] | None = None
 
     def close(self) -> None:
         self.index.close()
@@ -71,17 +72,26 @@ class RolloutViews:
         return self.whole(found.slice(0, 1).to_pylist()[0])
 
     def whole(self, row: Mapping[str, Any], tokens: bool = True) -> dict[str, Any]:
-        """All of a rollout, given a row of RolloutFiles.table."""
+        """All of a rollout, given a row of RolloutFiles.table. Raises DataError if its columns do not fit together."""
+        try:
+            return self._whole(row, tokens)
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            where = f"step {row['step']}, sample {row['sample']} of the prompt {str(row['uid'])[:40]!r}"
+            raise DataError(f"{where}: this rollout is damaged and cannot be shown: {error}") from error
+
+    def _whole(self, row: Mapping[str, Any], tokens: bool) -> dict[str, Any]:
         return {
             **{name: row[name] for name in _SCALARS},
             "source": row["data_source"],
             "reward": row["reward"] if row["status"] == "ok" else None,
             "preview": (row["text"] or "")[:PREVIEW],
-            "messages": from_json(row["messages"], []),
+            "messages": _messages(from_json(row["messages"], [])),
             "text": row["text"] or "",
-            "turns": [{**turn, "tool_calls": from_json(turn["tool_calls"], [])} for turn in row["turns"] or []],
-            "env_metrics": from_json(row["env_metrics"], {}),
-            "env_extras": from_json(row["env_extras"], {}),
+            "turns": [
+                {**turn, "tool_calls": _messages(from_json(turn["tool_calls"], []))} for turn in row["turns"] or []
+            ],
+            "env_metrics": _mapping(from_json(row["env_metrics"], {})),
+            "env_extras": _mapping(from_json(row["env_extras"], {})),
             "tokens": self._tokens(row) if tokens else None,
         }
 
@@ -112,9 +122,13 @@ class RolloutViews:
         }
 
     def _texts(self) -> dict[int, str]:
-        if not self._vocabulary and self._vocabulary_file.exists():
-            self._vocabulary = self._files.vocabulary()
-        return self._vocabulary
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = self._files.vocabulary() or None  # a run writes it after its first step
+            except OSError as error:
+                _log.warning("Tokens are shown by their ids: %s", error)
+                self._vocabulary = {}
+        return self._vocabulary or {}
 
 
 def _is(step: int, uid: str, group: int | None) -> pc.Expression:
@@ -127,11 +141,20 @@ def _shortest(values: Sequence[float] | None) -> list[float | None]:
     return [float(str(one)) for one in np.asarray(values or [], np.float32)]
 
 
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Those of a list, whatever a file holds in its place."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _opening(messages: Any) -> list[Any]:
     """The messages before the first answer."""
     opening = []
-    for message in messages if isinstance(messages, list) else []:
-        if not isinstance(message, dict) or message.get("role") == "assistant":
+    for message in _messages(messages):
+        if message.get("role") == "assistant":
             break
         opening.append(message)
     return opening

@@ -6,6 +6,7 @@ Nothing here writes, and nothing takes the lock of a run's folder, even for a mo
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import visible
 from skyrl_train.report.diagnosis import DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, async_rules, findings_of, gradient_rule
-from skyrl_train.report.jsonl import METRICS_FILE, GrowingLines, read_jsonl
+from skyrl_train.report.jsonl import METRICS_FILE, GrowingLines, read_metrics
 from skyrl_train.report.metric_series import MetricSeries
 from skyrl_train.report.metric_table import metric_of
 from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.safe_files import MAX_YAML_BYTES, is_step, read_bytes, read_json_object, yaml_object
 
 RUNNING, FINISHED, FAILED, UNKNOWN = "running", "finished", "failed", "unknown"
 HOLDS, HELD = "warning", "past"
@@ -32,6 +34,10 @@ _FOLDERS = ("trainer.ckpt_path", "trainer.export_path")
 """They differ between any two runs."""
 _FRESH_S = 180.0
 """A run whose process cannot be asked goes on as long as its metrics are no older, or than three of its steps take."""
+_MAX_LOCK_BYTES = 4096
+_MAX_TEXT = 1000
+"""Characters of a name."""
+_log = logging.getLogger(__name__)
 
 
 class RunFiles:
@@ -50,21 +56,21 @@ class RunFiles:
         self.rollouts = RolloutFiles(self.folder)
         self._lines = GrowingLines(self.folder / METRICS_FILE)
         self._series = MetricSeries()
-        self._config: tuple[str, dict[str, Any]] = "", {}
+        self._config: tuple[bytes, dict[str, Any]] = b"", {}
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration that the run saved; empty if it is not there."""
-        with suppress(OSError, TypeError, ValueError, RecursionError, yaml.YAMLError):
-            text = (self.folder / _CONFIG_FILE).read_text(encoding="utf-8")
-            if text != self._config[0]:
-                self._config = text, {}
-                found = json.loads(json.dumps(yaml.safe_load(text), default=str))  # refuses what contains itself
-                if isinstance(found, dict):
-                    found.pop("defaults", None)
-                    self._config = text, found
-            return self._config[1]
-        return {}
+        try:
+            content = read_bytes(self.folder / _CONFIG_FILE, MAX_YAML_BYTES)
+            if content != self._config[0]:
+                self._config = content, {}  # what cannot be read is not read again
+                found = yaml_object(content)
+                found.pop("defaults", None)
+                self._config = content, found
+        except (OSError, ValueError):
+            return {}
+        return self._config[1]
 
     def series(self) -> MetricSeries:
         """The numbers of all steps so far. Raises OSError if they cannot be read."""
@@ -84,12 +90,12 @@ class RunFiles:
 
     def summary(self) -> dict[str, Any]:
         """Name, project, folder, how far the run is, and how it is."""
-        identity, trainer = self._read_json(_IDENTITY_FILE), _mapping(self.config.get("trainer"))
+        identity, trainer = read_json_object(self.folder / _IDENTITY_FILE), _mapping(self.config.get("trainer"))
         series, total = self.series(), self.total_steps()
         return {
-            "name": str(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
+            "name": _text(identity.get("run_name") or trainer.get("run_name") or self.folder.name),
             "folder": str(self.folder),
-            "project": str(identity.get("project_name") or trainer.get("project_name") or ""),
+            "project": _text(identity.get("project_name") or trainer.get("project_name") or ""),
             "step": series.last_step,
             "total_steps": total,
             "state": self._state(series.last_step, total),
@@ -98,18 +104,18 @@ class RunFiles:
 
     def total_steps(self) -> int | None:
         """That the run is to have; None if it does not say."""
-        for known in (self._read_json(DIAGNOSIS_FILE), _mapping(self.config.get("trainer"))):
+        for known in (read_json_object(self.folder / DIAGNOSIS_FILE), _mapping(self.config.get("trainer"))):
             for name in ("total_steps", "max_steps"):
-                if isinstance(total := known.get(name), int) and total > 0:
+                if is_step(total := known.get(name)) and total > 0:
                     return total
         return None
 
     def diagnosis(self) -> list[dict[str, Any]]:
         """What the run's diagnosis found, the latest first; that of a run which has written none is made now."""
-        kept = self._read_json(DIAGNOSIS_FILE).get("findings")
+        kept = read_json_object(self.folder / DIAGNOSIS_FILE).get("findings")
         if not isinstance(kept, list):
             kept = [vars(finding) for finding in self._findings()]
-        found = [_shown(one) for one in kept if isinstance(one, dict) and isinstance(one.get("since"), int)]
+        found = [_shown(one) for one in kept if isinstance(one, dict) and is_step(one.get("since"))]
         return sorted(found, key=lambda one: (one["level"] != HOLDS, -one["step"]))
 
     def _findings(self) -> list[Any]:
@@ -120,9 +126,8 @@ class RunFiles:
         ahead = _mapping(trainer.get("fully_async"))
         if ahead.get("enabled"):
             bound = ahead.get("max_staleness_steps")
-            rules += async_rules(bound if isinstance(bound, int) and bound >= 0 else 1)
-        file = self.folder / METRICS_FILE
-        return findings_of(read_jsonl(file) if file.exists() else [], rules, self.total_steps() or 0)
+            rules += async_rules(bound if is_step(bound) else 1)
+        return findings_of(read_metrics(self.folder / METRICS_FILE), rules, self.total_steps() or 0)
 
     def _state(self, step: int, total: int | None) -> str:
         alive = self._process_lives()
@@ -136,8 +141,9 @@ class RunFiles:
 
     def _process_lives(self) -> bool | None:
         """Whether the process that has locked the folder still does; None if it cannot be asked."""
-        with suppress(OSError, ValueError):
-            _, pid, _, host = (self.folder / _LOCK_FILE).read_text().split()  # process 123 on host
+        with suppress(OSError, ValueError, OverflowError):
+            content = read_bytes(self.folder / _LOCK_FILE, _MAX_LOCK_BYTES).decode()
+            _, pid, _, host = content.split()  # process 123 on host
             return _has_open(int(pid), self.folder / _LOCK_FILE) if host == socket.gethostname() else None
         return None
 
@@ -146,13 +152,6 @@ class RunFiles:
         with suppress(OSError):
             return time.time() - (self.folder / METRICS_FILE).stat().st_mtime
         return float("inf")
-
-    def _read_json(self, name: str) -> dict[str, Any]:
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads((self.folder / name).read_text(encoding="utf-8"))
-            if isinstance(found, dict):
-                return found
-        return {}
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFiles]:
@@ -183,7 +182,8 @@ def _summary(run: RunFiles) -> dict[str, Any]:
     """A run whose files cannot be read, at least now, hides no others."""
     try:
         return run.summary()
-    except OSError:
+    except Exception as error:
+        _log.warning("%s cannot be summarised: %s", visible(str(run.folder)), visible(str(error)))
         nothing = {"project": "", "step": 0, "total_steps": None, "state": UNKNOWN, "has_rollouts": False}
         return {"name": run.folder.name, "folder": str(run.folder), **nothing}
 
@@ -203,6 +203,10 @@ def described(name: str) -> str:
         percent = name.removeprefix("reward/p")
         return f"{percent} % of the step's rollouts that are kept had no higher reward" if percent.isdecimal() else ""
     return f"{metric.what} ({metric.unit})" + (f"; good: {metric.good}" if metric.good else "")
+
+
+def _text(value: Any) -> str:
+    return str(value)[:_MAX_TEXT]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -229,7 +233,7 @@ def _told_apart(folder: str, others: Sequence[str]) -> str:
 
 
 def _shown(finding: Mapping[str, Any]) -> dict[str, Any]:
-    until = finding.get("until")
+    until = finding.get("until") if is_step(finding.get("until")) else None
     text = f"{finding.get('evidence', '')}. {finding.get('advice', '')}".strip()
     return {
         "step": finding["since"],

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
+import os
 import re
 import secrets
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.listening import has_token, url_of
+from skyrl_train.http_server import HttpServer, is_loopback_name, send
+from skyrl_train.listening import has_token
+from skyrl_train.messages import visible
 from skyrl_train.report.plain_json import to_json
 from skyrl_train.report.rollout_query import Query, whole_number
 from skyrl_train.report.rollout_views import RolloutViews
@@ -90,13 +90,12 @@ class WatchServer:
         assert policy is not None, "the page has no policy of its own"
         self._policy = f"{policy[1]}; {_NO_FRAMES}"
         self.token = secrets.token_urlsafe(32)
-        self._runner: web.AppRunner | None = None
-        self._socket: socket.socket | None = None
+        self._server: HttpServer | None = None
 
     @property
     def url(self) -> str:
-        assert self._socket is not None
-        return url_of(self._socket)
+        assert self._server is not None
+        return self._server.url
 
     @property
     def address(self) -> str:
@@ -107,27 +106,27 @@ class WatchServer:
     async def __aenter__(self) -> WatchServer:
         if not 0 <= self._port < 2**16:
             raise ConfigError(f"--port {self._port}: must be from 1 to {2**16 - 1}, or 0 for any that is free.")
-        try:
-            self._socket = socket.create_server((_HOST, self._port))
-        except OSError as error:
-            raise ConfigError(
-                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {error.strerror or error}. "
-                "Choose another, or 0 for any that is free."
-            ) from error
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._index)
         for name, answer in self._answers().items():
             app.router.add_get(f"/api/{name}", self._handler(answer))
-        self._runner = web.AppRunner(app, access_log=None, logger=_log, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._socket).start()
+        server = HttpServer(app, drain_s=1.0)
+        try:
+            await server.listen(_HOST, self._port)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else error
+            raise ConfigError(
+                f"--port {self._port}: cannot listen at {_HOST}:{self._port}: {why}. Choose another, or 0 for any that "
+                "is free."
+            ) from error
+        self._server = server
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._runner is not None
-        await self._runner.cleanup()
+        assert self._server is not None
+        await self._server.close()
         for run in self._runs:
             await run.close()
 
@@ -135,24 +134,28 @@ class WatchServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await self._answer(request, handler)
+        response.headers.update({hdrs.CONTENT_SECURITY_POLICY: _NO_PAGE, **_HEADERS, **response.headers})
+        await send(request, response)
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            response = self._refusal(request) or await handler(request)
+            return self._refusal(request) or await handler(request)
         except web.HTTPException as error:
-            response = _text(error.status, f"{error.reason}: there are / and /api/..., which are only read.")
-        except DataError as error:
-            response = _text(400, str(error))
+            return _text(error.status, f"{error.reason}: there are / and /api/..., which are only read.")
+        except (DataError, OSError) as error:  # OSError: a file of the run cannot be read
+            return _text(400, visible(str(error)))
         except Exception:
             _log.exception("%s failed", request.path)
-            response = _text(500, "The answer could not be made; the terminal of skyrl-train watch says why.")
-        response.headers.update({hdrs.CONTENT_SECURITY_POLICY: _NO_PAGE, **_HEADERS, **response.headers})
-        return response
+            return _text(500, "The answer could not be made; the terminal of skyrl-train watch says why.")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """For pages of other sites, whatever name of theirs leads here, and for whoever has no token.
 
         The page itself has nothing of the runs: everybody on this machine gets it, and links from elsewhere lead to it.
         """
-        if not _is_loopback_name(request.headers.get(hdrs.HOST, "")):
+        if not is_loopback_name(request.headers.get(hdrs.HOST, "")):
             return _text(403, "Ask at 127.0.0.1 or localhost: other names may be another site's.")
         asked_by = request.headers.get("Sec-Fetch-Site", "none")
         is_link = request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
@@ -253,12 +256,3 @@ def _optional(asked: Mapping[str, str], name: str) -> int | None:
 def _text(status: int, text: str) -> web.Response:
     headers = {hdrs.WWW_AUTHENTICATE: "Bearer"} if status == 401 else {}
     return web.Response(status=status, text=f"{text}\n", content_type="text/plain", headers=headers)
-
-
-def _is_loopback_name(host: str) -> bool:
-    """Whether a header Host names this machine itself, at any port: a tunnel may begin at another one."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -40,6 +40,8 @@ from skyrl_train.errors import (
     EnvironmentFailure,
     UnsupportedParameter,
 )
+from skyrl_train.messages import visible
+from skyrl_train.metrics import NameLimit
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.rollouts.rate_limit import RateLimiter
 from skyrl_train.rollouts.tokenizing import tokenizing_of
@@ -50,6 +52,8 @@ CUT = "deadline"
 _LEAST_S = 1e-3
 _OPENED_PER_TURN = 32
 """Episodes that begin in one turn of the event loop."""
+MAX_METRICS, MAX_METRIC_LENGTH = 256, 128
+"""Names of numbers that environments may report in one run, and characters of a name."""
 log = logging.getLogger(__name__)
 
 
@@ -130,6 +134,8 @@ class ConversationGenerator:
         self._settings = settings
         self._limiter = limiter or RateLimiter()
         self._opens = PerTurn(max(1, _OPENED_PER_TURN // settings.num_samples))
+        self._metric_names = NameLimit(MAX_METRICS, MAX_METRIC_LENGTH)
+        self._refused_metric = False
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         """Make the group of `prompt`; its `position` in the run's order makes seeds differ between epochs.
@@ -242,9 +248,26 @@ class ConversationGenerator:
         finally:
             state.ledger.note(environment_s=now() - begun)
         state.ledger.note(reward=output.reward, tool_calls=tuple(output.tool_calls))
-        item.env_metrics |= _numbers(output.metadata)
+        item.env_metrics |= self._metrics(output, item.prompt.env_class)
         item.messages += output.observations
         return not output.done and len(item.turns) < state.max_turns
+
+    def _metrics(self, output: StepOutput, env_class: str) -> dict[str, float]:
+        """Return the numbers of a step that become metrics; warn once about a name beyond the limits."""
+        numbers = _numbers(output.metadata)
+        found = {name: value for name, value in numbers.items() if self._metric_names.admits(name)}
+        if len(found) < len(numbers) and not self._refused_metric:
+            self._refused_metric = True
+            refused = next(name for name in numbers if name not in found)
+            log.warning(
+                "environment %s: its number %s is not recorded, nor others like it: a run records at most %d names of "
+                "environments' numbers, of at most %d characters. Use fixed names in `metadata`, and text for ids.",
+                env_class,
+                visible(f"{refused:.{MAX_METRIC_LENGTH}}"),
+                MAX_METRICS,
+                MAX_METRIC_LENGTH,
+            )
+        return found
 
     async def _goes_on(self, state: _EpisodeState) -> bool:
         """Append what the model reads before its next turn; False if that makes the conversation too long."""

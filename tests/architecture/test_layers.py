@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors clock imports trace",
     "durable log_files messages tasks lazy registry metrics listening",
-    "config",
+    "config http_server",
     "cluster storage",
     "data",
     "algorithms environments report",

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.metrics import Metrics
+from skyrl_train.metrics import Metrics, NameLimit
 
 observations = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 100)), min_size=1, max_size=30)
 
@@ -65,3 +65,8 @@ def test_a_timed_block_counts_also_when_it_raises_and_adds_up():
             time.sleep(0.02)
             raise KeyError
     assert 0.04 <= metrics.flush()["timing/phase_s"] < 1.0
+
+
+def test_names_beyond_a_limit_are_not_admitted_and_known_ones_stay():
+    limit = NameLimit(most=2, longest=5)
+    assert [limit.admits(name) for name in ("a", "too long", "bbbbb", "c", "a")] == [True, False, True, False, True]

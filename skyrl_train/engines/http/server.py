@@ -27,7 +27,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.admission import Admission, room
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.openapi import document
@@ -42,25 +41,15 @@ from skyrl_train.engines.http.wire import (
     RemoteMethod,
     Served,
     UnloadAdapter,
-    error_body,
     failure,
 )
 from skyrl_train.engines.progress import COUNTERS, Progress
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
-from skyrl_train.listening import Listener, has_token, url_of
+from skyrl_train.http_server import HttpServer, error_body, patience, send, sending
+from skyrl_train.listening import Listener, has_token
 from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
 
 log = logging.getLogger(__name__)
-_protocol_log = logging.getLogger(f"{__name__}.protocol")
-# Malformed requests are reported only to the client: a log would contain parts of them, tokens included.
-_protocol_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-
-_LINGER_S = 2.0
-"""How long a refused body is still read and dropped, so that its sender gets to read the refusal."""
-_HEAD_S = 30.0
-"""How long a connection may be without a whole request header, new or between two requests."""
-_TRANSFER_S = 60.0
-"""How long each MiB begun of a body or an answer may take: a client that is slower than that is not there any more."""
 _SCRAPE_S = 5.0
 """How long /metrics waits for the engines' own numbers, which it does without otherwise: scrapers wait for 10 s."""
 _GONE = 499
@@ -136,8 +125,7 @@ class HttpEndpoint:
         self._adapters: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "http-endpoint")
         self._background: set[asyncio.Task[Any]] = set()
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._server: HttpServer | None = None
 
     async def __aenter__(self) -> HttpEndpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body_bytes)
@@ -151,25 +139,10 @@ class HttpEndpoint:
         for call in [call for call in REMOTE_METHODS.values() if self._control or not call.control]:
             app.router.add_route(call.verb, call.route, self._handler(call), expect_handler=self._expect)
         app.router.add_route("*", "/{path:(?s:.*)}", self._unknown, expect_handler=self._expect)
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=_protocol_log,
-            handler_cancellation=True,
-            auto_decompress=False,
-            keepalive_timeout=_HEAD_S,
-            lingering_time=_LINGER_S,
-            shutdown_timeout=max(self._drain_s, 0.01),  # 0 would be forever
-        )
-        await self._runner.setup()
-        server, admitted = self._runner.server, room()
-        assert server is not None
+        self._server = HttpServer(app, drain_s=self._drain_s)
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                lambda: Admission(server, admitted.connections), self._host, self._port, backlog=admitted.backlog
-            )
+            await self._server.listen(self._host, self._port)
         except OSError as error:
-            await self._runner.cleanup()
             raise ENDPOINT.cannot_listen(self._host, self._port, error) from error
         if self._makes_token_file:
             descriptor, path = tempfile.mkstemp(prefix="skyrl-api-key-")  # readable by this user only
@@ -181,9 +154,8 @@ class HttpEndpoint:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._runner is not None and self._listener is not None
-        self._listener.close()
-        await self._runner.cleanup()
+        assert self._server is not None
+        await self._server.close()
         if self._background:
             await asyncio.wait(self._background, timeout=self._drain_s)
         for task in self._background:
@@ -195,8 +167,8 @@ class HttpEndpoint:
     @property
     def url(self) -> str:
         """The address, e.g. http://127.0.0.1:8000; OpenAI clients need `/v1` appended."""
-        assert self._listener is not None
-        return url_of(self._listener.sockets[0])
+        assert self._server is not None
+        return self._server.url
 
     # -- every route -------------------------------------------------------------------------------------------------
 
@@ -207,10 +179,7 @@ class HttpEndpoint:
         self._metrics.begun(route)
         try:
             response = await self._answer(request, handler)
-            size = len(response.body) if isinstance(response, web.Response) and isinstance(response.body, bytes) else 0
-            async with _sending(request, size):
-                await response.prepare(request)
-                await response.write_eof()
+            await send(request, response)
             status = response.status
             return response
         finally:
@@ -277,7 +246,7 @@ class HttpEndpoint:
             raise _Refusal(415, "Content-Type must be application/json.", "unsupported_media_type")
         if length is not None and length > self._limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, length)
-        seconds = _patience(self._limits.body_bytes if length is None else length)
+        seconds = patience(self._limits.body_bytes if length is None else length)
         try:
             async with asyncio.timeout(seconds):
                 body = await request.read()
@@ -386,7 +355,7 @@ class HttpEndpoint:
                 return web.Response(body=answer, content_type="application/json")
             chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(*results))))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            async with _sending(request, sum(map(len, chunks))):
+            async with sending(request, sum(map(len, chunks))):
                 await response.prepare(request)
                 for chunk in chunks:
                     await response.write(b"data: " + chunk + b"\n\n")
@@ -469,27 +438,6 @@ def _context(engine: Any) -> int:
     engines = engine.engines if isinstance(engine, EngineClient) else [engine]
     known = [one.capabilities.max_model_len for one in engines if isinstance(one.capabilities, Capabilities)]
     return max(known) if known and len(known) == len(engines) and all(known) else sys.maxsize
-
-
-def _patience(size: int) -> float:
-    """Seconds that this many bytes may take in either direction."""
-    return _TRANSFER_S * (1 + size // (1 << 20))
-
-
-@asynccontextmanager
-async def _sending(request: web.Request, size: int) -> AsyncIterator[None]:
-    """End the connection if the client does not take what is written inside in time; one that has gone is no error."""
-    transport = request.transport
-    if transport is not None:
-        transport.set_write_buffer_limits(0)  # a write then ends when the kernel has all of it
-    try:
-        async with asyncio.timeout(_patience(size)):
-            yield
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        if transport is not None:
-            transport.abort()
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from skyrl_train.errors import (
     WeightSyncError,
     WorkerDied,
 )
+from skyrl_train.http_server import error_body
 from skyrl_train.listening import API_KEY
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec
 
@@ -348,15 +349,6 @@ _STATUS: dict[type[SkyRLError], int] = {
 }
 """Of these classes, the first one that an error is an instance of applies."""
 _RAISED = {kind.__name__: kind for kind in (UnsupportedParameter, WeightSyncError, EngineError, WorkerDied)}
-
-
-def error_body(
-    status: int, message: str, code: str, param: str | None = None, detail: list[Any] | None = None
-) -> dict[str, Any]:
-    """An error in OpenAI's format; `detail`: the data that an exception needs besides its message."""
-    kind = {401: "authentication_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
-    return {"error": error | ({"detail": detail} if detail else {})}
 
 
 def failure(error: SkyRLError) -> tuple[int, dict[str, Any]]:

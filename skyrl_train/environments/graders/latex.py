@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -60,7 +61,8 @@ def check_installed() -> None:
 class Grader:
     """The parent's end of the child process: compares answers, one call at a time.
 
-    The child starts with `start` or the first request, and again after it was lost.
+    The child starts with `start` or the first request, and again after it was lost. A process that forks does not share
+    its child with the fork, which starts one of its own.
 
     Example:
         with Grader(deadline_s=5.0) as grader:
@@ -70,7 +72,10 @@ class Grader:
     def __init__(self, deadline_s: float = 5.0):
         self.deadline_s = deadline_s
         self._child: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        """The process that has started the child."""
         self._ready = False
+        self._numbers = itertools.count()
 
     def __enter__(self) -> Grader:
         return self
@@ -80,6 +85,8 @@ class Grader:
 
     def start(self) -> None:
         """Start the child without waiting for it. Raises ConfigError if math-verify is not installed."""
+        if self._owner != os.getpid():
+            self._child, self._owner = None, os.getpid()  # which closes this process's copies of the pipes
         if self._child is not None:
             return
         check_installed()
@@ -117,7 +124,7 @@ class Grader:
     def close(self) -> None:
         """End the child. A later request starts another one."""
         child, self._child = self._child, None
-        if child is None:
+        if child is None or self._owner != os.getpid():
             return
         child.kill()
         for pipe in (child.stdin, child.stdout):
@@ -128,14 +135,18 @@ class Grader:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply. A request that the child does not survive twice is to blame for it."""
-        line = json.dumps(request | {"deadline_s": self.deadline_s}).encode("ascii") + b"\n"
         for _ in range(2):
             self._wait_until_ready()
             assert self._child is not None and self._child.stdin is not None
+            number = next(self._numbers)
+            message = request | {"deadline_s": self.deadline_s, "number": number}
             try:
-                self._child.stdin.write(line)
+                self._child.stdin.write(json.dumps(message).encode("ascii") + b"\n")
                 self._child.stdin.flush()
-                return self._receive(self.deadline_s + GRACE_S)
+                reply = self._receive(self.deadline_s + GRACE_S)
+                if reply["number"] == number:
+                    return reply
+                ended = 0  # two threads asked at the same time: none of the child's replies can be trusted
             except TimeoutError:
                 ended = -signal.SIGALRM
             except (EOFError, BrokenPipeError):
@@ -202,7 +213,7 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["deadline_s"])
-        reply: dict[str, Any] = {"how": "graded"}
+        reply: dict[str, Any] = {"how": "graded", "number": request["number"]}
         try:
             if "answer" in request:
                 reply["same"] = equal(request["truth"], request["answer"])

@@ -351,7 +351,7 @@ def test_an_answer_that_the_driver_cannot_read_costs_its_episode():
         episode = await host.start("Counter", prompt("Counter"))
         step = asyncio.create_task(episode.step("sleep 1"))
         await asyncio.sleep(0)
-        host._workers[0].pipe_data_received(1, struct.pack("!I", len(body)) + body)
+        host._workers[0].pipe_data_received(1, struct.pack("!IQ", len(body), 2) + body)
         with pytest.raises(EnvironmentFailure, match="environment_died"):
             await step
         assert await outcome(host, "Counter", "x") == 1.0

@@ -6,10 +6,9 @@ import asyncio
 import json
 import os
 import resource
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import aiohttp
 import psutil
 import pytest
 
-from skyrl_train.engines.http import server
-from skyrl_train.engines.http.admission import Room
+from skyrl_train import http_server
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.http_server import Room
 from tests.support.http_calls import CHAT, TOKEN, ask, serve
+from tests.support.slow_clients import dial, everything_from
 
 SOON_S = 0.5
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -29,25 +29,6 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 def port_of(endpoint: HttpEndpoint) -> int:
     return int(endpoint.url.rpartition(":")[2])
-
-
-def dial(endpoint: HttpEndpoint, sent: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
-    client = socket.socket()
-    if receive_bytes is not None:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    client.connect(("127.0.0.1", port_of(endpoint)))
-    client.sendall(sent)
-    client.setblocking(False)
-    return client
-
-
-async def everything_from(client: socket.socket) -> bytes:
-    """What is received until the server ends the connection."""
-    received = b""
-    with suppress(ConnectionResetError):  # it was not read to its end
-        while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 16):
-            received += piece
-    return received
 
 
 @pytest.fixture
@@ -64,13 +45,13 @@ def few_descriptors() -> Iterator[None]:
 def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselves(
     few_descriptors: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(server, "_HEAD_S", SOON_S)
+    monkeypatch.setattr(http_server, "HEAD_S", SOON_S)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         with ExitStack() as clients:
             held = []
             for index in range(200):
-                held.append(clients.enter_context(closing(dial(endpoint, HEAD if index % 2 else b""))))
+                held.append(clients.enter_context(closing(dial(endpoint.url, HEAD if index % 2 else b""))))
                 await asyncio.sleep(0)
             with ExitStack() as files:  # of the run
                 for _ in range(50):
@@ -87,12 +68,12 @@ def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselv
 @pytest.mark.fault("F28")
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
 def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "_TRANSFER_S", SOON_S)
-    monkeypatch.setattr(server, "_LINGER_S", SOON_S)
+    monkeypatch.setattr(http_server, "TRANSFER_S", SOON_S)
+    monkeypatch.setattr(http_server, "LINGER_S", SOON_S)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> bytes:
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n".encode()
-        with closing(dial(endpoint, head + b'{"model":')) as client:
+        with closing(dial(endpoint.url, head + b'{"model":')) as client:
             return await asyncio.wait_for(everything_from(client), 20)
 
     answer = serve(test)
@@ -102,18 +83,20 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "_TRANSFER_S", SOON_S / 10)
+    monkeypatch.setattr(http_server, "TRANSFER_S", SOON_S / 10)
     body: Any = {"model": "m", "prompt": "x" * 20_000, "n": 100, "max_tokens": 4}
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
-        assert endpoint._runner is not None and endpoint._runner.server is not None
+        assert endpoint._server is not None and endpoint._server.runner is not None
+        served = endpoint._server.runner.server
+        assert served is not None
         data = json.dumps(body | {"return_token_ids": True, "stream": stream}).encode()  # the answer is 8 MB
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-        with closing(dial(endpoint, head + data, receive_bytes=1 << 12)):
+        with closing(dial(endpoint.url, head + data, receive_bytes=1 << 12)):
             begun = time.monotonic()
-            while not endpoint._runner.server.requests_count:
+            while not served.requests_count:
                 await asyncio.sleep(0.01)
-            while endpoint._runner.server.connections:
+            while served.connections:
                 assert time.monotonic() - begun < 30
                 await asyncio.sleep(0.1)
 
@@ -129,14 +112,14 @@ def test_an_endpoint_listens_where_it_was_told_and_nowhere_else():
 
 
 def test_a_client_waits_for_a_server_that_is_full_instead_of_giving_it_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "_HEAD_S", SOON_S)
-    monkeypatch.setattr(server, "room", lambda: Room(connections=1, backlog=1))
+    monkeypatch.setattr(http_server, "HEAD_S", SOON_S)
+    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=1, backlog=1))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> int:
         connection = Connection(endpoint.url, TOKEN)
         await connection.open()
         try:
-            with closing(dial(endpoint)) as idle:
+            with closing(dial(endpoint.url)) as idle:
                 await asyncio.sleep(0.05)
                 status, _ = await connection.once("GET", "/v1/models")
                 assert await everything_from(idle) == b""

@@ -22,8 +22,8 @@ from tests.support.http_calls import CALL, CHAT, ask, serve
 @pytest.mark.parametrize("control", [True, False])
 def test_the_document_is_valid_and_names_every_route(control: bool):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, set[tuple[str, str]]]:
-        assert endpoint._runner is not None
-        app = endpoint._runner.app
+        assert endpoint._server is not None and endpoint._server.runner is not None
+        app = endpoint._server.runner.app
         assert isinstance(app, web.Application)
         routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
         return (await ask(session, "/openapi.json"))[1], routes

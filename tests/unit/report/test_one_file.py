@@ -155,4 +155,4 @@ def test_a_step_that_is_damaged_where_the_index_does_not_read_is_left_out(
     file.write_bytes(data)
     made = make_report([tmp_path], page)
     assert {one["step"] for one in data_of(made.html)["rollouts"]["0"]} == {2}
-    assert "step_00000001.parquet cannot be read and is left out" in caplog.text
+    assert "Step 1 is left out" in caplog.text and "step_00000001.parquet" in caplog.text

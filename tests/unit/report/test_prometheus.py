@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,18 @@ from hypothesis import example, given, strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from skyrl_train import http_server
 from skyrl_train.config.prepare import prepare
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiments.base import Experiment
-from skyrl_train.report import metrics_server
+from skyrl_train.http_server import Room
 from skyrl_train.report.metric_table import METRICS
 from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.report.prometheus import PrometheusTracker, name_of
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 from skyrl_train.report.trackers import make_trackers
 from tests.support.each import check_each
+from tests.support.slow_clients import dial
 
 TOKEN = "a-secret-of-this-test"
 
@@ -243,14 +245,47 @@ def test_there_is_nothing_but_metrics():
         ]
 
 
-def test_a_client_that_asks_nothing_holds_up_neither_others_nor_the_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metrics_server, "PATIENCE_S", 2.0)
+@pytest.mark.defect("watch-and-metrics-held-every-connection")
+def test_pages_of_other_sites_get_no_numbers_under_a_name_of_theirs(monkeypatch: pytest.MonkeyPatch):
+    with serving() as tracker:
+        for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1:9400", "", "["):
+            status, _, text = get(tracker.url, Host=host)
+            assert status == 403 and "skyrl_" not in text, host
+        for host in ("localhost", "127.0.0.1:1", "[::1]:9400"):
+            assert get(tracker.url, Host=host)[0] == 200, host
+    monkeypatch.setenv("SKYRL_API_KEY", TOKEN)
+    with serving("0.0.0.0") as tracker:
+        assert get(tracker.url, Host="trainer.cluster:9400", Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_there_is_nothing_to_change():
+    with serving() as tracker, closing(http.client.HTTPConnection("127.0.0.1", port_of(tracker.url))) as connection:
+        connection.request("POST", "/metrics", body=b"x")
+        assert connection.getresponse().status == 405
+
+
+@pytest.mark.fault("F28")
+@pytest.mark.defect("watch-and-metrics-held-every-connection")
+def test_slow_clients_hold_up_neither_others_nor_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "HEAD_S", 2.0)
+    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=8, backlog=8))
     begun = time.monotonic()
-    with serving() as tracker, closing(socket.create_connection(("127.0.0.1", port_of(tracker.url)))) as silent:
-        assert get(tracker.url)[0] == 200
-        silent.settimeout(20)
-        assert silent.recv(1) == b""
-        with closing(socket.create_connection(("127.0.0.1", port_of(tracker.url)))):
+    with serving() as tracker, ExitStack() as clients:
+        half = b"GET /metrics HTTP/1.1\r\nX: "
+        held = [clients.enter_context(closing(dial(tracker.url, half * (place % 2)))) for place in range(7)]
+        assert get(tracker.url)[0] == 200, "others are answered at once"
+        held += [clients.enter_context(closing(dial(tracker.url, half))) for _ in range(20)]
+        held[0].settimeout(20)
+        assert held[0].recv(1) == b"", "a client without a question is ended"
+        for client in held:
+            client.close()
+        while get(tracker.url)[0] == 503:
             time.sleep(0.05)
-            tracker.close()
+        clients.enter_context(closing(dial(tracker.url, half)))
     assert time.monotonic() - begun < 20
+
+
+def test_closing_twice_is_harmless():
+    tracker = PrometheusTracker(setup())
+    tracker.close()
+    tracker.close()

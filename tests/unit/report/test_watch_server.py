@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from skyrl_train import http_server
 from skyrl_train.errors import ConfigError
+from skyrl_train.http_server import Room
 from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import write_rollouts
 from skyrl_train.report.rollout_query import Query
@@ -22,6 +25,7 @@ from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
 from tests.support.page import needs_page
 from tests.support.run_folders import made_up_metrics, make_run, write_metrics
+from tests.support.slow_clients import dial, everything_from
 
 pytestmark = needs_page
 
@@ -220,6 +224,46 @@ def test_what_has_not_changed_is_not_sent_again_and_what_is_new_is_there(tmp_pat
             assert (await answer.json())["runs"][0]["step"] == 3
 
     watch([folder], ask)
+
+
+@pytest.mark.fault("F28")
+@pytest.mark.defect("watch-and-metrics-held-every-connection")
+def test_half_open_connections_leave_room_and_end_by_themselves(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "HEAD_S", 0.5)
+    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=8, backlog=8))
+
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        with ExitStack() as clients:
+            held = []
+            for index in range(20):
+                half = b"GET / HTTP/1.1\r\nX: " if index % 2 else b""
+                held.append(clients.enter_context(closing(dial(server.url, half))))
+                await asyncio.sleep(0)
+            answered = await asyncio.wait_for(asyncio.gather(*map(everything_from, held)), 20)
+        assert sum(b" 503 " in answer and b"Retry-After" in answer for answer in answered) == 12
+        assert answered.count(b"") == 8
+        assert await status(session, "/api/runs", bearer(server.token)) == 200
+
+    watch(folders, ask)
+
+
+@pytest.mark.defect("watch-and-metrics-held-every-connection")
+def test_an_answer_that_nobody_reads_ends_its_connection(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "TRANSFER_S", 0.05)
+    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=1, backlog=8))
+
+    async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
+        server._page = "x" * (32 << 20)  # more than the kernel takes
+        request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with closing(dial(server.url, request, receive_bytes=1 << 12)):
+            for _ in range(100):  # the only connection that it may have is free again while that client holds on
+                await asyncio.sleep(0.1)
+                async with session.get("/api/runs", headers=bearer(server.token)) as answer:
+                    if answer.status == 200:
+                        return
+        raise AssertionError("the connection was not ended")
+
+    watch(folders, ask)
 
 
 def test_a_port_that_is_taken_is_said(folders: list[Path]):

@@ -14,7 +14,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.lockstep import Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
-from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
+from skyrl_train.rollouts.conversation import MAX_METRIC_LENGTH, MAX_METRICS, ConversationGenerator, RolloutSettings
 from skyrl_train.rollouts.ledger import Ledger
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -85,6 +85,25 @@ def test_ids_trained_on_are_the_ids_sampled_with_the_engine_s_log_probs():
         assert row.env_metrics == {"length": 2.0}
         assert row.temperature == 0.7
     assert all(episode.closed for episode in environments.episodes)
+
+
+@pytest.mark.defect("environments-made-any-number-of-metrics")
+def test_names_of_an_environment_s_numbers_are_bounded(caplog: pytest.LogCaptureFixture):
+    class Naming(ToyEpisode):
+        async def step(self, text: str) -> StepOutput:
+            names = ["turns", "x" * (MAX_METRIC_LENGTH + 1), *(f"{id(self)}/{number}" for number in range(100))]
+            return StepOutput([], 1.0, True, dict.fromkeys(names, 1))
+
+    class NamingEnvironments(ToyEnvironments):
+        async def start(self, env_class: str, prompt: Prompt) -> ToyEpisode:
+            self.episodes.append(Naming(prompt.messages, None))
+            return self.episodes[-1]
+
+    rows = generate(ScriptedEngine(answer), NamingEnvironments([]), samples=5).trajectories
+    found = {name for row in rows for name in row.env_metrics}
+    assert len(found) == MAX_METRICS and max(map(len, found)) <= MAX_METRIC_LENGTH
+    assert all(row.env_metrics["turns"] == 1.0 and row.status == OK for row in rows)
+    assert caplog.text.count("is not recorded, nor others like it") == 1
 
 
 def test_messages_are_what_the_environment_opened_with_and_the_answer():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -140,6 +141,31 @@ def test_a_server_that_was_killed_or_hangs_is_replaced():
         assert grader.grade("42.0", "42") == (False, "timeout")
         assert not server.is_running()
         assert grader._child is not None and grader._child.pid != server.pid
+
+
+@pytest.mark.defect("a-forked-child-answered")
+def test_a_fork_does_not_share_the_child_of_its_grader():
+    with Grader(PATIENCE_S) as grader:
+        assert grader.grade("42.0", "42") == (True, "graded")
+        assert grader._child is not None
+        own = grader._child.pid
+        fork = os.fork()
+        if fork == 0:
+            right = grader.grade("43.0", "43") == (True, "graded") and grader._child.pid != own
+            grader.close()
+            os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+        assert grader.grade("44.0", "43") == (False, "graded") and grader._child.pid == own
+
+
+@pytest.mark.defect("a-forked-child-answered")
+def test_a_reply_to_another_request_is_not_taken():
+    with Grader(PATIENCE_S) as grader:
+        assert grader.grade("42.0", "42") == (True, "graded")
+        assert grader._child is not None and grader._child.stdin is not None
+        asked = {"truth": "1", "answer": "1.0", "deadline_s": 5.0, "number": -1}
+        grader._child.stdin.write(json.dumps(asked).encode() + b"\n")  # as another thread may at the same time
+        assert grader.grade("44.0", "43") == (False, "graded")
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):

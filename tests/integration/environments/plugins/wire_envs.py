@@ -1,0 +1,74 @@
+"""Environments that fork, and that write to the wire of their process; a plugin of the wire's tests."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import threading
+import time
+
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.environments.registry import register
+
+WRONG = 7.0
+"""What only a process that must not answer would say."""
+
+
+def _seven() -> int:
+    return 7
+
+
+class Forks(TextEnv):
+    """Forks as the text says; the child goes on in our code, the parent answers with reward 1."""
+
+    def step(self, action):
+        if action == "multiprocessing":
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                return StepOutput([], 1.0, pool.apply(_seven) == 7)
+        pid = ctypes.CDLL(None).fork() if action == "in C" else os.fork()
+        if pid == 0:
+            if action == "raises":
+                raise LookupError("in the child")
+            if action == "exits":
+                raise SystemExit(0)
+            if action == "later":
+                time.sleep(0.3)
+            return StepOutput([], WRONG, True)
+        if action in ("first", "in C", "raises", "exits"):
+            os.waitpid(pid, 0)
+        return StepOutput([], 1.0, True)
+
+
+class Writes(TextEnv):
+    """Writes to every pipe of its process, then answers with reward 1."""
+
+    def step(self, action):
+        frame = self.extras["frame"].encode("latin-1")
+        if action == "after its answer":
+            threading.Thread(target=self.write, args=(frame, 0.2)).start()
+        elif action != "nothing":
+            self.write(frame)
+        return StepOutput([], 1.0, False)
+
+    def write(self, frame, seconds=0.0):
+        time.sleep(seconds)
+        for descriptor in range(3, 64):
+            try:
+                is_pipe = "pipe" in os.readlink(f"/proc/self/fd/{descriptor}")
+                if is_pipe and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                    os.write(descriptor, frame)
+            except OSError:
+                pass
+
+
+class OwnKinds(TextEnv):
+    """Fails in a way that has the name of the text."""
+
+    def step(self, action):
+        raise type(action, (Exception,), {})("no")
+
+
+for environment in (Forks, Writes, OwnKinds):
+    register(environment.__name__, environment)

@@ -1,0 +1,161 @@
+"""Only an environment's own process answers for it, and what is no answer costs the episode that it came from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import MAX_KIND_LENGTH, MAX_KINDS, OTHER_KIND
+from skyrl_train.errors import EnvironmentFailure
+
+STEP = 3
+"""The number of the first step after two episodes have begun: hello is 0."""
+ANSWER = {"observations": [], "reward": 7.0, "done": False, "metadata": {}}
+
+
+@pytest.fixture(autouse=True)
+def plugins_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+
+
+def run_with_host(scenario: Callable[[EnvironmentHost], Awaitable[Any]], deadline_s: float = 10.0) -> Any:
+    """Run `scenario(host)` with one environment process."""
+
+    async def main() -> Any:
+        async with EnvironmentHost({}, 1, deadline_s, ("misbehaving_envs", "wire_envs")) as host:
+            return await scenario(host)
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+async def outcome(host: EnvironmentHost, env_class: str, text: str, **extras: Any) -> str | float:
+    """The reward of one step, or the kind of failure."""
+    try:
+        episode = await host.start(env_class, Prompt("7", [], env_class, extras))
+        try:
+            return (await episode.step(text)).reward
+        finally:
+            await episode.close()
+    except EnvironmentFailure as failure:
+        return failure.kind
+
+
+def framed(body: bytes, number: int = STEP) -> str:
+    return (struct.pack("!IQ", len(body), number) + body).decode("latin-1")
+
+
+@pytest.mark.defect("a-forked-child-answered")
+@pytest.mark.parametrize("how", ["first", "later", "raises", "exits", "in C", "multiprocessing"])
+def test_a_forked_child_never_answers(how: str):
+    async def scenario(host: EnvironmentHost) -> None:
+        begun = [outcome(host, "Forks", how), *(outcome(host, "Counter", "sleep 0.1") for _ in range(6))]
+        assert await asyncio.gather(*begun) == [1.0] * 7
+        assert await outcome(host, "Counter", "sleep 0.5") == 1.0
+
+    run_with_host(scenario)
+
+
+BAD_BODIES = [
+    b"[]",
+    b"2",
+    b"null",
+    b"{}",
+    b"nothing",
+    b'{"error": 1}',
+    b'{"error": "x"}',
+    b'{"error": "x", "detail": 3}',
+    b'{"observations": [], "reward": NaN, "done": true}',
+    b'{"observations": [], "reward": 1e99, "done": true}',
+    b'{"observations": [1], "reward": 1, "done": true}',
+    b'{"observations": [], "reward": 1, "done": "no"}',
+    b'{"observations": [], "reward": 1, "done": true, "metadata": 3}',
+    b'{"observations": [], "reward": 1, "done": true, "metadata": {"x": ' + b"[" * 500 + b"]" * 500 + b"}}",
+    b"[" * 5000 + b"]" * 5000,
+]
+FRAMES = {
+    **{body[:60].decode(): framed(body) for body in BAD_BODIES},
+    "another call's number": framed(json.dumps(ANSWER).encode(), number=99),
+    "an earlier call's number": framed(json.dumps(ANSWER).encode(), number=0),
+    "no number": "\0\0\0\2[]",
+    "too long": struct.pack("!IQ", 2**31, STEP).decode("latin-1"),
+    "one byte": "x",
+}
+
+
+@pytest.mark.defect("no-reply-was-taken-for-one")
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_what_is_no_answer_costs_its_episode_alone(frame: str):
+    async def scenario(host: EnvironmentHost) -> None:
+        writer = await host.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
+        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+        results = await asyncio.gather(writer.step("now"), neighbour.step("one"), return_exceptions=True)
+        assert isinstance(results[0], EnvironmentFailure) and results[0].kind == "environment_died", results[0]
+        assert results[1].metadata["actions"] == ["one"]  # type: ignore[union-attr]
+        assert await outcome(host, "Counter", "fine") == 1.0
+
+    run_with_host(scenario)
+
+
+@pytest.mark.defect("no-reply-was-taken-for-one")
+def test_an_answer_that_never_ends_is_cut_at_the_deadline():
+    async def scenario(host: EnvironmentHost) -> None:
+        frame = struct.pack("!IQ", 2**20, 2).decode("latin-1")
+        assert await outcome(host, "Writes", "now", frame=frame) == "timeout"
+        assert await outcome(host, "Counter", "fine") == 1.0
+
+    run_with_host(scenario, deadline_s=3.0)
+
+
+@pytest.mark.defect("no-reply-was-taken-for-one")
+def test_a_second_answer_is_blamed_on_the_episode_that_had_the_first():
+    async def scenario(host: EnvironmentHost) -> None:
+        frame = framed(json.dumps(ANSWER).encode())
+        writer = await host.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
+        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+        first, other = await asyncio.gather(writer.step("now"), neighbour.step("sleep 0.2"))
+        assert (first.reward, other.reward) == (7.0, 1.0), "an environment decides its own reward"
+        with pytest.raises(EnvironmentFailure, match="environment_died"):
+            await writer.step("nothing")
+        assert (await neighbour.step("two")).metadata["actions"] == ["sleep 0.2", "two"]
+
+    run_with_host(scenario)
+
+
+@pytest.mark.parametrize("frame", ["x", framed(b"{}", number=99)], ids=["one byte", "a frame"])
+def test_what_comes_while_nothing_is_asked_costs_no_other_episode(frame: str):
+    async def scenario(host: EnvironmentHost) -> None:
+        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+        await neighbour.step("one")
+        assert await outcome(host, "Writes", "after its answer", frame=frame) == 1.0
+        await asyncio.sleep(0.8)
+        assert (await neighbour.step("two")).metadata["actions"] == ["one", "two"]
+
+    run_with_host(scenario)
+
+
+@pytest.mark.defect("environments-made-any-number-of-metrics")
+def test_kinds_of_failure_are_bounded_in_number_and_length():
+    async def scenario(host: EnvironmentHost) -> list[str | float]:
+        names = ["x" * (MAX_KIND_LENGTH + 1), *(f"Kind{number}" for number in range(MAX_KINDS + 5)), "Kind0"]
+        return [await outcome(host, "OwnKinds", name) for name in names]
+
+    kinds = Counter(run_with_host(scenario))
+    assert kinds[OTHER_KIND] == 6 and kinds["Kind0"] == 2 and len(kinds) == MAX_KINDS + 1
+
+
+def test_a_failure_of_another_kind_says_its_own_name():
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("OwnKinds", Prompt("7", [], "OwnKinds"))
+        with pytest.raises(EnvironmentFailure, match=rf"other: x{{{MAX_KIND_LENGTH}}}: no"):
+            await episode.step("x" * 5000)
+
+    run_with_host(scenario)
