@@ -16,7 +16,7 @@ from typing import Any
 from ray._private import worker as ray_worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as printers
 
-from skyrl_train.config.secrets import looks_like_credential, redact
+from skyrl_train.config.secrets import redact, secret_variables
 from skyrl_train.log_files import KeptShort
 from skyrl_train.tasks import Shared
 
@@ -92,4 +92,4 @@ class _Redacted(io.FileIO):
 @cache
 def _credentials() -> dict[str, str]:
     """Those variables: there are hundreds of others, and many lines."""
-    return {name: content for name, content in os.environ.items() if looks_like_credential(name)}
+    return secret_variables()

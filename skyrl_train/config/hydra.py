@@ -13,7 +13,6 @@ import io
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -44,6 +43,7 @@ from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section, freeze
+from skyrl_train.durable import write_durably
 from skyrl_train.errors import ConfigError
 
 BASE = "ppo_base_config"
@@ -359,9 +359,7 @@ def save_resolved(config: Config, path: Path) -> None:
     """
     text = yaml.safe_dump({"defaults": [BASE, "_self_"], **redact(plain(config))}, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    write_durably(path, text)
 
 
 def show_information(argv: Sequence[str], overrides: Sequence[str]) -> None:

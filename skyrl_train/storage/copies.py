@@ -23,7 +23,7 @@ from skyrl_train.durable import describe
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import Found, StoredFolder
 from skyrl_train.storage.manifests import MANIFEST_FILE, listed_in
-from skyrl_train.storage.places import cache_folder
+from skyrl_train.storage.places import folder_of_copies
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 """What only a process that loads a model needs of it."""
@@ -97,7 +97,6 @@ def _is_here(target: Path, one: _File) -> bool:
 
 
 def _folder_of(address: str, there: Mapping[str, Found]) -> Path:
-    scheme, _, rest = address.partition("://")
     version = json.dumps(sorted((name, found.size, found.version) for name, found in there.items()))
     digest = hashlib.sha256(version.encode()).hexdigest()[:16]
-    return cache_folder().joinpath("downloads", scheme, *filter(None, rest.split("/")), digest)
+    return folder_of_copies("downloads", address) / digest
