@@ -242,7 +242,8 @@ def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
             continue
         value = section.pop(last)
         home, key = _section_of(content, name, make=True)
-        assert home is not None
+        if home is None:  # what the user wrote in the place of the section is a problem of its own
+            continue
         default = all_keys()[name].default
         if home.get(key, default) not in (default, value):
             yield Problem(alias, value, f"the same as {name}={home[key]}", "They are one setting: give one.")

@@ -26,6 +26,7 @@ _USER_INFO = re.compile(
     r"""(?<=://)(?:[^\s/?#"'<>\\]{1,200}@|[^\s/:@"'<>\\]{0,200}:(?!\d{1,5}(?:[/?#]|$))[^\s@"'<>\\]{0,200}@)"""
 )
 """Name and password in an address, also where the password has signs that should be escaped."""
+_ADDRESS = re.compile(r"\s*[A-Za-z][\w+.-]{0,30}://\S*\s*$")
 _LONGEST_USER = 8
 """Characters of a name without a password, such as git@, that is not taken for a token."""
 
@@ -72,6 +73,19 @@ def holds_secret(value: Any) -> bool:
     return found
 
 
+def has_password(value: Any) -> bool:
+    """Return whether a plain value is, or has in it, an address with a password."""
+    found: list[str] = []
+
+    def look(text: str) -> str:
+        if _ADDRESS.match(text):
+            found.extend(one[0] for one in _USER_INFO.finditer(text) if _has_password(one[0]))
+        return text
+
+    _mapped(value, look)
+    return bool(found)
+
+
 def spells_secret(pieces: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[bool]:
     """Return for each piece of a text, such as a token, whether it is part of a secret that `redact` replaces."""
     text = "".join(pieces)
@@ -96,9 +110,9 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 def _without_secrets(text: str, secrets: Mapping[str, str]) -> str:
     for content, name in secrets.items():
         text = text.replace(content, name)
-    return (
-        _USER_INFO.sub(lambda found: "***@" if _has_password(found[0]) else found[0], text) if "://" in text else text
-    )
+    if "://" not in text:
+        return text
+    return _USER_INFO.sub(lambda found: "***@" if _has_password(found[0]) else found[0], text)
 
 
 def _spans(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[int, int]]:
