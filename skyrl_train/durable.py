@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 
 class Written(NamedTuple):
@@ -31,6 +31,12 @@ def open_new(path: Path) -> BinaryIO:
     """Create a file to write to. Raises FileExistsError if anything has that name: a link is never followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a file to lock, made if it is missing. Nothing in it is deleted. Raises OSError, also for a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "a+", encoding="utf-8", errors="replace", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 @contextmanager

@@ -131,9 +131,7 @@ def _addresses(config: Config) -> Iterator[Problem]:
             yield Problem(key, without_credentials(address), *wrong)
     for key in leaves():
         if key not in stored and has_password(value := value_at(config, key)):
-            advice = (
-                "It would be in every copy of the configuration. Servers' tokens are read from environment variables."
-            )
+            advice = "It would be in every copy of the configuration. Tokens are read from environment variables."
             yield Problem(key, value, "an address without name and password", advice)
 
 

@@ -218,7 +218,10 @@ class TrainBatch:
         }
 
     def with_tokens(self, **tensors: Tensor | None) -> TrainBatch:
-        """The same sequences with token-level tensors added or replaced. Raises ValueError for other names or lengths."""
+        """The same sequences with token-level tensors added or replaced.
+
+        Raises ValueError for another name or length.
+        """
         for name, tensor in tensors.items():
             if name not in TOKEN_FIELDS or (tensor is not None and len(tensor) != len(self.input_ids)):
                 raise ValueError(f"{name}: must be one of {', '.join(TOKEN_FIELDS)}, for {len(self.input_ids)} tokens.")

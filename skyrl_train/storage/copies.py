@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.config.sources import is_address, local_path
-from skyrl_train.durable import describe
+from skyrl_train.durable import describe, open_lock
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import Found, StoredFolder
 from skyrl_train.storage.manifests import MANIFEST_FILE, listed_in
@@ -47,7 +47,7 @@ def local_copy(path: str, *, weights: bool = True) -> str:
     copy.mkdir(parents=True, exist_ok=True)
     name = store.address.rpartition("/")[2]
     files = {name: _File("", there[""].size)} if single else _files_of(store, there)
-    with (copy.parent / f".{copy.name}.lock").open("w") as lock:
+    with open_lock(copy.parent / f".{copy.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this machine may be fetching the same
         for file, one in files.items():
             if (weights or not _is_weight(file)) and not _is_here(copy / file, one):

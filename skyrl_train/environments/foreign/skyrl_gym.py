@@ -18,6 +18,7 @@ from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments import base, registry
 from skyrl_train.environments.base import BaseTextEnvStepOutput, TextEnv
+from skyrl_train.errors import ConfigError
 from skyrl_train.registry import load_object
 
 log = logging.getLogger(__name__)

@@ -220,9 +220,9 @@ def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
 
 def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
     batch = batch_of([[(2, 2)]])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"values: .* for 4 tokens"):
         batch.with_tokens(values=torch.zeros(3))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="rewards: must be one of"):
         batch.with_tokens(rewards=torch.zeros(4))
 
 
