@@ -163,5 +163,6 @@ _WRITERS: tuple[Callable[[str], str], ...] = (
     lambda text: repr(text)[1:-1],
     lambda text: html.escape(text),
     lambda text: quote(text, safe="", errors="replace"),
+    lambda text: quote(text, errors="replace"),
     lambda text: quote_plus(text, errors="replace"),
 )

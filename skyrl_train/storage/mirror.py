@@ -443,7 +443,8 @@ def _read_side_file(file: Path, kind: type[_Json]) -> _Json | None:
         content = None
     if isinstance(content, kind):
         return content
-    _log.warning("%s is damaged: the run goes on as if it were not there, and writes it anew.", file)
+    damaged = file.replace(file.with_name(f"{file.name}.damaged"))
+    _log.warning("%s is damaged: the run goes on without it. It is now %s.", file, damaged.name)
     return None
 
 

@@ -520,9 +520,10 @@ def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server:
     assert here.mirror.steps() == [], "no manifest comes after the end"
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"[" * 100_000, b'"text"', b"[[1], {}, null]", b'{"a": 1, "10": 2}']
-)
+BROKEN = (b"", b"\xff\xfe", b"[" * 100_000, b'"text"', b"[[1], {}, null]", b'{"a": 1, "10": 2}')
+
+
+@pytest.mark.parametrize("content", BROKEN)
 @pytest.mark.parametrize("name", [mirrors.KNOWN_FILE, mirrors.LEFT_BEHIND_FILE, ".folder"])
 def test_damaged_side_file_does_not_prevent_a_restart(address: str, tmp_path: Path, name: str, content: bytes):
     with Machine(tmp_path / "a", address) as here:
