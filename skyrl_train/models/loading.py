@@ -22,7 +22,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from skyrl_train.config.sources import is_address, local_path
+from skyrl_train.config.sources import is_address, is_relative_name, local_path
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 from skyrl_train.storage.copies import local_copy
@@ -326,7 +326,10 @@ def checkpoint_names(path: str) -> set[str]:
 
 
 def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
-    """The safetensors files of a folder or hub name, in the order in which transformers looks for them."""
+    """The safetensors files of a folder or hub name, in the order in which transformers looks for them.
+
+    Raises ConfigError for a model that names files outside its folder.
+    """
     path = local_copy(path)
     first = getattr(config, "transformers_weights", None) or "model.safetensors"
     file = cached_file(path, first, _raise_exceptions_for_missing_entries=False)
@@ -334,6 +337,8 @@ def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
     if found.suffix != ".json":
         return [str(found)]
     files = set(json.loads(found.read_text())["weight_map"].values())
+    if outside := [name for name in files if not is_relative_name(str(name))]:
+        raise ConfigError(f"{found}: {outside[0]!r} is not the name of a file in the model's folder.")
     return [str(cached_file(path, name)) for name in sorted(files)]
 
 
