@@ -190,14 +190,10 @@ def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
 
 
 def _own_folder(settings: Mapping[str, Any]) -> str | None:
-    """Create a folder that only this user can enter; Ray's folder is made in it. None if Ray's place was chosen.
-
-    Ray lets every user of the machine write to its own folder, which has its sockets and logs.
-    """
+    """Create a private folder for Ray's own, which every user may write to. None if Ray's place was chosen."""
     if "RAY_TMPDIR" in os.environ or "_temp_dir" in settings or sys.platform != "linux":
         return None
-    is_too_long = len(tempfile.gettempdir()) > _LONGEST_TEMPORARY
-    return tempfile.mkdtemp(prefix="ray-", dir="/tmp" if is_too_long else None)
+    return tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY else None)
 
 
 @contextmanager
@@ -339,8 +335,6 @@ _CLOSES_S = 30.0
 """A second is usual. A raylet that is stopped, or hangs, would hold up whoever disconnects from it for ever."""
 _LONGEST_TEMPORARY = 28
 """Characters: a socket's path has 107, of which Ray's names and the folder in the private one take 79."""
-_RAYS_FOLDER = "r"
-"""Its name in the private folder."""
 
 
 class Cluster:
@@ -393,7 +387,7 @@ class Cluster:
             _settle(drivers_python=True)
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
             if folder := _own_folder(settings):
-                settings["_temp_dir"] = f"{folder}/{_RAYS_FOLDER}"
+                settings["_temp_dir"] = f"{folder}/r"
                 _folders.append(folder)
             guard = Guard(folder)
             try:

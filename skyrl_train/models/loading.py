@@ -332,14 +332,19 @@ def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
     """
     path = local_copy(path)
     first = getattr(config, "transformers_weights", None) or "model.safetensors"
+    _refuse_outside(path, first)
     file = cached_file(path, first, _raise_exceptions_for_missing_entries=False)
     found = Path(file or str(cached_file(path, "model.safetensors.index.json")))
     if found.suffix != ".json":
         return [str(found)]
     files = set(json.loads(found.read_text())["weight_map"].values())
-    if outside := [name for name in files if not is_relative_name(str(name))]:
-        raise ConfigError(f"{found}: {outside[0]!r} is not the name of a file in the model's folder.")
+    _refuse_outside(path, *files)
     return [str(cached_file(path, name)) for name in sorted(files)]
+
+
+def _refuse_outside(model: str, *files: str) -> None:
+    if outside := [name for name in files if not is_relative_name(str(name))]:
+        raise ConfigError(f"{model}: its weights are in {outside[0]!r}, which is not a file of the model's folder.")
 
 
 def has_tokenizer(path: str) -> bool:
