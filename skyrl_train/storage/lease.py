@@ -49,7 +49,9 @@ class Lease:
         self._count = 0
         self.taken = False
         self.lost_to = ""
-        """Who has taken the address since, because this process was silent for too long."""
+        """Who has taken the address since, and why that was possible."""
+        self._seen_s = 0.0
+        """Time of the clock at which the claim was last seen."""
         self._left = threading.Event()
         self._looking = threading.Lock()
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
@@ -65,7 +67,7 @@ class Lease:
             self._write(self._free_version())
             found = self._found()[1]
             if self._is_mine(found):  # also where the answer to a write that succeeded was lost
-                self.taken = True
+                self.taken, self._seen_s = True, time.monotonic()
                 self._renewing.start()
                 return
             if found is not None:
@@ -113,15 +115,20 @@ class Lease:
         A claim that was deleted is made again. Raises StorageError if none of that is possible.
         """
         with self._looking:
-            if not self.taken or self.lost_to or self._is_mine(now := self._found()[1]):
+            if not self.taken or self.lost_to:
                 return bool(self.lost_to)
+            now = self._found()[1]
             if now is None:
                 _log.warning("%s/%s was deleted: it is written again.", self._store.address, LEASE_FILE)
                 self._write(None)
                 if (now := self._found()[1]) is None:
                     raise StorageError(f"{self._store.address}/{LEASE_FILE} is deleted whenever it is written.")
-            if not self._is_mine(now):
-                self.lost_to = _holder(now) + (", which has ended since" if now.get("ended") else "")
+            if self._is_mine(now):
+                self._seen_s = time.monotonic()
+            else:
+                was_silent = time.monotonic() - self._seen_s >= ENDS_AFTER_S
+                why = "as this process was silent for too long" if was_silent else f"after {LEASE_FILE} was deleted"
+                self.lost_to = f"{_holder(now)}{', which has ended since,' if now.get('ended') else ','} {why}"
                 _log.error("%s was taken by %s: nothing more is uploaded.", self._store.address, self.lost_to)
             return bool(self.lost_to)
 

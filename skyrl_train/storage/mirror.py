@@ -192,8 +192,8 @@ class Mirror:
         in_time = self._done.wait(deadline_s)
         if taker := self._lease.lost_to:
             raise StorageError(
-                f"{self.store.address} was taken by {taker}, as this process was silent for too long: nothing was "
-                f"uploaded since. What this run wrote is in {self.local}."
+                f"{self.store.address} was taken by {taker}: nothing was uploaded since. What this run wrote is in "
+                f"{self.local}."
             )
         if not in_time:
             with self._turn:

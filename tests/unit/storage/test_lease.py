@@ -226,6 +226,17 @@ def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplo
 
 
 @pytest.mark.usefixtures("quick_leases")
+def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Server, tmp_path: Path):
+    with Machine(tmp_path / "a") as here:
+        claim = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
+        here.mirror.store.write(".lock", claim)
+        until(lambda: here.mirror._lease.lost_to)
+        with pytest.raises(StorageError, match=r"taken by process 1 on another\\x1b\[2J, after \.lock was deleted: "):
+            here.mirror.finish(20)
+        assert here.mirror.store.read(".lock") == claim
+
+
+@pytest.mark.usefixtures("quick_leases")
 def test_claim_that_is_always_deleted_is_an_error_that_says_so(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
