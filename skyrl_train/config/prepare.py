@@ -36,7 +36,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import to_stderr
+from skyrl_train.messages import show_warnings_visibly, to_stderr
 
 HELP = frozenset({"--help", "-h"})
 
@@ -167,6 +167,7 @@ def launch(
     `own_code`, `uses` and `trusts_runs` are those of `prepare`, and so is what `has_accelerator` returns. A
     ConfigError, of the configuration or of the task, is printed without traceback and exits with 2.
     """
+    show_warnings_visibly()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if HELP & set(arguments):
