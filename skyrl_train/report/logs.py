@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.log_files import KeptShort, set_attempt_apart
-from skyrl_train.messages import VisibleFormatter, to_stderr
+from skyrl_train.messages import to_stderr, visible_lines
 from skyrl_train.tasks import Shared
 from skyrl_train.trace import TRACE_FILE
 
@@ -134,9 +134,9 @@ class _File(logging.FileHandler):
         return not self._lost
 
 
-class _Redacting(VisibleFormatter):
+class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return visible_lines(redact(super().format(record)))
 
 
 _PLAIN = _Redacting("%(message)s")

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.durable import Written, describe, write_durably
+from skyrl_train.durable import Written, describe, replacing, write_durably
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import Found, StoredFolder, unusable_names
 
@@ -140,7 +140,8 @@ def fetch(store: StoredFolder, name: str, local: Path) -> str | None:
         return str(wanted)
     if (problem := _fetch_files(store, name, wanted, local)) is not None:
         return problem
-    write_durably(local / MANIFEST_FILE, manifest.decode())
+    with replacing(local / MANIFEST_FILE) as handle:
+        handle.write(manifest)
     return None
 
 
