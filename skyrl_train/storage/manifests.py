@@ -92,9 +92,9 @@ def upload(
         if _is_still(local, manifest):
             _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
-    wanted, there = listed_in(manifest), store.find(name)
+    wanted, there, before = listed_in(manifest), store.find(name), store.read(f"{name}/{MANIFEST_FILE}")
     # A manifest may be there without its files: one that came late, when they had been deleted.
-    old = {file: one for file, one in _known(store, name).items() if _is_there(one, name, there)}
+    old = {file: one for file, one in _known(before).items() if _is_there(one, name, there)}
     arrived = {} if arrived is None else arrived
     taken = {one.key for one in old.values()}
     keys: dict[str, str] = {}
@@ -121,7 +121,8 @@ def upload(
     before_write()
     if not _is_still(local, manifest):
         return False
-    store.write(f"{name}/{MANIFEST_FILE}", stored)
+    if stored != before:
+        store.write(f"{name}/{MANIFEST_FILE}", stored)
     kept = {MANIFEST_FILE, *keys.values()}
     if unlisted := [path for path in there if path.removeprefix(f"{name}/") not in kept]:
         before_write()
@@ -211,7 +212,7 @@ def holds_the_same(folder: Path, manifest: bytes) -> bool:
 
 def is_complete(store: StoredFolder, name: str, there: Mapping[str, Found]) -> bool:
     """True if all that the manifest of a folder lists is in storage, where `there` was found."""
-    return all(_is_there(one, name, there) for one in _known(store, name).values())
+    return all(_is_there(one, name, there) for one in _known(store.read(f"{name}/{MANIFEST_FILE}")).values())
 
 
 def _is_there(one: Listed, name: str, there: Mapping[str, Found]) -> bool:
@@ -219,9 +220,8 @@ def _is_there(one: Listed, name: str, there: Mapping[str, Found]) -> bool:
     return found is not None and found.size == one.held.size
 
 
-def _known(store: StoredFolder, name: str) -> dict[str, Listed]:
-    """What is whole in storage; nothing if there is no manifest or none that can be read."""
-    manifest = store.read(f"{name}/{MANIFEST_FILE}")
+def _known(manifest: bytes | None) -> dict[str, Listed]:
+    """What a manifest in storage lists; nothing if there is none, or none that can be read."""
     try:
         return listed_in(manifest) if manifest is not None else {}
     except ValueError:
