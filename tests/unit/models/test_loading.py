@@ -140,7 +140,7 @@ def test_weights_outside_of_a_model_s_folder_are_refused(folder: str, tmp_path: 
     model = tmp_path / "model"
     shutil.copytree(folder, model)
     (model / "model.safetensors").rename(tmp_path / "evil.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../evil.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../evil.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"evil\.safetensors', which is not a file of the model's folder"):
         open_causal_lm(str(model), dtype=torch.float32, key="a.key")
