@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -221,14 +221,9 @@ def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     return {"shards": shards, "ranks": everything}
 
 
-class Counting:
-    """A hook that adds to numbers how many there are along `dim`: no sequence sees another, and parts are not alike."""
-
-    def __init__(self, dim: int):
-        self.dim = dim
-
-    def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return output + output.shape[self.dim]
+def differ_in_parts(module: nn.Module, dim: int, size: int) -> None:
+    """Add 1 to a module's output if it has `size` elements along `dim`, as on a rank that computes a part of it."""
+    module.register_forward_hook(lambda _, inputs, output: output + (output.shape[dim] == size))
 
 
 def check_refusals(parallel_group: RankGroup) -> dict[str, str]:
@@ -237,8 +232,9 @@ def check_refusals(parallel_group: RankGroup) -> dict[str, str]:
     three, features = (type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63}))
     tokens, columns, unplanned, other, whole = (make_model("qwen2") for _ in range(5))
     layers: list[Any] = [model.model.layers[0] for model in (tokens, columns)]  # type: ignore[union-attr]
-    layers[0].mlp.register_forward_hook(Counting(1))
-    layers[1].self_attn.v_proj.register_forward_hook(Counting(2))
+    differ_in_parts(layers[0].mlp, 1, 20 // parallel_group.size)  # of the 20 tokens that a new model is checked with
+    values = layers[1].self_attn.v_proj
+    differ_in_parts(values, 2, values.out_features // parallel_group.size)
     unplanned._tp_plan = {}
     other._tp_plan = {**other._tp_plan, "model.layers.*.mlp.up_proj": "grouped_gemm"}  # type: ignore[dict-item]
     whole._tp_plan = {name: style for name, style in whole.tp_plan.items() if "mlp" not in name}
