@@ -126,11 +126,12 @@ def _combinations(config: Config) -> Iterator[Problem]:
 
 def _addresses(config: Config) -> Iterator[Problem]:
     stored = dict(addresses(config))
+    told = list(stored.values())
     for key, address in stored.items():
         if (wrong := address_problem(address)) is not None:
             yield Problem(key, without_credentials(address), *wrong)
     for key in leaves():
-        if key not in stored and has_password(value := value_at(config, key)):
+        if key not in stored and (value := value_at(config, key)) not in told and has_password(value):
             advice = "It would be in every copy of the configuration. Tokens are read from environment variables."
             yield Problem(key, value, "an address without name and password", advice)
 
