@@ -22,7 +22,7 @@ def to_stderr(text: str) -> None:
 def to_stdout(text: str) -> None:
     """Print lines there in the same way: what its encoding does not have is escaped, too."""
     with suppress(OSError, ValueError):  # full, or closed
-        encoding = sys.stdout.encoding or "utf-8"
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(visible_lines(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
