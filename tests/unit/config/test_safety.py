@@ -254,7 +254,7 @@ def copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("command", ["env_try", "check_config"])
 def test_code_that_a_copied_run_names_is_not_run(copied_run: Path, capsys: pytest.CaptureFixture[str], command: str):
     given = ["--config-dir", str(copied_run), "--config-name", "config"]
-    own = ["gsm8k", "--data", "rows.jsonl"] if command == "env_try" else []
+    own = ["gsm8k", "--data", "rows.jsonl"] if command == "env_try" else ["--elsewhere", "--plan"]
     main = importlib.import_module(f"skyrl_train.entrypoints.{command}").main
     with pytest.raises(SystemExit) as left:
         main([*own, *given])
