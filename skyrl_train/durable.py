@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 
 class Written(NamedTuple):
@@ -25,15 +27,54 @@ def describe(path: Path, *, sync: bool) -> Written:
         return Written(os.fstat(handle.fileno()).st_size, digest)
 
 
+def open_new(path: Path) -> BinaryIO:
+    """Create a file to write to. Raises FileExistsError if anything has that name: a link is never followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a file to lock, made if it is missing. Nothing in it is deleted. Raises OSError, also for a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "a+", encoding="utf-8", errors="replace", opener=lambda name, _: os.open(name, flags, 0o666))
+
+
+@contextmanager
+def replacing(path: Path, temporary: Path | None = None, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """Open a temporary file that takes the place of `path` at the end of the block, or is deleted if the block raises.
+
+    Every temporary file that becomes a file of a run is made here. What a killed process left under its name is
+    deleted first, and a link there is never followed.
+
+    Args:
+        path: File that readers see either as it was or complete.
+        temporary: Path of the temporary file, in the same folder. Default: `.NAME.new`.
+        sync: True if the file must survive a power cut.
+
+    Raises:
+        OSError: If the disk is full or refuses.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open_new(temporary) as handle:
+            yield handle
+            handle.flush()
+            if sync:
+                os.fsync(handle.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
 def write_durably(path: Path, text: str) -> None:
     """Replace a small file atomically: readers see either the old text or the new one, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    with replacing(path) as handle:
+        handle.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:

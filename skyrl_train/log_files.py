@@ -9,6 +9,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from skyrl_train.durable import replacing
+
 LIMIT_BYTES = 32 * 2**20
 """Size at which a file is emptied; what it held is kept beside it."""
 KEPT = 2
@@ -60,16 +62,12 @@ def shorten(path: Path) -> None:
     with suppress(OSError):  # not there yet, or no room for a copy: next time
         if path.stat().st_size < LIMIT_BYTES:
             return
-        copy = path.with_name(f"{path.name}.new")
-        try:
-            shutil.copyfile(path, copy)
-        except OSError:
-            copy.unlink(missing_ok=True)
-            raise
-        for number in range(KEPT, 1, -1):
-            with suppress(FileNotFoundError):
-                path.with_name(f"{path.name}.{number - 1}").replace(path.with_name(f"{path.name}.{number}"))
-        copy.replace(path.with_name(f"{path.name}.1"))
+        with replacing(path.with_name(f"{path.name}.1"), sync=False) as copy:
+            with path.open("rb") as source:
+                shutil.copyfileobj(source, copy)
+            for number in range(KEPT, 1, -1):
+                with suppress(FileNotFoundError):
+                    path.with_name(f"{path.name}.{number - 1}").replace(path.with_name(f"{path.name}.{number}"))
         os.truncate(path, 0)  # whoever appends goes on at its new end
 
 

@@ -19,6 +19,26 @@ def to_stderr(text: str) -> None:
         print(visible_lines(text), file=sys.stderr, flush=True)
 
 
+def to_stdout(text: str) -> None:
+    """Print lines there in the same way: what its encoding does not have is escaped, too."""
+    with suppress(OSError, ValueError):  # full, or closed
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(visible_lines(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log records whose text nothing obeys: storage, servers and other machines choose parts of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_lines(super().format(record))
+
+
+def show_warnings_visibly() -> None:
+    """Format so what Python shows of loggers without handlers. For command lines, which own their process."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())
+
+
 def visible(text: str) -> str:
     """Make one printable line: terminal escapes, NUL, line ends and direction marks are escaped (`\\x1b`, `\\n`)."""
     if text.isprintable():
@@ -27,5 +47,5 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """The same for a text of several lines, which stay lines."""
-    return "\n".join(map(visible, text.split("\n")))
+    """The same for a text of several lines, which stay lines; tabs become spaces."""
+    return text if text.isprintable() else "\n".join(visible(line.expandtabs()) for line in text.split("\n"))

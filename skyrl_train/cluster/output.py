@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from typing import Any
 from ray._private import worker as ray_worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as printers
 
-from skyrl_train.config.secrets import looks_like_credential, redact
+from skyrl_train.config.secrets import redact, secret_variables
 from skyrl_train.log_files import KeptShort
+from skyrl_train.messages import visible, visible_lines
 from skyrl_train.tasks import Shared
 
 log = logging.getLogger(__name__)
 _RAYLET = "raylet"
+_SEPARATORS = re.compile("([\t\n\r])")
 
 
 def append_output_to(path: Path, header: str) -> None:
@@ -68,7 +71,7 @@ raylets_logged = Shared(_raylets_logged)
 
 def _show_or_log(show: Callable[..., None], data: Any, **how: Any) -> None:
     if data.get("pid") != _RAYLET:
-        show(data, **how)
+        show({**data, "lines": [visible_lines(line) for line in data.get("lines", ())]}, **how)
         return
     for line in data.get("lines", ()):
         log.info("(%s) %s", _RAYLET, line)
@@ -80,16 +83,21 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class _Redacted(io.FileIO):
-    """Without the contents of credential variables. What cannot be written is lost: a full disk fails nobody."""
+    """Without secrets and control characters. What cannot be written is lost: a full disk fails nobody."""
 
     def write(self, data: Any) -> int:
         text = bytes(data).decode("utf-8", "surrogateescape")
         with suppress(OSError):
-            super().write(redact(text, _credentials()).encode("utf-8", "surrogateescape"))
+            super().write(_shown(redact(text, _credentials())).encode())
         return len(data)
+
+
+def _shown(text: str) -> str:
+    """Without control characters but tabs, line ends and returns, by which a progress bar overwrites itself."""
+    return "".join(part if part in "\t\n\r" else visible(part) for part in _SEPARATORS.split(text))
 
 
 @cache
 def _credentials() -> dict[str, str]:
     """Those variables: there are hundreds of others, and many lines."""
-    return {name: content for name, content in os.environ.items() if looks_like_credential(name)}
+    return secret_variables()

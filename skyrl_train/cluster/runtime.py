@@ -190,11 +190,10 @@ def _kill_started_processes(before: Sequence[psutil.Process]) -> None:
 
 
 def _own_folder(settings: Mapping[str, Any]) -> str | None:
-    """A folder for Ray of this run alone; None if its place was chosen, or names of sockets in it would be too long."""
-    chosen = "RAY_TMPDIR" in os.environ or "_temp_dir" in settings
-    if chosen or sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_TEMPORARY:
+    """Create a private folder for Ray's own, which every user may write to. None if Ray's place was chosen."""
+    if "RAY_TMPDIR" in os.environ or "_temp_dir" in settings or sys.platform != "linux":
         return None
-    return tempfile.mkdtemp(prefix="ray-")
+    return tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY else None)
 
 
 @contextmanager
@@ -334,8 +333,8 @@ _folders: list[str] = []
 _LOOKS_EVERY_S = 1.0
 _CLOSES_S = 30.0
 """A second is usual. A raylet that is stopped, or hangs, would hold up whoever disconnects from it for ever."""
-_LONGEST_TEMPORARY = 30
-"""Characters: a socket's path has 107, of which Ray's names take 77."""
+_LONGEST_TEMPORARY = 28
+"""Characters: a socket's path has 107, of which Ray's names and the folder in the private one take 79."""
 
 
 class Cluster:
@@ -388,7 +387,7 @@ class Cluster:
             _settle(drivers_python=True)
             os.environ.update({key: os.environ.get(key, value) for key, value in _OWN_CLUSTER_ENV.items()})
             if folder := _own_folder(settings):
-                settings["_temp_dir"] = folder
+                settings["_temp_dir"] = f"{folder}/r"
                 _folders.append(folder)
             guard = Guard(folder)
             try:

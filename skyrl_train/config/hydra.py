@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -46,6 +45,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section, freeze
 from skyrl_train.config.skyrl_keys import notes_of, problems_of, skyrl_key, take_skyrl_keys
+from skyrl_train.durable import write_durably
 from skyrl_train.errors import ConfigError
 
 BASE = "ppo_base_config"
@@ -269,7 +269,8 @@ def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
             continue
         value = section.pop(last)
         home, key = _section_of(content, name, make=True)
-        assert home is not None
+        if home is None:  # what the user wrote in the place of the section is a problem of its own
+            continue
         default = all_keys()[name].default
         if home.get(key, default) not in (default, value):
             yield Problem(alias, value, f"the same as {name}={home[key]}", "They are one setting: give one.")
@@ -390,9 +391,7 @@ def save_resolved(config: Config, path: Path) -> None:
     """
     text = yaml.safe_dump({"defaults": [BASE, "_self_"], **redact(plain(config))}, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    write_durably(path, text)
 
 
 def show_information(argv: Sequence[str], overrides: Sequence[str]) -> None:

@@ -18,23 +18,25 @@ from skyrl_train.config.hydra import (
     changed_keys,
     compose,
     finish,
+    parse_override,
     resolve,
     show_information,
     unresolved,
     written_keys,
 )
 from skyrl_train.config.inert import evaluation_warnings, stop_warnings, warnings
-from skyrl_train.config.keys import misspelt_sibling
+from skyrl_train.config.keys import canonical, misspelt_sibling
 from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
 from skyrl_train.config.presence import Uses, crowding, missing
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
 from skyrl_train.config.run_folder import with_own_folders
+from skyrl_train.config.safety import code_of_run
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import to_stderr
+from skyrl_train.messages import show_warnings_visibly, to_stderr
 
 HELP = frozenset({"--help", "-h"})
 
@@ -60,7 +62,12 @@ class Uncomposable(Problem):
 
 
 def prepare(
-    argv: Sequence[str], has_accelerator: bool | None = None, *, own_code: bool = False, uses: Uses | None = None
+    argv: Sequence[str],
+    has_accelerator: bool | None = None,
+    *,
+    own_code: bool = False,
+    uses: Uses | None = None,
+    trusts_runs: bool = True,
 ) -> PreparedConfig:
     """The configuration of `key=value` arguments and Hydra's `--config-name` and `--config-dir`.
 
@@ -69,6 +76,8 @@ def prepare(
         own_code: Whether a program of the user's own is the caller. Names that it may have registered and keys that it
             may read are then no mistakes, as with `trainer.plugins`.
         uses: Which parts of the configuration must exist on this machine; None looks for nothing.
+        trusts_runs: False for commands that look at runs of others: if `--config-dir` names a run's folder, code that
+            the command line does not name as well is a problem.
 
     Raises ConfigError that lists every problem at once. Imports neither torch nor ray.
     """
@@ -80,7 +89,11 @@ def prepare(
         raise
     given = written_keys(line.overrides, line.flags["config_name"], line.flags["config_dir"])
     present = accelerator_present() if has_accelerator is None else has_accelerator
-    return _check(raw, line, given, present, own_code, uses)
+    prepared = _check(raw, line, given, present, own_code, uses)
+    if not trusts_runs:
+        overridden = {canonical(parse_override(text).key) for text in line.overrides}
+        raise_all(code_of_run(prepared.config, line.flags["config_dir"], overridden))
+    return prepared
 
 
 def prepare_composed(
@@ -147,13 +160,15 @@ def launch(
     *,
     own_code: bool = False,
     uses: Uses | None = None,
+    trusts_runs: bool = True,
     has_accelerator: Callable[[], bool | None] = lambda: None,
 ) -> None:
     """Run an entrypoint: `task` with the prepared configuration, or what `--help` or Hydra's `--cfg job` prints.
 
-    `own_code` and `uses` are those of `prepare`, and so is what `has_accelerator` returns. A ConfigError, of the
-    configuration or of the task, is printed without traceback and exits with 2.
+    `own_code`, `uses` and `trusts_runs` are those of `prepare`, and so is what `has_accelerator` returns. A
+    ConfigError, of the configuration or of the task, is printed without traceback and exits with 2.
     """
+    show_warnings_visibly()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if HELP & set(arguments):
@@ -165,7 +180,8 @@ def launch(
             prepare(arguments, has_accelerator(), own_code=own_code)
             show_information(arguments, line.overrides)
             return
-        prepared = prepare(arguments, has_accelerator(), own_code=own_code, uses=uses)
+        present = has_accelerator()
+        prepared = prepare(arguments, present, own_code=own_code, uses=uses, trusts_runs=trusts_runs)
         for text in prepared.notes:
             to_stderr(f"note: {text}")
         for text in prepared.warnings:

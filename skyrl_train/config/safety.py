@@ -7,11 +7,15 @@ printed, saved and sent to trackers. So values may refer to other keys and to a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.problems import Problem
 from skyrl_train.config.secrets import looks_like_credential
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import Config
 
 ALLOWED_RESOLVERS = frozenset({"oc.env"})
 INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
@@ -19,6 +23,8 @@ INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_
 FOLDERS_AND_NAMES = frozenset({"HOME", "PWD", "TMPDIR", "SCRATCH", "USER", "LOGNAME", "HOSTNAME"})
 FOLDER_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_ROOT", "_FOLDER", "_JOB_ID", "_JOB_NAME")
 
+_RUN_FILES = ("run.json", "metrics.jsonl")
+_SERVERS = "environment.skyrl_gym.tool_use.tool_settings.mcp.servers"
 _KEY_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]-]*\}")
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
 
@@ -46,6 +52,37 @@ def unsafe(key: str, value: Any) -> Iterator[Problem]:
             yield from unsafe(key, item)
     elif isinstance(value, str):
         yield from _unsafe_text(key, value)
+
+
+def code_of_run(config: Config, folder: str | None, overridden: Collection[str]) -> Iterator[Problem]:
+    """Modules and programs that only the configuration in a run's folder names: it may be copied from anywhere.
+
+    Args:
+        folder: What `--config-dir` names. A folder that is not a run's is the user's own, and trusted.
+        overridden: Keys that the command line sets.
+    """
+    if folder is None or not _is_run(Path(folder)):
+        return
+    servers = config.environment.skyrl_gym.tool_use.tool_settings.get("mcp", {}).get("servers", {})
+    named: list[tuple[str, Any]] = [("trainer.plugins", list(config.trainer.plugins))] if config.trainer.plugins else []
+    named += [
+        (f"{_SERVERS}.{name}.command", server["command"])
+        for name, server in (servers.items() if isinstance(servers, Mapping) else ())
+        if isinstance(server, Mapping) and server.get("command") is not None
+    ]
+    for key, value in named:
+        if key not in overridden:
+            yield Problem(
+                key,
+                value,
+                "repeated on the command line",
+                f"{folder} is a run's folder, and what its configuration names would be run here. Repeat the key if "
+                "you trust it.",
+            )
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _RUN_FILES) or any(folder.glob("global_step_*"))
 
 
 def foreign_targets(hydra: Any, key: str = "hydra") -> Iterator[Problem]:

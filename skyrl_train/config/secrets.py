@@ -1,40 +1,168 @@
-"""Credentials of the environment, by the names of their variables: never in files, trackers or messages of a run."""
+"""Credentials of the environment and in addresses: never in files, trackers or messages of a run."""
 
 from __future__ import annotations
 
+import html
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, TypeVar
+from urllib.parse import quote, quote_plus, unquote
 
-CREDENTIAL_WORDS = ("KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "_PASS", "CREDENTIAL", "AUTH", "COOKIE", "JWT")
+CREDENTIAL_WORDS = (
+    "KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "_PASS", "CREDENTIAL", "AUTH", "COOKIE", "JWT", "WEBHOOK",
+    "CONNECTION_STRING", "CONNECTIONSTRING", "CONN_STR",
+)  # fmt: skip
+"""Anywhere in the name of a variable."""
+CREDENTIAL_PARTS = frozenset({"PWD", "PAT", "DSN"})
+"""Between the underscores of a name: PATH and DSNAME are none."""
+_FOLDERS = frozenset({"PWD", "OLDPWD"})
 _SHORTEST_SECRET = 8
 """Shorter values of credential variables ("none", "1") would blank out ordinary words."""
+_USER_INFO = re.compile(
+    r"""(?<=://)(?:[^\s/?#"'<>\\]{1,200}@|[^\s/:@"'<>\\]{0,200}:(?!\d{1,5}(?:[/?#]|$))[^\s@"'<>\\]{0,200}@)"""
+)
+"""Name and password in an address, also where the password has signs that should be escaped."""
+_ADDRESS = re.compile(r"\s*[A-Za-z][\w+.-]{0,30}://\S*\s*$")
+_LONGEST_USER = 8
+"""Characters of a name without a password, such as git@, that is not taken for a token."""
 
 T = TypeVar("T")
 
 
 def looks_like_credential(variable: str) -> bool:
     """Whether the name is that of a credential; how one is asked for (RAY_AUTH_MODE) is none."""
-    return any(word in variable.upper() for word in CREDENTIAL_WORDS) and not variable.upper().endswith("_MODE")
+    name = variable.upper()
+    if name in _FOLDERS or name.endswith("_MODE"):
+        return False
+    return any(word in name for word in CREDENTIAL_WORDS) or not CREDENTIAL_PARTS.isdisjoint(name.split("_"))
+
+
+def secret_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that hold secrets: credentials, and addresses with a password."""
+    return {
+        name: content
+        for name, content in environ.items()
+        if looks_like_credential(name) or ("://" in content and _USER_INFO.search(content))
+    }
 
 
 def redact(value: T, environ: Mapping[str, str] = os.environ) -> T:
-    """The same plain value without the contents of credential variables, for whatever is saved, shown or sent away."""
-    secrets = {
-        content.strip(): f"<{name}>"
-        for name, content in environ.items()
-        if looks_like_credential(name) and len(content.strip()) >= _SHORTEST_SECRET
-    }
-    longest_first = dict(sorted(secrets.items(), key=lambda secret: len(secret[0]), reverse=True))
-    return _replace(value, longest_first)  # type: ignore[no-any-return]
+    """Return the same plain value without secrets, for whatever is saved, shown or sent away.
+
+    The contents of `secret_variables` become `<NAME>`, as they are and as JSON, Python, HTML and addresses write them,
+    line by line if they have several. Name and password in any address become `***`.
+    """
+    secrets = _secrets(tuple(secret_variables(environ).items()))
+    return _mapped(value, lambda text: _without_secrets(text, secrets))  # type: ignore[no-any-return]
 
 
-def _replace(value: Any, secrets: Mapping[str, str]) -> Any:
+def holds_secret(value: Any) -> bool:
+    """Return whether `redact` would change a plain value."""
+    found = False
+
+    def look(text: str) -> str:
+        nonlocal found
+        found = found or redact(text) != text
+        return text
+
+    _mapped(value, look)
+    return found
+
+
+def has_password(value: Any) -> bool:
+    """Return whether a plain value is, or has in it, an address with a password."""
+    found: list[str] = []
+
+    def look(text: str) -> str:
+        if _ADDRESS.match(text):
+            found.extend(one[0] for one in _USER_INFO.finditer(text) if _has_password(one[0]))
+        return text
+
+    _mapped(value, look)
+    return bool(found)
+
+
+def spells_secret(pieces: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[bool]:
+    """Return for each piece of a text, such as a token, whether it is part of a secret that `redact` replaces."""
+    text = "".join(pieces)
+    spans = list(_spans(text, _secrets(tuple(secret_variables(environ).items()))))
+    if not spans:
+        return [False] * len(pieces)
+    hidden = bytearray(len(text))
+    for start, stop in spans:
+        hidden[start:stop] = b"\1" * (stop - start)
+    stops = accumulate(map(len, pieces))
+    return [any(hidden[stop - len(piece) : stop]) for piece, stop in zip(pieces, stops, strict=True)]
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {_replace(key, secrets): _replace(item, secrets) for key, item in value.items()}
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replace(item, secrets) for item in value]
-    if isinstance(value, str):
-        for content, name in secrets.items():
-            value = value.replace(content, name)
-    return value
+        return [_mapped(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _without_secrets(text: str, secrets: Mapping[str, str]) -> str:
+    for content, name in secrets.items():
+        text = text.replace(content, name)
+    if "://" not in text:
+        return text
+    return _USER_INFO.sub(lambda found: "***@" if _has_password(found[0]) else found[0], text)
+
+
+def _spans(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+    for content in secrets:
+        start = -1
+        while (start := text.find(content, start + 1)) >= 0:
+            yield start, start + len(content)
+    yield from (found.span() for found in _USER_INFO.finditer(text) if _has_password(found[0]))
+
+
+def _has_password(user_info: str) -> bool:
+    return ":" in user_info or len(user_info.removesuffix("@")) > _LONGEST_USER
+
+
+@lru_cache(maxsize=16)
+def _secrets(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """Text to look for -> what is shown instead, longest first."""
+    found = {
+        form: f"<{name}>"
+        for name, content in variables
+        for text in _secret_texts(name, content)
+        for form in _forms(text.strip())
+        if len(form) >= _SHORTEST_SECRET
+    }
+    return dict(sorted(found.items(), key=lambda secret: len(secret[0]), reverse=True))
+
+
+def _secret_texts(name: str, content: str) -> Iterator[str]:
+    if looks_like_credential(name):
+        yield content
+        yield from content.splitlines()
+    for found in _USER_INFO.finditer(content):
+        user, colon, password = found[0].removesuffix("@").partition(":")
+        yield from (password, unquote(password)) if colon else (user,) if _has_password(user) else ()
+
+
+def _forms(text: str) -> set[str]:
+    """A text, and as it is written inside JSON, Python, HTML and addresses, also inside another one of them."""
+    forms = {text}
+    for _ in range(2):
+        forms |= {write(form) for form in forms for write in _WRITERS}
+    return forms
+
+
+_WRITERS: tuple[Callable[[str], str], ...] = (
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: repr(text)[1:-1],
+    lambda text: html.escape(text),
+    lambda text: quote(text, safe="", errors="replace"),
+    lambda text: quote(text, errors="replace"),
+    lambda text: quote_plus(text, errors="replace"),
+)

@@ -18,6 +18,8 @@ OTHER_FILES = frozenset({".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".zip
 
 SCHEMES = ("s3", "file")
 """Of addresses of storage."""
+_MAX_NAME_BYTES = 255
+"""Length of the longest file name that disks take."""
 _ROLES = ("policy", "ref", "critic", "reward")
 
 
@@ -53,9 +55,18 @@ def address_problem(address: str) -> tuple[str, str] | None:
     if "@" in rest.partition("/")[0] or "?" in rest:
         advice = "Credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from AWS's own configuration."
         return f"{allowed}, without credentials or a query", advice
-    if not rest.strip("/") or rest.startswith("/") != (scheme == "file") or ".." in rest.split("/"):
-        return allowed, "A bucket, or an absolute path without `..`, follows the two slashes."
+    inside = rest.removesuffix("/")
+    if inside.startswith("/") != (scheme == "file") or not is_relative_name(inside.removeprefix("/")):
+        return allowed, "A bucket or an absolute path follows the two slashes; no part of it is empty, `.` or `..`."
     return None
+
+
+def is_relative_name(name: str) -> bool:
+    """True if a text names a file inside a folder, whoever chose it: storage, a manifest or another machine."""
+    parts = name.split("/")
+    return "\0" not in name and all(
+        part not in ("", ".", "..") and len(part.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES for part in parts
+    )
 
 
 def without_credentials(address: str) -> str:

@@ -16,6 +16,7 @@ from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.ranges import LEAST_TEMPERATURE
 from skyrl_train.config.roles import critic_problem, needs_critic, needs_reference
 from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
+from skyrl_train.config.secrets import has_password
 from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
 
@@ -124,9 +125,15 @@ def _combinations(config: Config) -> Iterator[Problem]:
 
 
 def _addresses(config: Config) -> Iterator[Problem]:
-    for key, address in addresses(config):
+    stored = dict(addresses(config))
+    told = list(stored.values())
+    for key, address in stored.items():
         if (wrong := address_problem(address)) is not None:
             yield Problem(key, without_credentials(address), *wrong)
+    for key in leaves():
+        if key not in stored and (value := value_at(config, key)) not in told and has_password(value):
+            advice = "It would be in every copy of the configuration. Tokens are read from environment variables."
+            yield Problem(key, value, "an address without name and password", advice)
 
 
 def _one_way_to_write_bounds(config: Config) -> Iterator[Problem]:
@@ -311,7 +318,12 @@ def _servers(config: Config) -> Iterator[Problem]:
     if generator.run_engines_locally or not isinstance(getattr(generator, key), list | tuple):
         return
     urls = [str(url).rpartition("://")[2].rstrip("/") for url in getattr(generator, key)]
-    if not urls or "" in urls:
+    given = getattr(generator, key)
+    if any("@" in url for url in urls) and not has_password(given):  # else it is a problem already
+        shown = ["***@" + url.rpartition("@")[2] if "@" in url else url for url in urls]
+        advice = "Tokens of servers are read from SKYRL_API_KEY."
+        yield Problem(f"generator.{key}", shown, "addresses without name and password", advice)
+    elif not urls or "" in urls:
         yield Problem(f"generator.{key}", urls, "host:port of at least one server")
     elif len(set(urls)) < len(urls):
         yield Problem(f"generator.{key}", urls, "each server once", "A server has one engine.")

@@ -218,9 +218,13 @@ class TrainBatch:
         }
 
     def with_tokens(self, **tensors: Tensor | None) -> TrainBatch:
-        """The same sequences with token-level tensors added or replaced."""
+        """The same sequences with token-level tensors added or replaced.
+
+        Raises ValueError for another name or length.
+        """
         for name, tensor in tensors.items():
-            assert name in TOKEN_FIELDS and (tensor is None or len(tensor) == len(self.input_ids)), name
+            if name not in TOKEN_FIELDS or (tensor is not None and len(tensor) != len(self.input_ids)):
+                raise ValueError(f"{name}: must be one of {', '.join(TOKEN_FIELDS)}, for {len(self.input_ids)} tokens.")
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def to_score(self) -> TrainBatch:
@@ -357,11 +361,12 @@ def pack(
 
 
 def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Concatenate batches; an optional tensor must be in all of them or in none."""
+    """Concatenate batches. Raises ValueError for an optional tensor that is neither in all of them nor in none."""
     joined: dict[str, Tensor | None] = {}
     for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS):
         values = [getattr(batch, name) for batch in batches]
-        assert len({value is None for value in values}) == 1, f"{name} is in some batches only"
+        if len({value is None for value in values}) != 1:
+            raise ValueError(f"{name} is in some of the batches only: give it to all of them or to none.")
         joined[name] = None if values[0] is None else torch.cat(values)
     lengths = torch.cat([batch.lengths for batch in batches])
     joined["offsets"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -401,7 +406,8 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
         for episode, (index, item) in enumerate(trajectories)
         for one in item.sequences()
     ]
-    assert rows, "a batch needs at least one trajectory"
+    if not rows:
+        raise ValueError("a batch needs at least one trajectory")
     offsets = np.concatenate(([0], np.cumsum([row.length for row in rows])))
     known = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
     total = int(offsets[-1])
@@ -456,8 +462,11 @@ class _Row(NamedTuple):
         """Write what it has of each token to these arrays, from `begin` on."""
         item, start, stop = self.item, self.start, self.stop
         sampled = max((other for _, other in item.loss_spans), default=0)
-        same = len(item.logprobs) in (0, len(item.response_ids)) and sampled <= len(item.response_ids)
-        assert same, f"prompt {item.prompt.uid}: token fields differ in length"
+        if len(item.logprobs) not in (0, len(item.response_ids)) or sampled > len(item.response_ids):
+            raise ValueError(
+                f"prompt {item.prompt.uid}: token fields differ in length: {len(item.response_ids)} response_ids, "
+                f"{len(item.logprobs)} logprobs, loss_spans up to {sampled}."
+            )
         response, end = begin + len(self.prompt_ids), begin + self.length
         ids[begin:response], ids[response:end] = self.prompt_ids, item.response_ids[start:stop]
         if logprobs is not None:

@@ -17,7 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_train.data.rows import SUFFIXES, DatasetRow, read_hub, read_rows
+from skyrl_train.durable import replacing
 from skyrl_train.errors import DataError
+from skyrl_train.messages import to_stdout
 
 Convert = Callable[[str, DatasetRow, str, int], DatasetRow | None]
 """(where, row, split of the source, its index there from 0) -> a row in SkyRL's format, or None to leave it out."""
@@ -109,10 +111,11 @@ def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int =
     columns = list(dict.fromkeys(column for row in rows for column in row))
     try:
         table = pa.table({column: pa.array([row.get(column) for row in rows]) for column in columns})
-        pq.write_table(table, path)
+        with replacing(path, sync=False) as handle:
+            pq.write_table(table, handle)
     except UNWRITABLE as error:
         raise DataError(f"{path}: {error}; every row needs the same types in the same columns.") from error
-    print(f"{path}: {len(rows)} rows" + (f", {left_out} left out" if left_out else ""))
+    to_stdout(f"{path}: {len(rows)} rows" + (f", {left_out} left out" if left_out else ""))
     return path
 
 

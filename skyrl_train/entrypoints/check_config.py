@@ -27,6 +27,7 @@ from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, kno
 from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.experiments.base import Experiment, used_by
+from skyrl_train.messages import to_stdout
 from skyrl_train.registry import load_object
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def check_all() -> None:
         there = named_cluster_has_gpus if here else lambda: None
-        launch(check, rest, uses=used_by(experiment) if here else None, has_accelerator=there)
+        uses = used_by(experiment) if here else None
+        launch(check, rest, uses=uses, trusts_runs=False, has_accelerator=there)
 
     if not probes:
         return check_all()
@@ -114,10 +116,10 @@ def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None
     plans = memory_plan(config, capacity, learning)
     report(prepared)
     for line in plan_lines(plans, config.device, capacity, capacity_of("cpu")):
-        print(line)
+        to_stdout(line)
     data = _data(config) if here else "not read with --elsewhere"
     for line in run_lines(config, plans, data, "the probe's, below" if probes else MEASURED):
-        print(line)
+        to_stdout(line)
 
 
 def _data(config: Config) -> KnownData | str:
@@ -133,7 +135,7 @@ def report_probe(config: Config) -> None:
     from skyrl_train.entrypoints.probe_report import probe_lines
 
     for line in probe_lines(config, probe(config)):
-        print(line)
+        to_stdout(line)
 
 
 def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, host: int | None) -> Iterator[str]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import click
 
+from skyrl_train.messages import show_warnings_visibly
+
 _ENTRYPOINTS = "skyrl_train.entrypoints"
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """Commands read their arguments themselves, `--help` as well."""
@@ -19,7 +21,7 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_op
 
 @click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 def main() -> None:
-    pass
+    show_warnings_visibly()
 
 
 @main.group(help="Environments.", name="env")

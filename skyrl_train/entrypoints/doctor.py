@@ -29,7 +29,7 @@ from urllib.request import Request, urlopen
 
 from packaging.requirements import Requirement
 
-from skyrl_train.messages import visible
+from skyrl_train.messages import to_stderr, visible
 
 ALL_S = 9.0
 """Until everything is answered: what has not is said to be so."""
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__doc__)
         return
     if given not in ([], ["--json"]):
-        print(f"skyrl-train doctor: takes --json and nothing else, got {' '.join(given)!r}", file=sys.stderr)
+        to_stderr(f"skyrl-train doctor: takes --json and nothing else, got {' '.join(given)!r}")
         sys.exit(2)
     findings = examine(CHECKS)
     print(json.dumps([asdict(one) for one in findings], indent=1) if given else "\n".join(report(findings)), flush=True)

@@ -20,6 +20,7 @@ import yaml
 
 from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, why_fixed, write_wanted
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stderr
 from skyrl_train.storage.places import working_folder
 
 _LOCK_FILE, _CONFIG_FILE = ".lock", "config.yaml"
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action, by, folder = _asked(given)
         before, after = change(folder, by if action == "add" else -by)
     except ConfigError as error:
-        print(f"skyrl-train engines: {error}", file=sys.stderr)
+        to_stderr(f"skyrl-train engines: {error}")
         sys.exit(2)
     print(f"{before} -> {after} engines are wanted; the run says when they have come or gone.")
 

@@ -30,7 +30,7 @@ from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
-from skyrl_train.messages import to_stderr, visible
+from skyrl_train.messages import to_stderr, to_stdout, visible
 from skyrl_train.registry import import_plugins
 
 NO_LIMIT = 2**40
@@ -97,7 +97,7 @@ def _configuration(arguments: argparse.Namespace) -> Config:
     model = [f"trainer.policy.model.path={arguments.model}"] if arguments.model is not None else []
     own = [*model, f"environment.env_class={arguments.env}"]
     # Nothing of it is for a device, so that a preset for accelerators can be tried on a laptop.
-    prepared = prepare([*flags, *arguments.overrides, *own], has_accelerator=True)
+    prepared = prepare([*flags, *arguments.overrides, *own], has_accelerator=True, trusts_runs=False)
     for warning in prepared.warnings:
         to_stderr(f"warning: {redact(warning)}")
     return prepared.config
@@ -235,8 +235,7 @@ def _say(line: str) -> None:
 
     Without the contents of credential variables, which an environment may have shown.
     """
-    encoding = sys.stdout.encoding or "utf-8"
-    print(visible(redact(line)).encode(encoding, "backslashreplace").decode(encoding))
+    to_stdout(visible(redact(line)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.messages import to_stderr
+from skyrl_train.messages import to_stderr, to_stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (SkyRLError, OSError) as error:  # such as a disk that is full
         to_stderr(redact(f"skyrl-train export: {error}"))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    print("Not verified." if agreement is None else said(agreement))
-    print(f"exported to {where}")
+    to_stdout("Not verified." if agreement is None else said(agreement))
+    to_stdout(f"exported to {where}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from skyrl_train.durable import write_durably
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.messages import to_stderr, visible
+from skyrl_train.messages import to_stderr, to_stdout, visible
 from skyrl_train.storage.places import working_folder
 
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the file to write")
     given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        print(_report([working_folder(run) for run in given.runs], given.out))
+        to_stdout(_report([working_folder(run) for run in given.runs], given.out))
     except (SkyRLError, OSError) as error:
         to_stderr(f"skyrl-train report: {error}")
         sys.exit(2)

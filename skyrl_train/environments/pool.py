@@ -138,7 +138,8 @@ class EnvironmentPool(ABC):
 
     async def call(self, episode: HostedEpisode, op: str, **arguments: Any) -> dict[str, Any]:
         """The environment's answer. Raises EnvironmentFailure, or what ends the run."""
-        assert hasattr(self, "loop"), "the pool is used outside `async with`"
+        if not hasattr(self, "loop"):
+            raise RuntimeError("the pool is used outside `async with`")
         self._refuse_failed(episode)
         try:
             frame = pack({"op": op, "id": episode.number, **arguments})

@@ -18,7 +18,7 @@ import threading
 import time
 from contextlib import suppress
 
-from skyrl_train.config.secrets import looks_like_credential, redact
+from skyrl_train.config.secrets import redact, secret_variables
 from skyrl_train.log_files import LIMIT_BYTES
 from skyrl_train.messages import visible
 
@@ -106,7 +106,7 @@ def _kill_descendants() -> None:
 
 def copy_output(source: int, log: CappedLog) -> None:
     """Copy lines from a pipe to the log until the pipe ends, without the contents of credential variables."""
-    credentials = {name: content for name, content in os.environ.items() if looks_like_credential(name)}
+    credentials = secret_variables()
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     text = ""
     while data := os.read(source, _CHUNK_BYTES):

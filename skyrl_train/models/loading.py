@@ -25,7 +25,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from skyrl_train.config.sources import is_address, local_path
+from skyrl_train.config.sources import is_address, is_relative_name, local_path
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, name_body, text_model
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
@@ -397,15 +397,25 @@ def checkpoint_names(path: str) -> set[str]:
 
 
 def _weight_files(path: str, config: PreTrainedConfig) -> list[str]:
-    """The safetensors files of a folder or hub name, in the order in which transformers looks for them."""
+    """The safetensors files of a folder or hub name, in the order in which transformers looks for them.
+
+    Raises ConfigError for a model that names files outside its folder.
+    """
     path = local_copy(path)
     first = getattr(config, "transformers_weights", None) or "model.safetensors"
+    _refuse_outside(path, first)
     file = cached_file(path, first, _raise_exceptions_for_missing_entries=False)
     found = Path(file or str(cached_file(path, "model.safetensors.index.json")))
     if found.suffix != ".json":
         return [str(found)]
     files = set(json.loads(found.read_text())["weight_map"].values())
+    _refuse_outside(path, *files)
     return [str(cached_file(path, name)) for name in sorted(files)]
+
+
+def _refuse_outside(model: str, *files: str) -> None:
+    if outside := [name for name in files if not is_relative_name(str(name))]:
+        raise ConfigError(f"{model}: its weights are in {outside[0]!r}, which is not a file of the model's folder.")
 
 
 def has_tokenizer(path: str) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.durable import replacing
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.safe_files import MAX_LINES_BYTES, is_step, opened, read_bytes
 
@@ -81,10 +82,9 @@ class _LineFile:
         if not self._path.exists():
             return
         kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(self._path) if line["step"] <= step)
-        temporary = self._path.with_name(f".{self._path.name}.new")
         try:
-            temporary.write_text(kept)
-            temporary.replace(self._path)
+            with replacing(self._path, sync=False) as handle:
+                handle.write(kept.encode())
         except OSError as error:
             _log.warning("%s keeps lines of steps after %d, which will come twice (%s).", self._path, step, error)
 

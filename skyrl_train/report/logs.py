@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.log_files import KeptShort, set_attempt_apart
-from skyrl_train.messages import to_stderr
+from skyrl_train.messages import to_stderr, visible_lines
 from skyrl_train.tasks import Shared
 from skyrl_train.trace import TRACE_FILE
 
@@ -136,7 +136,10 @@ class _File(logging.FileHandler):
 
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return visible_lines(redact(super().format(record)))
+
+
+_PLAIN = _Redacting("%(message)s")
 
 
 class _Terminal(logging.Handler):
@@ -148,4 +151,6 @@ class _Terminal(logging.Handler):
         if record.name == "py.warnings":  # whose message begins with the file that is warned of
             file = record.getMessage().partition(":")[0]
         if (ours or not is_library(file)) and logging.lastResort is not None:
-            logging.lastResort.handle(record)
+            text = _PLAIN.format(record)
+            plain = {"msg": text, "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
+            logging.lastResort.handle(logging.makeLogRecord({**record.__dict__, **plain}))

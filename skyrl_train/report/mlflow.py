@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError, Stopped
-from skyrl_train.messages import visible, visible_lines
+from skyrl_train.messages import to_stdout, visible, visible_lines
 from skyrl_train.report.hyperparameters import flattened
 from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import keep_id, kept_id
@@ -75,7 +76,7 @@ class MlflowTracker:
             self._run = self._client.create_run(experiment, run_name=visible(self._setup.run_name)).info.run_id
             keep_id(self._setup.run_dir, "mlflow", self._run)
         self._configure(params or {})
-        print(f"mlflow: {self._how_to_see(experiment)}", flush=True)
+        to_stdout(redact(f"mlflow: {self._how_to_see(experiment)}"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = time.time_ns() // 1_000_000

@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from skyrl_train import trace
-from skyrl_train.messages import visible
+from skyrl_train.messages import to_stdout, visible
 
 _log = logging.getLogger(__name__)
 NAMED_AFTER_S = 4.0
@@ -95,5 +95,4 @@ def _watch(name: str, waits_for: WaitsFor, after_s: float, ended: threading.Even
 def say(name: str, text: str) -> None:
     """One line on standard output; lost where it cannot be written, which ends nothing."""
     _log.info("%s: %s", name, text)
-    with suppress(OSError, ValueError):  # full, or closed
-        print(visible(f"{name:<{WIDTH}}{text}"), flush=True)
+    to_stdout(visible(f"{name:<{WIDTH}}{text}"))

@@ -8,7 +8,6 @@ L below is the number of a rollout's response tokens, those between turns includ
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,13 +18,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from skyrl_train.durable import sync_folder
+from skyrl_train.durable import replacing, sync_folder
 from skyrl_train.report.rollout_packing import DERIVED, packed, stored_columns, unpacked, write_options
 from skyrl_train.report.safe_files import MAX_STEP, opened
 
 FOLDER = "rollouts"
 _STEP_FILE = re.compile(r"step_([0-9]{8,10})\.parquet")
 
+HIDDEN_TOKEN = -1
+"""Stored in the place of the ids of tokens that spell a secret."""
 _SPAN = [("start", pa.int32()), ("stop", pa.int32())]
 _TURN = [
     *_SPAN,
@@ -214,17 +215,8 @@ def _write(file: Path, tables: Iterable[pa.Table]) -> None:
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which is durable and in the place of `file` once that has gone well, or else deleted."""
+    """Open a file to write to, in a folder that is made if it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.new")
-    try:
-        with temporary.open("wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-        sync_folder(file.parent)
-        sync_folder(file.parent.parent)  # which may have got the folder just now
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(file) as handle:
+        yield handle
+    sync_folder(file.parent.parent)  # which may have got the folder just now

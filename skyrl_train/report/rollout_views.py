@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from skyrl_train.config.secrets import spells_secret
 from skyrl_train.errors import DataError
 from skyrl_train.report.plain_json import from_json
-from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.rollout_files import HIDDEN_TOKEN, RolloutFiles
 from skyrl_train.report.rollout_index import PREVIEW, RolloutIndex
 from skyrl_train.report.rollout_query import Query
 
@@ -30,6 +31,10 @@ _OF_TOKENS = {
     "advantages": "advantages",
     "rewards": "token_rewards",
 }
+
+
+SECRET = "<secret>"
+"""The text of a token that spells a secret, when it was written or here."""
 
 
 class RolloutViews:
@@ -105,7 +110,10 @@ class RolloutViews:
         prompt, response = row["prompt_ids"] or [], row["response_ids"] or []
         ids = [*prompt, *response]
         nothing: list[float | None] = [None] * len(response)
-        texts = self._texts()
+        vocabulary = self._texts()
+        texts = [SECRET if one == HIDDEN_TOKEN else vocabulary.get(one, f"<{one}>") for one in ids]
+        secret = spells_secret(texts)
+        ids = [HIDDEN_TOKEN if hides else one for one, hides in zip(ids, secret, strict=True)]
         sampled = np.zeros(len(response), bool)
         for turn in row["turns"] or []:
             sampled[turn["start"] : turn["stop"]] = True
@@ -114,7 +122,7 @@ class RolloutViews:
         columns["logprobs"] = [value if was else None for value, was in pairs]
         return {
             "ids": ids,
-            "texts": [texts.get(one, f"<{one}>") for one in ids],
+            "texts": [SECRET if hides else text for text, hides in zip(texts, secret, strict=True)],
             "prompt": len(prompt),
             "trained": [False] * len(prompt) + (row["trained"] or [False] * len(response)),
             "restarts": [{"start": len(prompt) + one["start"]} for one in row["restarts"] or []],

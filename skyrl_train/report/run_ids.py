@@ -24,6 +24,6 @@ def keep_id(run_dir: Path, tracker: str, run_id: str) -> None:
 def _read(run_dir: Path) -> dict[str, object]:
     try:
         ids = json.loads((run_dir / FILE).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return ids if isinstance(ids, dict) else {}

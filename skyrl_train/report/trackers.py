@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +18,6 @@ from skyrl_train.report.prometheus import PrometheusTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
 
 _log = logging.getLogger(__name__)
-_USER_OF_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
-"""Name and password in the address of a tracker's server, which libraries quote."""
 
 CONSOLE = "console"
 trackers: Registry[Callable[[TrackerSetup], Tracker]] = Registry("tracker", TRACKERS)
@@ -75,7 +72,7 @@ class Trackers:
                 getattr(member, method)(*args)
             except Exception as error:
                 del self._members[name]
-                what = f"{method}: {_USER_OF_ADDRESS.sub('', redact(repr(error)))}"
+                what = f"{method}: {redact(repr(error))}"
                 _log.warning("Tracker %s failed and is off for the rest of the run (%s).", name, what)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import visible, visible_lines
+from skyrl_train.messages import to_stdout, visible, visible_lines
 from skyrl_train.report.hyperparameters import flattened
 from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import keep_id, kept_id
@@ -52,7 +52,7 @@ class TrackioTracker:
             self._run = contextvars.Context().run(
                 lambda: trackio.init(project, name=name, resume="allow", config=config, **options)
             )
-        print(f'trackio: `trackio show --project "{project}"` shows {name}', flush=True)
+        to_stdout(f'trackio: `trackio show --project "{project}"` shows {name}')
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)

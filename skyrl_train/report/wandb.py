@@ -10,6 +10,7 @@ from pathlib import Path
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
+from skyrl_train.messages import to_stdout
 from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
 from skyrl_train.report.run_ids import keep_id, kept_id
 
@@ -75,9 +76,9 @@ class WandbTracker:
             run = self._open("offline", run_id)
         # W&B's own output says so too, but among a dozen other lines.
         if run.offline:
-            print(f"wandb: offline, `wandb sync {Path(run.dir).parent}` sends this run", flush=True)
+            to_stdout(f"wandb: offline, `wandb sync {Path(run.dir).parent}` sends this run")
         elif run.url:  # none if W&B is disabled
-            print(f"wandb: {run.url}", flush=True)
+            to_stdout(f"wandb: {run.url}")
         return run
 
     def _open(self, mode: str, run_id: str) -> wandb.Run:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.config.sources import is_address, local_path
-from skyrl_train.durable import describe
+from skyrl_train.durable import describe, open_lock
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import Found, StoredFolder
 from skyrl_train.storage.manifests import MANIFEST_FILE, listed_in
-from skyrl_train.storage.places import cache_folder
+from skyrl_train.storage.places import folder_of_copies
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 """What only a process that loads a model needs of it."""
@@ -47,7 +47,7 @@ def local_copy(path: str, *, weights: bool = True) -> str:
     copy.mkdir(parents=True, exist_ok=True)
     name = store.address.rpartition("/")[2]
     files = {name: _File("", there[""].size)} if single else _files_of(store, there)
-    with (copy.parent / f".{copy.name}.lock").open("w") as lock:
+    with open_lock(copy.parent / f".{copy.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this machine may be fetching the same
         for file, one in files.items():
             if (weights or not _is_weight(file)) and not _is_here(copy / file, one):
@@ -97,7 +97,6 @@ def _is_here(target: Path, one: _File) -> bool:
 
 
 def _folder_of(address: str, there: Mapping[str, Found]) -> Path:
-    scheme, _, rest = address.partition("://")
     version = json.dumps(sorted((name, found.size, found.version) for name, found in there.items()))
     digest = hashlib.sha256(version.encode()).hexdigest()[:16]
-    return cache_folder().joinpath("downloads", scheme, *filter(None, rest.split("/")), digest)
+    return folder_of_copies("downloads", address) / digest

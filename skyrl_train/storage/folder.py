@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import logging
+import uuid
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from skyrl_train.config.sources import is_relative_name
+from skyrl_train.durable import open_new, replacing
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.places import explained
+from skyrl_train.storage.places import check_address, explained
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +31,12 @@ class Found:
 class StoredFolder:
     """A folder at an address. Names are relative to it; a file appears there whole or not at all.
 
-    Every method may be called by any thread, and raises StorageError if the storage refuses or does not answer.
+    Every method may be called by any thread, and raises StorageError if the storage refuses or does not answer, and for
+    a name that is not one of a file inside the folder. Raises ConfigError for an address that cannot be used.
     """
 
     def __init__(self, address: str):
+        check_address(address)
         self.address = address.rstrip("/")
         scheme, _, root = self.address.partition("://")
         with explained(self.address):
@@ -38,9 +46,13 @@ class StoredFolder:
             self._files: Any = fsspec.filesystem(scheme, **options)
         self._on_disk = scheme == "file"
         self._root = root
+        self._skipped: set[str] = set()
 
     def find(self, below: str = "") -> dict[str, Found]:
-        """Name -> file, of all files below a folder; nothing where there is none."""
+        """Name -> file, of all files below a folder; nothing where there is none.
+
+        Objects that could not be files of one folder are skipped, with a warning.
+        """
         start = f"{self._root}/{below}" if below else self._root
         with explained(f"{self.address}: its files cannot be listed"):
             try:
@@ -48,11 +60,18 @@ class StoredFolder:
             except FileNotFoundError:
                 return {}
         prefix = f"{self._root}/"
-        return {
+        found = {
             path.removeprefix(prefix): Found(int(about["size"]), _version(about))
             for path, about in listed.items()
             if path.startswith(prefix) and about["type"] == "file" and not path.endswith("/")
         }
+        for name in unusable_names(found):
+            del found[name]
+            if name not in self._skipped:
+                self._skipped.add(name)
+                _log.warning("%s: the object %r is skipped: its name is not that of a file in a folder.",
+                             self.address, name)  # fmt: skip
+        return found
 
     def itself(self) -> Found | None:
         """What is at the address if that is a file."""
@@ -87,9 +106,8 @@ class StoredFolder:
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
         with explained(f"{self.address}/{name}: cannot be written"):
-            target = self._path(name)
-            self._files.pipe_file(self._beside(target), content)
-            self._in_place(target)
+            with self._writable(self._path(name)) as target:
+                self._files.pipe_file(target, content)
 
     def version(self, name: str) -> str | None:
         """That of a file, see Found; None if there is none."""
@@ -115,10 +133,15 @@ class StoredFolder:
                 target = Path(self._path(name))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    with target.open("xb") as file:
-                        file.write(content)
+                    file = open_new(target)
                 except FileExistsError:
                     return False
+                try:
+                    with file:
+                        file.write(content)
+                except BaseException:
+                    target.unlink(missing_ok=True)
+                    raise
                 return True
             elif self.version(name) != seen:
                 return False
@@ -144,31 +167,27 @@ class StoredFolder:
         """Upload a file. Raises FileNotFoundError if it is not there locally."""
         size = local.stat().st_size
         with explained(f"{self.address}/{name}: cannot be written"):
-            target = self._path(name)
-            self._files.put_file(str(local), self._beside(target))
-            self._in_place(target)
-            there = int(self._files.info(target)["size"])
+            with self._writable(self._path(name)) as target:
+                self._files.put_file(str(local), target)
+            there = int(self._files.info(self._path(name))["size"])
         if there < min(size, local.stat().st_size):  # a log may have grown meanwhile, or been shortened
             raise StorageError(f"{self.address}/{name}: {there} bytes of {size} arrived.")
 
     def get(self, name: str, local: Path) -> bool:
         """Download a file, which appears at `local` whole; False if it is not there. "" is the address itself."""
-        local.parent.mkdir(parents=True, exist_ok=True)
-        temporary = local.with_name(f".{local.name}.{os.getpid()}.new")
-        source = self._path(name) if name else self._root
-        try:
-            with explained(f"{self.address}/{name}".rstrip("/") + ": cannot be read"):
-                try:
-                    self._files.get_file(source, str(temporary))
-                except FileNotFoundError:
-                    return False
-            temporary.replace(local)
-            return True
-        finally:
-            temporary.unlink(missing_ok=True)
+        with explained(f"{self.address}/{name}".rstrip("/") + ": cannot be read"):
+            source = self._path(name) if name else self._root
+            local.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                # A name of its own: processes of several nodes may fetch the same file.
+                with replacing(local, local.with_name(f".{uuid.uuid4().hex}.new"), sync=False) as temporary:
+                    self._files.get_file(source, temporary.name)
+            except FileNotFoundError:
+                return False
+        return True
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files, in this order; those that are not there are none of the caller's business."""
+        """Delete files, in this order; those that are not there are skipped."""
         for name in names:
             with explained(f"{self.address}/{name}: cannot be deleted"):
                 try:
@@ -188,18 +207,29 @@ class StoredFolder:
                 self._files.call_s3("abort_multipart_upload", **named)
 
     def _path(self, name: str) -> str:
-        parts = PurePosixPath(name)
-        assert name and not parts.is_absolute() and ".." not in parts.parts, name
+        if not is_relative_name(name):
+            raise StorageError(f"{self.address}: {name!r} is not the name of a file inside this folder.")
         return f"{self._root}/{name}"
 
-    def _beside(self, target: str) -> str:
-        """Where a file is written before it is in place: a bucket shows an object only once it is whole."""
-        folder, _, name = target.rpartition("/")
-        return f"{folder}/.{name}.new" if self._on_disk else target
+    @contextmanager
+    def _writable(self, target: str) -> Iterator[str]:
+        """Give where to write: a bucket shows an object only once it is whole, a disk shows half a file."""
+        if not self._on_disk:
+            yield target
+            return
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(Path(target), sync=False) as temporary:
+            yield temporary.name
 
-    def _in_place(self, target: str) -> None:
-        if self._on_disk:
-            Path(self._beside(target)).replace(target)
+
+def unusable_names(names: Collection[str]) -> list[str]:
+    """Return the names that cannot be files of one folder: they leave it, or another file has the name of a parent."""
+    known = frozenset(names)
+    return [
+        name
+        for name in names
+        if not is_relative_name(name) or any(str(parent) in known for parent in PurePosixPath(name).parents)
+    ]
 
 
 def _version(about: dict[str, Any]) -> str:

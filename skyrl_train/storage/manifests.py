@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from skyrl_train.durable import Written, describe, write_durably
+from skyrl_train.durable import Written, describe, replacing, write_durably
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.folder import Found, StoredFolder, unusable_names
 
 MANIFEST_FILE = "manifest.json"
 FINISHED_FILE = ".finished"
@@ -29,6 +30,7 @@ SET_ASIDE_FILE = "manifest.set_aside.json"
 """What the manifest of a folder is called that is kept, but that nobody reads any more."""
 DELETING = ".deleting"
 """How the name of a checkpoint of this machine ends that is out of the way, to be deleted."""
+_SHA256 = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
 
@@ -49,12 +51,14 @@ def listed_in(manifest: bytes) -> dict[str, Listed]:
             name: Listed(Written(int(entry["bytes"]), str(entry["sha256"])), str(entry.get("key", name)))
             for name, entry in entries.items()
         }
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no manifest ({type(error).__name__}: {error})") from error
-    for name in (*found, *(one.key for one in found.values())):
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"{name!r} is not a path inside the folder")
+    for name, one in found.items():
+        if not _SHA256.fullmatch(one.held.sha256):
+            raise ValueError(f"{name!r} has sha256 {one.held.sha256!r:.80}, which is not 64 hexadecimal digits")
+    for names in (found, {one.key for one in found.values()}):
+        if unusable := unusable_names(names):
+            raise ValueError(f"{unusable[0]!r} is not the name of a file inside the folder")
     return found
 
 
@@ -88,9 +92,9 @@ def upload(
         if _is_still(local, manifest):
             _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
-    wanted, there = listed_in(manifest), store.find(name)
+    wanted, there, before = listed_in(manifest), store.find(name), store.read(f"{name}/{MANIFEST_FILE}")
     # A manifest may be there without its files: one that came late, when they had been deleted.
-    old = {file: one for file, one in _known(store, name).items() if f"{name}/{one.key}" in there}
+    old = {file: one for file, one in _known(before).items() if _is_there(one, name, there)}
     arrived = {} if arrived is None else arrived
     taken = {one.key for one in old.values()}
     keys: dict[str, str] = {}
@@ -117,7 +121,8 @@ def upload(
     before_write()
     if not _is_still(local, manifest):
         return False
-    store.write(f"{name}/{MANIFEST_FILE}", stored)
+    if stored != before:
+        store.write(f"{name}/{MANIFEST_FILE}", stored)
     kept = {MANIFEST_FILE, *keys.values()}
     if unlisted := [path for path in there if path.removeprefix(f"{name}/") not in kept]:
         before_write()
@@ -132,12 +137,12 @@ def fetch(store: StoredFolder, name: str, local: Path) -> str | None:
     """
     manifest = store.read(f"{name}/{MANIFEST_FILE}")
     wanted = _listed(manifest, f"{store.address}/{name}")
-    if isinstance(wanted, str):
-        return wanted
+    if isinstance(wanted, str) or manifest is None:
+        return str(wanted)
     if (problem := _fetch_files(store, name, wanted, local)) is not None:
         return problem
-    assert manifest is not None
-    write_durably(local / MANIFEST_FILE, manifest.decode())
+    with replacing(local / MANIFEST_FILE) as handle:
+        handle.write(manifest)
     return None
 
 
@@ -205,9 +210,18 @@ def holds_the_same(folder: Path, manifest: bytes) -> bool:
     return {name: one.held for name, one in here.items()} == {name: one.held for name, one in there.items()}
 
 
-def _known(store: StoredFolder, name: str) -> dict[str, Listed]:
-    """What is whole in storage; nothing if there is no manifest or none that can be read."""
-    manifest = store.read(f"{name}/{MANIFEST_FILE}")
+def is_complete(store: StoredFolder, name: str, there: Mapping[str, Found]) -> bool:
+    """True if all that the manifest of a folder lists is in storage, where `there` was found."""
+    return all(_is_there(one, name, there) for one in _known(store.read(f"{name}/{MANIFEST_FILE}")).values())
+
+
+def _is_there(one: Listed, name: str, there: Mapping[str, Found]) -> bool:
+    found = there.get(f"{name}/{one.key}")
+    return found is not None and found.size == one.held.size
+
+
+def _known(manifest: bytes | None) -> dict[str, Listed]:
+    """What a manifest in storage lists; nothing if there is none, or none that can be read."""
     try:
         return listed_in(manifest) if manifest is not None else {}
     except ValueError:

@@ -15,12 +15,13 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from skyrl_train.durable import Written, sync_folder, write_durably
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.folder import Found, StoredFolder
 from skyrl_train.storage.lease import LEASE_FILE, Lease
 from skyrl_train.storage.manifests import (
     DELETING,
@@ -30,6 +31,7 @@ from skyrl_train.storage.manifests import (
     discard,
     fetch,
     holds_the_same,
+    is_complete,
     set_aside,
     set_aside_here,
     upload,
@@ -49,7 +51,7 @@ LEFT_BEHIND_FILE = ".left_behind.json"
 """In the folder of this machine: step -> version of the manifest at the address, of checkpoints of another attempt."""
 KNOWN_FILE = ".known.json"
 """In the folder of this machine: SHA-256 of the manifests at the address that came from here or that a start found."""
-_STEP = re.compile(r"global_step_(\d+)")
+_STEP = re.compile("global_step_(0|[1-9][0-9]{0,17})")
 _NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|mlflow|\..*")
 """Folders with manifests, with what is not finished, with what only processes of the run read, or with a database whose
 paths are this machine's."""
@@ -110,7 +112,8 @@ class Mirror:
 
     def start(self) -> None:
         """Upload from now on; first what an earlier attempt finished and did not upload."""
-        self._there = stored = self._stored()
+        there = self.store.find()
+        self._there = stored = self._stored(there)
         newest = max((*stored, *self._finished_steps()), default=0)
         for folder in sorted(self._finished_folders(), key=lambda path: path.stat().st_mtime):
             step = self._step_of(folder)
@@ -120,7 +123,11 @@ class Mirror:
                 self.withdraw(folder)
             elif step in (None, newest) or (step not in stored and not self._is_beyond(step, stored)):
                 self._pending.append(folder)  # the newest again: what follows a manifest may not be done
-        exported = (name for name in self.store.find() if re.fullmatch(rf"{_STEP.pattern}/.+/{MANIFEST_FILE}", name))
+            elif step in stored and not is_complete(self.store, folder.name, there) and not self.has_another(folder):
+                _log.warning("%s/%s lacks files that were there: they are uploaded again.",
+                             self.store.address, folder.name)  # fmt: skip
+                self._pending.append(folder)
+        exported = (name for name in there if re.fullmatch(rf"{_STEP.pattern}/.+/{MANIFEST_FILE}", name))
         manifests = map(self.store.read, exported)  # those of checkpoints are `take_over`'s
         self._remember(*(one for one in manifests if one is not None))
         self._worker.start()
@@ -185,8 +192,8 @@ class Mirror:
         in_time = self._done.wait(deadline_s)
         if taker := self._lease.lost_to:
             raise StorageError(
-                f"{self.store.address} was taken by {taker}, as this process was silent for too long: nothing was "
-                f"uploaded since. What this run wrote is in {self.local}."
+                f"{self.store.address} was taken by {taker}: nothing was uploaded since. What this run wrote is in "
+                f"{self.local}."
             )
         if not in_time:
             with self._turn:
@@ -284,11 +291,12 @@ class Mirror:
         return known is not None and manifest is not None and _digest(manifest) not in known
 
     def _known(self) -> set[str] | None:
-        """None for a folder of before there was such a file, or a new one."""
+        """None for a folder of before there was such a file, a new one, or one whose file is damaged."""
         try:
-            return set(json.loads((self.local / KNOWN_FILE).read_text()))
+            known = _read_side_file(self.local / KNOWN_FILE, list)
         except FileNotFoundError:
             return None
+        return None if known is None else {one for one in known if isinstance(one, str)}
 
     def _remember(self, *manifests: bytes) -> None:
         known = self._known()
@@ -344,23 +352,27 @@ class Mirror:
         for old in steps[: -self._keep] if self._keep > 0 else ():
             discard(self.store, f"global_step_{old}")
 
-    def _manifests(self) -> dict[int, str]:
-        """Step -> version of the manifest of the checkpoints that are whole at the address, oldest first."""
-        names = ((name.partition("/"), found) for name, found in self.store.find().items())
+    def _manifests(self, there: Mapping[str, Found] | None = None) -> dict[int, str]:
+        """Step -> version of the manifest of the checkpoints that are whole at the address, oldest first.
+
+        `there`: what is at the address, if that was just found.
+        """
+        there = self.store.find() if there is None else there
+        names = ((name.partition("/"), found) for name, found in there.items())
         steps = ((_STEP.fullmatch(folder), found) for (folder, _, file), found in names if file == MANIFEST_FILE)
         return dict(sorted((int(match[1]), found.version) for match, found in steps if match))
 
-    def _stored(self) -> dict[int, str]:
+    def _stored(self, there: Mapping[str, Found] | None = None) -> dict[int, str]:
         """The same without those left behind."""
         left = self._left_behind()
-        return {step: version for step, version in self._manifests().items() if left.get(step) != version}
+        return {step: version for step, version in self._manifests(there).items() if left.get(step) != version}
 
     def _left_behind(self) -> dict[int, str]:
         try:
-            left = json.loads((self.local / LEFT_BEHIND_FILE).read_text())
+            left = _read_side_file(self.local / LEFT_BEHIND_FILE, dict) or {}
         except FileNotFoundError:
             return {}
-        return {int(step): version for step, version in left.items()}
+        return {int(step): version for step, version in left.items() if _STEP.fullmatch(f"global_step_{step}")}
 
     def _clean(self) -> None:
         """Delete what interrupted uploads of checkpoints left at the address: nobody can read it."""
@@ -415,6 +427,25 @@ class Mirror:
         """That of a checkpoint; None for another folder."""
         match = _STEP.fullmatch(folder.name)
         return int(match[1]) if match and folder.parent == self.local else None
+
+
+_Json = TypeVar("_Json", list[Any], dict[str, Any])
+
+
+def _read_side_file(file: Path, kind: type[_Json]) -> _Json | None:
+    """Read JSON of this kind; None, with a warning, from a damaged file: it must not prevent a restart.
+
+    Raises OSError if the file cannot be read, FileNotFoundError if there is none.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, kind):
+        return content
+    damaged = file.replace(file.with_name(f"{file.name}.damaged"))
+    _log.warning("%s is damaged: the run goes on without it. It is now %s.", file, damaged.name)
+    return None
 
 
 def _digest(manifest: bytes) -> str:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.durable import replacing
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +32,10 @@ class BatchDump:
         batch = replace(batch, advantages=batch.token_advantages, sequence_advantages=None)  # as it has always been
         present = {field.name: getattr(batch, field.name) for field in fields(batch)}
         tensors = {name: value.clone() for name, value in present.items() if value is not None}  # some may be the same
-        temporary = file.with_name(f".{file.name}.new")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata={"step": str(step), "uids": json.dumps(list(uids))})
-            temporary.replace(file)
+            with replacing(file, sync=False) as handle:
+                save_file(tensors, handle.name, metadata={"step": str(step), "uids": json.dumps(list(uids))})
         except (OSError, SafetensorError) as error:
             self._is_on = False
             _log.warning("trainer.dump_data_batch: %s cannot be written, and no more is tried (%r).", file, error)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.hydra import CONFIG_FILE
-from skyrl_train.config.sources import address_problem, is_address
+from skyrl_train.config.sources import is_address
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.report.jsonl import METRICS_FILE
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.manifests import MANIFEST_FILE, fetch_part
-from skyrl_train.storage.places import cache_folder
+from skyrl_train.storage.places import cache_folder, check_address
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoints, verify
 
 _STEP = re.compile(r"global_step_(\d+)")
@@ -46,8 +46,7 @@ def checkpoint_at(place: str, parts: tuple[str, ...]) -> Iterator[FoundCheckpoin
     ConfigError for a place that is no checkpoint, CheckpointError for a damaged one, StorageError.
     """
     if is_address(place):
-        if problem := address_problem(place):
-            raise ConfigError(f"{place!r}: must be {problem[0]}. {problem[1]}")
+        check_address(place)
         cache_folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="checkpoint-") as copy:
             yield _fetched(place.rstrip("/"), parts, Path(copy))

@@ -34,8 +34,8 @@ _COMMITTED = re.compile(r"global_step_(\d+)")
 _TORN = re.compile(r"global_step_(\d+)\.partial")
 _STORED = ".stored"
 """What another run's checkpoint is called here if one of that step is here and is another one than at the address."""
-_UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
-"""Raised by what is no JSON object: binary, too deep, a number of too many digits."""
+_UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
+"""Raised by what is no JSON object: binary, too deep, a number of too many digits, an infinite size."""
 _log = logging.getLogger(__name__)
 
 
@@ -304,10 +304,14 @@ def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if (problem := mirror.fetch(step, partial)) is None:
+    try:
+        if (problem := mirror.fetch(step, partial)) is not None:
+            return problem
         partial.rename(folder)
-        sync_folder(folder.parent)
-    return problem or verify(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what a failed download left
+    sync_folder(folder.parent)
+    return verify(folder)
 
 
 def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train import trace
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.secrets import holds_secret, redact, spells_secret
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.trajectory import OK, Message, ToolCalled, Trajectory, TrajectoryGroup
 from skyrl_train.report.rollout_files import (
     COLUMNS,
+    HIDDEN_TOKEN,
     RolloutFiles,
     step_file,
     vocabulary_file,
@@ -125,7 +126,7 @@ class KeptRollouts:
         try:
             with trace.span("rollouts kept", row="checkpoints", overlaps=True):
                 self._write_vocabulary()
-                write_rollouts(self._run, step, rollout_tables(step, groups, batch))
+                write_rollouts(self._run, step, rollout_tables(step, groups, batch, RolloutFiles(self._run).vocabulary))
                 self._make_room(step)
         except Exception as error:  # of the disk, or what an environment put into its messages
             if not self._failed:
@@ -186,10 +187,17 @@ async def _ended(written: asyncio.Task[None]) -> None:
     await written
 
 
-def rollout_tables(step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> Iterator[pa.Table]:
+def rollout_tables(
+    step: int,
+    groups: Sequence[TrajectoryGroup],
+    batch: TrainBatch,
+    vocabulary: Callable[[], Mapping[int, str]] = dict,
+) -> Iterator[pa.Table]:
     """Tables with the columns of report/rollout_files.py: the trajectories of `groups` in their order.
 
-    `batch` has their sequences, from its first one on. Messages are packed, and texts hold no secrets.
+    `batch` has their sequences, from its first one on. Messages are packed, and texts hold no secrets. Ids of tokens
+    that spell one are HIDDEN_TOKEN. `vocabulary` gives the text of each token id, and is called if a rollout holds a
+    secret; all ids of that rollout are hidden where their texts do not show which ones spell it.
     """
     items = list(_numbered(groups))
     rows = [0, *accumulate(1 + len(item.restarts) for _, item in items)]
@@ -198,7 +206,7 @@ def rollout_tables(step: int, groups: Sequence[TrajectoryGroup], batch: TrainBat
     for last in range(1, len(items) + 1):
         ends_group = last == len(items) or items[last][0] != items[last - 1][0]
         if last == len(items) or (ends_group and tokens[last] - tokens[first] >= _TOKENS_AT_ONCE):
-            yield _table(step, items[first:last], _Tokens(batch, rows[first], rows[last]))
+            yield _table(step, items[first:last], _Tokens(batch, rows[first], rows[last]), vocabulary)
             first = last
 
 
@@ -227,8 +235,16 @@ class _Tokens:
         return np.concatenate([values[place] for place in self._places])
 
 
-def _table(step: int, numbered: Sequence[tuple[int, Trajectory]], tokens: _Tokens) -> pa.Table:
+def _table(
+    step: int,
+    numbered: Sequence[tuple[int, Trajectory]],
+    tokens: _Tokens,
+    vocabulary: Callable[[], Mapping[int, str]],
+) -> pa.Table:
     items = [item for _, item in numbered]
+    unsafe = [place for place, item in enumerate(items) if _holds_secret(item)]
+    token_texts = vocabulary() if unsafe else {}
+    hidden = {place: _spelling([*items[place].prompt_ids, *items[place].response_ids], token_texts) for place in unsafe}
     offsets = np.concatenate(([0], np.cumsum([len(item.response_ids) for item in items]))).astype(np.int32)
     columns: dict[str, Any] = {
         "step": np.full(len(items), step),
@@ -236,14 +252,18 @@ def _table(step: int, numbered: Sequence[tuple[int, Trajectory]], tokens: _Token
         **_scalars(items),
         **_texts(items),
         "turns": _turns(items),
-        "prompt_ids": _lists([item.prompt_ids for item in items]),
-        "restarts": _restarts(items),
+        "prompt_ids": _lists([_hide(item.prompt_ids, hidden.get(place)) for place, item in enumerate(items)]),
+        "restarts": _restarts(items, token_texts, hidden),
         "loss_spans": _spans(tokens.of("loss_mask"), offsets),
         "scored_spans": _scored(items),
     }
     for name, source in _OF_TOKENS.items():
         values = tokens.of(source)
         if values is not None:
+            if name == "response_ids" and hidden:
+                values = values.copy()
+                for place, mask in hidden.items():
+                    values[offsets[place] : offsets[place + 1]][mask[len(items[place].prompt_ids) :]] = HIDDEN_TOKEN
             columns[name] = pa.ListArray.from_arrays(
                 pa.array(offsets), pa.array(values.astype(_dtype(name), copy=False))
             )
@@ -343,9 +363,28 @@ def _harmless(call: ToolCalled) -> ToolCalled:
         return redact(call)
 
 
-def _restarts(items: Sequence[Trajectory]) -> pa.Array:
-    restarts = [restart for item in items for restart in item.restarts]
-    fields = [pa.array([one.start for one in restarts], pa.int32()), _lists([one.prompt_ids for one in restarts])]
+def _holds_secret(item: Trajectory) -> bool:
+    return holds_secret([item.text, item.messages or item.prompt.messages])
+
+
+def _spelling(ids: Sequence[int], token_texts: Mapping[int, str]) -> NDArray[np.bool_]:
+    """[tokens] those that spell a secret; all of them if none does by itself, as where one has half a character."""
+    mask = np.array(spells_secret([token_texts.get(one, "") for one in ids]), bool)
+    return mask if mask.any() else np.ones(len(ids), bool)
+
+
+def _hide(ids: NDArray[np.int32], mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
+    """Ids without those of `mask`, which may go on beyond them."""
+    return ids if mask is None else np.where(mask[: len(ids)], HIDDEN_TOKEN, ids).astype(np.int32)
+
+
+def _restarts(items: Sequence[Trajectory], token_texts: Mapping[int, str], hidden: Collection[int]) -> pa.Array:
+    restarts = [(place in hidden, restart) for place, item in enumerate(items) for restart in item.restarts]
+    starts = pa.array([one.start for _, one in restarts], pa.int32())
+    prompts = [
+        _hide(one.prompt_ids, _spelling([*one.prompt_ids], token_texts) if hides else None) for hides, one in restarts
+    ]
+    fields = [starts, _lists(prompts)]
     return _structs([len(item.restarts) for item in items], fields, COLUMNS.field("restarts").type)
 
 

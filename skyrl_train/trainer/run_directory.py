@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from skyrl_train.config.hydra import CONFIG_FILE
-from skyrl_train.durable import write_durably
+from skyrl_train.durable import open_lock, write_durably
 from skyrl_train.errors import CheckpointMismatch, RunDirectoryError
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import Checkpoints
@@ -187,7 +187,7 @@ def unlock(path: Path) -> None:
 def _locked(path: Path) -> IO[str]:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / LOCK_FILE).open("a+")
+        lock = open_lock(path / LOCK_FILE)
     except OSError as error:
         raise RunDirectoryError(
             f"trainer.ckpt_path={str(path)!r} cannot be written ({error.strerror}); choose a folder you may write to."

@@ -121,7 +121,8 @@ def _mapped(handle: SharedHandle, device: torch.device) -> Tensor:
             rebuild, arguments = handle.cuda
             tensor: Tensor = rebuild(*_on_device(arguments, device))
             return tensor
-        assert handle.file is not None
+        if handle.file is None:
+            raise WeightSyncError("a handle names neither memory of an accelerator nor a file")
         # Mapping extends a file to the requested length, so ask for what is there.
         size = os.stat(handle.file).st_size
         if _NAME not in os.readlink(handle.file) or size < handle.size:

@@ -217,7 +217,8 @@ class WeightReceiver:
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
         """Read and verify the tensors of a bucket in a file, on this engine's device."""
-        assert bucket.file is not None
+        if bucket.file is None:
+            raise self._error(f"{_some(bucket.names)} did not arrive: the bucket names no file")
         try:
             found = read_bucket(bucket.file, self._device)
         except WeightSyncError as error:

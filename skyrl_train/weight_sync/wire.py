@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyrl_train.errors import WeightSyncError
+
 ROUTES = frozenset({"in_process", "broadcast", "ipc", "checkpoint"})
 
 
@@ -97,7 +99,8 @@ class Bucket:
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    assert isinstance(dtype, torch.dtype), f"no torch dtype is called {name!r}"
+    if not isinstance(dtype, torch.dtype):
+        raise WeightSyncError(f"{name!r} is not the name of a torch dtype.")
     return dtype
 
 

@@ -14,8 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
-    "errors clock imports trace",
-    "durable log_files messages tasks lazy registry metrics listening",
+    "errors clock imports trace durable",
+    "log_files messages tasks lazy registry metrics listening",
     "config http_server",
     "cluster storage",
     "data",

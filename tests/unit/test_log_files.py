@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -70,7 +71,7 @@ print("\\udc80 by Python", os.environ["A_TOKEN"])
 with suppress(OSError):
     os.write(1, b"by C\\n")
 subprocess.run(["echo", "by a child"])
-print("to stderr", file=sys.stderr)
+print("to stderr \\x1b[2J\\x07 and a\\ttab", file=sys.stderr)
 """
 
 
@@ -94,7 +95,7 @@ def test_all_that_a_process_and_its_children_print_goes_to_its_file(tmp_path: Pa
         assert done.stdout == done.stderr == ""
     lines = path.read_text().splitlines()
     assert lines[0].startswith("--- engine 0, ") and lines[:5][1:] == lines[6:]
-    assert lines[1:5] == ["\\udc80 by Python <A_TOKEN>", "by C", "by a child", "to stderr"]
+    assert lines[1:5] == ["\\udc80 by Python <A_TOKEN>", "by C", "by a child", "to stderr \\x1b[2J\\x07 and a\ttab"]
 
 
 @needs_full_disk
@@ -138,6 +139,7 @@ with run_logs(Path(sys.argv[1])):
     warnings.warn("of a person")
     logging.getLogger("my.module").warning("of the user")
     logging.getLogger("skyrl_train.x").warning("of ours")
+    logging.getLogger("skyrl_train.x").warning("of a server: %s", "\\x1b[2J")
     logging.getLogger("skyrl_train.x").info("of ours, to be looked up")
 """
 
@@ -150,6 +152,7 @@ def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path
         "<string>:13: UserWarning: of a person",
         "of the user",
         "of ours",
+        r"of a server: \x1b[2J",
     ]
     text = (tmp_path / "logs" / "driver.log").read_text()
     for said in (
@@ -158,6 +161,7 @@ def test_the_terminal_has_no_warnings_of_libraries_and_the_file_has_all(tmp_path
         "of the user",
         "of ours",
         "of ours, to be looked up",
+        r"of a server: \x1b[2J",
     ):
         assert f": {said}\n" in text
 
@@ -204,7 +208,7 @@ def test_a_copy_that_finds_no_room_costs_no_earlier_part(tmp_path: Path, monkeyp
     for letter in "abc":
         path.write_text(letter * 100)
         shorten(path)
-    monkeypatch.setattr(log_files.shutil, "copyfile", _half_a_copy)
+    monkeypatch.setattr(log_files.shutil, "copyfileobj", _half_a_copy)
     path.write_text("d" * 100)
     shorten(path)
     assert {part.name: part.read_text()[0] for part in tmp_path.iterdir()} == {
@@ -214,6 +218,6 @@ def test_a_copy_that_finds_no_room_costs_no_earlier_part(tmp_path: Path, monkeyp
     }
 
 
-def _half_a_copy(source: Path, target: Path) -> None:
-    target.write_text("half")
+def _half_a_copy(source: BinaryIO, target: BinaryIO) -> None:
+    target.write(b"half")
     raise OSError("no room")

@@ -213,7 +213,11 @@ class Traffic:
         elif request.sampling.temperature == 0:
             logprobs = [0.0] * len(full)
         check_logprobs(self._name, logprobs, full)
-        assert len(ids) == len(full) == len(logprobs), (len(ids), len(full), len(logprobs))
+        if not len(ids) == len(full) == len(logprobs):
+            raise EngineError(
+                f"Engine {self._name!r}: SGLang answered with {len(ids)} tokens, {len(full)} log-probs and "
+                f"{len(logprobs)} log-probs after sampling."
+            )
         self.generated_tokens += len(ids)
         self.prompt_tokens += len(request.token_ids)
         self.cached_tokens += meta.get("cached_tokens", 0)

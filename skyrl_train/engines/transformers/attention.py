@@ -87,7 +87,8 @@ class PackedPrompts(Cache):
         """(key, value) of each layer, [1, Hk, T, D]."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
-        assert layer_idx == len(self.layers_kv), f"layer {layer_idx} after {len(self.layers_kv)} layers"
+        if layer_idx != len(self.layers_kv):
+            raise RuntimeError(f"the model calls layer {layer_idx} after {len(self.layers_kv)} layers: not supported")
         return key_states, value_states  # which may be compressed: `attend` gets those that are attended to
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -18,6 +18,7 @@ from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.data.trajectory import Message
 from skyrl_train.environments import base, registry
 from skyrl_train.environments.base import BaseTextEnvStepOutput, TextEnv
+from skyrl_train.errors import ConfigError
 from skyrl_train.registry import load_object
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ def register(
     If this package has a built-in environment of that name (multiply), yours replaces it, with a warning. Raises
     ConfigError if `id` was registered before.
     """
-    assert entry_point is not None, f"environment {id!r}: entry_point must be a class or 'package.module:Class'"
+    if entry_point is None:
+        raise ConfigError(f"environment {id!r}: entry_point=None must be a class or 'package.module:Class'.")
     if id in ENVIRONMENTS and registry.environments.table.get(id) == ENVIRONMENTS[id]:
         log.warning("environment %r is %s now, no longer the one that comes along", id, entry_point)
         registry.environments.forget(id)

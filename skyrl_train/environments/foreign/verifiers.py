@@ -183,7 +183,7 @@ def _library() -> Any:
         import verifiers
         import verifiers.types
 
-        assert verifiers.load_environment  # gone in 0.2
+        _ = verifiers.load_environment  # gone in 0.2
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"environment 'verifiers' needs the library of that name, below 0.2 ({error}); "

@@ -125,7 +125,8 @@ class ToolBox:
             return ToolResult(harmless(f"{tool.name}: {wrong}"), "bad_arguments")
         if tool.name in self._stuck:
             return ToolResult(f"{tool.name} timed out before and is not available any more.", "timeout")
-        assert not self._closed, "the tool box is closed"
+        if self._closed:
+            raise RuntimeError("the tool box is closed")
         self._used.add(tool.name)
         return self._within_deadline(tool, arguments)
 

@@ -199,7 +199,8 @@ class Session:
 
         The end of a block is told by a token that is drawn for it: what earlier blocks wrote cannot end a later one.
         """
-        assert self._running is not None, "the session has ended"
+        if self._running is None:
+            raise RuntimeError("the session has ended")
         body = code.encode("utf-8", "replace")
         token = secrets.token_bytes(TOKEN_BYTES)
         block = Block(len(body).to_bytes(8, "big") + token + body, token, self._code, self._done)

@@ -183,7 +183,8 @@ class Dispatcher:
     def _try(self, batch: list[Item], parameters: Any) -> Sequence[Any] | Exception:
         try:
             results = self._run([submission.items[index] for submission, index in batch], parameters)
-            assert len(results) == len(batch), f"{len(results)} answers to {len(batch)} items"
+            if len(results) != len(batch):
+                raise RuntimeError(f"{len(results)} answers to {len(batch)} items")
             return results
         except Exception as error:
             return error

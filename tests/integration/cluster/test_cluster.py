@@ -355,8 +355,9 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
         "    assert ray.is_initialized()\n"
         "    folder = Path(ray._private.worker._global_node.get_temp_dir_path())\n"
         "    assert folder.is_dir() and second.death() is None\n"
+        "    assert folder.parent.stat().st_mode & 0o777 == 0o700, 'others must not reach its sockets'\n"
         "assert not ray.is_initialized()\n"
-        "assert not folder.exists()\n"
+        "assert not folder.parent.exists()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 

@@ -230,3 +230,41 @@ def test_a_head_whose_server_for_a_client_died_is_asked_again(said: str, monkeyp
     asked.clear()
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS=ray://.*failed 4 times.*GRPC_ENABLE_FORK_SUPPORT=0"):
         runtime.Cluster()._join("ray://10.0.0.1:10001", {})
+
+
+@pytest.mark.parametrize("temporary", ["short", "long"])
+def test_ray_has_a_folder_in_a_private_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str):
+    """Ray makes its own folder one that every user may write to."""
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    given = tmp_path / ("x" * 30)
+    given.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", "/tmp" if temporary == "short" else str(given))
+    seen: dict[str, str] = {}
+
+    def init(**settings: Any) -> None:
+        seen["folder"] = settings["_temp_dir"]
+        raise ValueError("enough")
+
+    monkeypatch.setattr(ray, "init", init)
+    made: list[str] = []
+    make = runtime._own_folder
+
+    def note(settings: Any) -> str | None:
+        folder = make(settings)
+        made.append(str(folder))
+        assert stat.S_IMODE(os.stat(made[0]).st_mode) == 0o700
+        return folder
+
+    monkeypatch.setattr(runtime, "_own_folder", note)
+    with pytest.raises(ValueError, match="enough"):
+        runtime.Cluster().connect()
+    folder = Path(seen["folder"])
+    assert folder.parent == Path(made[0]) and len(str(folder)) + 62 <= 107, "names of Ray's sockets fit"
+    folder.parent.rmdir()
+
+
+def test_chosen_place_of_ray_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+    assert runtime._own_folder({}) is None
+    monkeypatch.delenv("RAY_TMPDIR")
+    assert runtime._own_folder({"_temp_dir": "/elsewhere"}) is None

@@ -35,10 +35,13 @@ def test_credentials_in_an_address_are_refused_and_not_shown(key: str, address: 
     [
         ("gs://bucket/run", "Other addresses are not read or written"),
         ("https://host/run", "Other addresses are not read or written"),
-        ("s3:///run", "A bucket, or an absolute path"),
-        ("s3://", "A bucket, or an absolute path"),
-        ("file://run", "A bucket, or an absolute path"),
-        ("s3://bucket/../other", "A bucket, or an absolute path"),
+        ("s3:///run", "A bucket or an absolute path"),
+        ("s3://", "A bucket or an absolute path"),
+        ("file://run", "A bucket or an absolute path"),
+        ("s3://bucket/../other", "A bucket or an absolute path"),
+        ("s3://bucket//other", "no part of it is empty"),
+        ("s3://bucket/a//b", "no part of it is empty"),
+        ("file:///mnt//b", "no part of it is empty"),
     ],
 )
 def test_an_address_that_cannot_be_used_is_named(address: str, advice: str):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from contextlib import suppress
@@ -228,3 +229,49 @@ def test_composing_leaves_no_resolver_of_hydra_behind():
     before = set(BaseContainer._resolvers)
     plain(load(["trainer.seed=1"]))
     assert set(BaseContainer._resolvers) == before
+
+
+SERVER = "{command: evil-program, tools: [a]}"
+
+
+@pytest.fixture
+def copied_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder whose configuration names a module beside it, and a program."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(
+        "defaults: [ppo_base_config, _self_]\n"
+        "trainer: {plugins: [module_of_a_copied_run]}\n"
+        f"environment: {{skyrl_gym: {{tool_use: {{tool_settings: {{mcp: {{servers: {{a: {SERVER}}}}}}}}}}}}}\n"
+    )
+    (run / "run.json").write_text("{}")
+    (run / "module_of_a_copied_run.py").write_text(f"open({str(tmp_path / 'witness')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(run))
+    return run
+
+
+@pytest.mark.fault("F38")
+@pytest.mark.parametrize("command", ["env_try", "check_config"])
+def test_code_that_a_copied_run_names_is_not_run(copied_run: Path, capsys: pytest.CaptureFixture[str], command: str):
+    given = ["--config-dir", str(copied_run), "--config-name", "config"]
+    own = ["gsm8k", "--data", "rows.jsonl"] if command == "env_try" else ["--elsewhere", "--plan"]
+    main = importlib.import_module(f"skyrl_train.entrypoints.{command}").main
+    with pytest.raises(SystemExit) as left:
+        main([*own, *given])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and not (copied_run.parent / "witness").exists()
+    assert "trainer.plugins=['module_of_a_copied_run']: must be repeated on the command line" in said
+    assert "mcp.servers.a.command=evil-program: must be repeated" in said
+
+
+def test_code_of_a_run_is_taken_from_the_command_line_and_from_presets(copied_run: Path):
+    given = ["--config-dir", str(copied_run), "--config-name", "config"]
+    told = [
+        "trainer.plugins=[module_of_a_copied_run]",
+        "environment.skyrl_gym.tool_use.tool_settings.mcp.servers.a.command=evil-program",
+    ]
+    assert prepare([*given, *told], False, trusts_runs=False).config.trainer.plugins == ("module_of_a_copied_run",)
+    with pytest.raises(ConfigError, match=r"trainer\.plugins="):
+        prepare([*given, told[1]], False, trusts_runs=False)
+    (copied_run / "run.json").unlink()
+    assert prepare(given, False, trusts_runs=False).config.trainer.plugins, "a folder of presets is the user's own"

@@ -160,7 +160,7 @@ def test_failed_trajectories_keep_their_place_and_have_no_mask():
 def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():
     broken = group(7, [(2, 3)])
     broken.trajectories[0].logprobs = broken.trajectories[0].logprobs[:-1]
-    with pytest.raises(AssertionError, match="prompt 7"):
+    with pytest.raises(ValueError, match="prompt 7"):
         collate([broken])
 
 
@@ -220,15 +220,15 @@ def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
 
 def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
     batch = batch_of([[(2, 2)]])
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"values: .* for 4 tokens"):
         batch.with_tokens(values=torch.zeros(3))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="rewards: must be one of"):
         batch.with_tokens(rewards=torch.zeros(4))
 
 
 def test_an_optional_tensor_is_in_all_parts_or_in_none():
     batch = batch_of([[(2, 2), (1, 1)]])
-    with pytest.raises(AssertionError, match="advantages"):
+    with pytest.raises(ValueError, match="advantages"):
         cat([batch, batch.with_tokens(advantages=None)])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,13 @@ def test_rope_changes_that_have_nowhere_to_go_are_refused(tmp_path: Path) -> Non
     path = save_tiny_model(tmp_path, "gemma3_text")
     with pytest.raises(ConfigError, match=r"rope_theta=10000\.0"):
         load(path, rope_theta=1e4)
+
+
+def test_weights_outside_of_a_model_s_folder_are_refused(folder: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "model.safetensors").rename(tmp_path / "evil.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../evil.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"evil\.safetensors', which is not a file of the model's folder"):
+        open_causal_lm(str(model), dtype=torch.float32, key="a.key")

@@ -82,7 +82,7 @@ def test_the_warning_of_a_tracker_has_no_password_of_its_server_s_address(caplog
     tracker.failure = OSError("no answer from https://me:pass%20word@host:5000/api?mail=a@b")
     with caplog.at_level(logging.WARNING), Trackers({"one": tracker}) as trackers:
         trackers.log({"x": 1.0}, 1)
-    assert "from https://host:5000/api?mail=a@b" in caplog.text and "me:" not in caplog.text
+    assert "from https://***@host:5000/api?mail=a@b" in caplog.text and "me:" not in caplog.text
 
 
 def test_a_tracker_that_shows_how_runs_end_is_told_of_the_error_before_it_is_closed():

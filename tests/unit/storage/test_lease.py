@@ -18,7 +18,7 @@ from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.s3_server import BUCKET, S3Server
-from tests.support.stored_runs import Machine, until
+from tests.support.stored_runs import ADDRESS, Machine, until
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_suc
             running.close()
         before, sent = kept(server), len(server.seen)
         server.let_go()
-        who = "process" if lives else "another process, which has ended since"
+        who = "process" if lives else "process .*, which has ended since"
         with pytest.raises(StorageError, match=f"was taken by {who}.*, as this process was silent"):
             stopped.mirror.finish(20)
         stopped.__exit__()
@@ -160,6 +160,97 @@ def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: 
         assert "is in use by process" in str(errors[0])
         time.sleep(0.3)
         assert not faster.mirror._lease.lost_to
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_claim_that_changed_before_the_last_look_is_not_overwritten(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The faster of two machines that wait for a dead claim may take it just before the slower one looks last."""
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    dead = Machine(tmp_path / "a")
+    dead.mirror.take_over()
+    dead.mirror._lease._left.set()
+    dead.mirror._lease._renewing.join(10)
+    slower = Machine(tmp_path / "b")
+    look, looks, faster = slower.mirror._lease._found, 0, Machine(tmp_path / "c")
+
+    def look_late() -> object:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            faster.mirror.take_over()
+            time.sleep(0.3)  # beyond the time that the slower one waits
+        return look()
+
+    monkeypatch.setattr(slower.mirror._lease, "_found", look_late)
+    with pytest.raises(RunDirectoryError, match="is in use by process"):
+        slower.mirror.take_over()
+    assert looks >= 2 and not faster.mirror._lease.is_lost()
+    faster.mirror.give_up()
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[1]", b'{"holder": {"a": "\\u001b[2J"}}'])
+def test_damaged_claim_ends_like_that_of_a_dead_run(
+    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+):
+    StoredFolder(ADDRESS).write(".lock", content)
+    with Machine(tmp_path / "a") as here:
+        assert not here.mirror._lease.is_lost()
+    assert "was in use by" in caplog.text and "\x1b" not in caplog.text
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = StoredFolder(address)
+    store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
+    deleting = threading.Timer(0.2, store.delete, [[".lock"]])
+    deleting.start()
+    with Machine(tmp_path / "a", address) as here:
+        deleting.join()
+        for deleted in range(2):
+            store.delete([".lock"])
+            here.save(10 + deleted)
+            until(lambda step=10 + deleted: step in here.mirror.steps())  # type: ignore[misc]
+            assert f"{address}/.lock was deleted: it is written again" in caplog.text
+            assert here.mirror._lease._is_mine(json.loads(store.read(".lock") or b"{}"))
+        here.mirror.finish(20)
+        with pytest.raises(RunDirectoryError, match="is in use by process"):
+            Machine(tmp_path / "b", address).mirror.take_over()
+    left = json.loads(store.read(".lock") or b"{}")
+    assert left["ended"], "whoever comes next need not wait"
+    caplog.clear()
+    with Machine(tmp_path / "b", address):
+        assert "was in use by" not in caplog.text
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Server, tmp_path: Path):
+    with Machine(tmp_path / "a") as here:
+        claim = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
+        here.mirror.store.write(".lock", claim)
+        until(lambda: here.mirror._lease.lost_to)
+        with pytest.raises(StorageError, match=r"taken by process 1 on another\\x1b\[2J, after \.lock was deleted: "):
+            here.mirror.finish(20)
+        assert here.mirror.store.read(".lock") == claim
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_claim_that_is_always_deleted_is_an_error_that_says_so(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = Machine(tmp_path / "a")
+    write = here.mirror.store.write_if
+
+    def write_and_delete(name: str, content: bytes, seen: str | None) -> bool:
+        written = write(name, content, seen)
+        here.mirror.store.delete([name])
+        return written
+
+    monkeypatch.setattr(here.mirror.store, "write_if", write_and_delete)
+    with pytest.raises(RunDirectoryError, match=r"its \.lock was deleted 5 times"):
+        here.mirror.take_over()
 
 
 @pytest.mark.usefixtures("quick_leases")

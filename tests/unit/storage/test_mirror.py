@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.assembly.storage import Mirrors
-from skyrl_train.errors import ConfigError, StorageError
+from skyrl_train.errors import CheckpointError, ConfigError, StorageError
 from skyrl_train.storage import mirror as mirrors
 from skyrl_train.storage.manifests import fetch
 from skyrl_train.storage.mirror import Mirror
@@ -518,3 +518,49 @@ def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server:
     with pytest.raises(StorageError, match="lacks global_step_10"):
         asyncio.run(run())
     assert here.mirror.steps() == [], "no manifest comes after the end"
+
+
+BROKEN = (b"", b"\xff\xfe", b"[" * 100_000, b'"text"', b"[[1], {}, null]", b'{"a": 1, "10": 2}')
+
+
+@pytest.mark.parametrize("content", BROKEN)
+@pytest.mark.parametrize("name", [mirrors.KNOWN_FILE, mirrors.LEFT_BEHIND_FILE, ".folder"])
+def test_damaged_side_file_does_not_prevent_a_restart(address: str, tmp_path: Path, name: str, content: bytes):
+    with Machine(tmp_path / "a", address) as here:
+        here.save(10)
+        here.mirror.finish(20)
+    (tmp_path / "a" / name).write_bytes(content)
+    with Machine(tmp_path / "a", address) as again:
+        assert again.loaded() == (10, "weights of step 10")
+        again.save(20)
+        again.mirror.finish(20)
+        assert again.mirror.steps() == [10, 20]
+    assert Machine(tmp_path / "b", address).loaded() == (20, "weights of step 20")
+
+
+def test_vanished_object_of_an_older_checkpoint_is_uploaded_again(
+    address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with Machine(tmp_path / "a", address) as here:
+        for step in (10, 20, 30):
+            here.save(step)
+        here.mirror.finish(20)
+        store = here.mirror.store
+        store.delete(["global_step_10/policy/rank_0"])
+        store.write("global_step_20/policy/rank_0", b"cut off")
+    with Machine(tmp_path / "a", address) as again:
+        again.mirror.finish(20)
+    assert "global_step_10 lacks files" in caplog.text and "global_step_20 lacks files" in caplog.text
+    for step in (10, 20):
+        assert fetch(store, f"global_step_{step}", tmp_path / f"copy {step}") is None
+
+
+def test_failed_download_leaves_no_partial_checkpoint(server: S3Server, tmp_path: Path):
+    with Machine(tmp_path / "a") as here:
+        here.save(10)
+        here.mirror.finish(20)
+        here.mirror.store.delete(["global_step_10/trainer_state.json"])
+    there = Machine(tmp_path / "b")
+    with pytest.raises(CheckpointError, match="is whole"):
+        there.loaded()
+    assert not list((tmp_path / "b").glob("global_step*"))

@@ -12,6 +12,7 @@ import torch
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.trajectory import OK, TrajectoryGroup
 from skyrl_train.report.rollout_files import RolloutFiles, step_file, write_rollouts
+from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts
 from skyrl_train.trainer import kept_rollouts
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
@@ -99,6 +100,36 @@ def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: 
     assert texts == ["<SOME_API_KEY>", '{"key": "<SOME_PASSWORD>"}', arguments[2], f'{{"<SOME_API_KEY>": {deep}}}']
     assert secret not in read and read.count("<SOME_API_KEY>") == 9, "extras come with both samples"
     assert item.text.count(secret) == 1, "what the run goes on with is as it was"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ids_of_tokens_that_spell_a_secret_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
+    groups = groups_of_all_kinds()
+    item = groups[0].trajectories[0]
+    assert (item.prompt_ids.tolist(), item.response_ids.tolist()) == ([5, 6], [7, 8, 2])
+    item.text = "hunter2-hunter2."
+    item.messages[1]["content"] = item.text
+    texts = ["", "", ".", "", "", "It", " is", "hunter2", "-hunter2", ""]
+    batch = learnt(groups)
+    keep(KeptRollouts(tmp_path, vocabulary=(lambda: texts) if known else None), 1, groups, batch)
+    hidden, *others = rows_of(tmp_path)
+    assert hidden["prompt_ids"] == ([5, 6] if known else [-1, -1])
+    assert hidden["response_ids"] == ([-1, -1, 2] if known else [-1, -1, -1])
+    assert others[0]["response_ids"] == [9, 9, 1, 1, 4] and others[1]["response_ids"] == [7, 8, 9, 3, 2]
+    assert batch.input_ids[:5].tolist() == [5, 6, 7, 8, 2], "what the run goes on with is as it was"
+    tokens = RolloutViews(tmp_path).rollout(1, "7", 0)["tokens"]
+    shown = ["It", " is", "<secret>", "<secret>", "."] if known else ["<secret>"] * 5
+    assert tokens["texts"] == shown and tokens["ids"] == [*hidden["prompt_ids"], *hidden["response_ids"]]
+
+
+def test_token_view_hides_what_the_file_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    groups = groups_of_all_kinds()
+    texts = ["", "", ".", "", "", "It", " is", "hunter2", "-hunter2", ""]
+    keep(KeptRollouts(tmp_path, vocabulary=lambda: texts), 1, groups, learnt(groups))
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
+    tokens = RolloutViews(tmp_path).rollout(1, "7", 0)["tokens"]
+    assert tokens["texts"] == ["It", " is", "<secret>", "<secret>", "."] and tokens["ids"] == [5, 6, -1, -1, 2]
 
 
 def test_a_sample_has_the_first_groups(tmp_path: Path):
