@@ -47,7 +47,7 @@ from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.storage.hub import unreachable_model
 
 SAMPLE_S = 1.5
-"""Time for reading training or validation data up to a prompt that is short enough; both and the rest take below 10 s."""
+"""Time for reading training or validation data up to a prompt that is short enough. The check takes less than 10 s."""
 REFERENCE_PATH = "trainer.ref.model.path"
 CRITIC_PATH = "trainer.critic.model.path"
 SAMPLE_BYTES = 32 << 20
