@@ -49,8 +49,8 @@ from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.report.metrics_server import check_metrics_address
 from skyrl_train.storage.hub import unreachable_model
 
-SAMPLE_S = 3.0
-"""Time for reading each data set up to a prompt that is short enough."""
+SAMPLE_S = 1.5
+"""Time for reading training or validation data up to a prompt that is short enough. The check takes less than 10 s."""
 REFERENCE_PATH = "trainer.ref.model.path"
 CRITIC_PATH = "trainer.critic.model.path"
 SAMPLE_BYTES = 32 << 20

@@ -142,7 +142,7 @@ def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too
     ("action", "error", "message"),
     [
         ("die", EngineError, "right died|engine 'right' was lost"),  # the others may notice first
-        ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 6 s"),
+        ("hang", DeadlineExceeded, r"weight sync of version 2: bucket 2 of \d+ .* within 15 s"),
         ("drop", WeightSyncError, "engine right: bucket 1 is missing: bucket 2 came instead"),
     ],
 )
@@ -150,7 +150,7 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
     before = set(threading.enumerate())
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
     engines = [Faulty("left"), Faulty("right")]
-    publisher = publisher_of(trainer, engines, deadline_s=6)
+    publisher = publisher_of(trainer, engines, deadline_s=15)
 
     async def story() -> None:
         await publisher.publish(1)
