@@ -54,22 +54,21 @@ class GatedRun(Experiment):
         return Trackers({"run": super().build_tracker(directory), "gate": GateTracker()})
 
     def build_client(self, engines: Sequence[Any]) -> Any:
+        """Return a client that samples past end-of-sequence tokens, so that the length of a response is known."""
         client = super().build_client(engines)
-        if told := os.environ.get(LENGTHS):
-            mean, sigma = map(float, told.split(","))
-            generate = client.generate
+        generate, lengths = client.generate, os.environ.get(LENGTHS)
 
-            async def of_drawn_lengths(requests: Sequence[SampleRequest], **options: Any) -> list[Completion]:
-                drawn = [drawn_length(mean, sigma, one.seed, one.sampling.max_tokens) for one in requests]
-                return await generate(
-                    [
-                        replace(one, sampling=replace(one.sampling, max_tokens=tokens))
-                        for one, tokens in zip(requests, drawn, strict=True)
-                    ],
-                    **options,
-                )
+        def with_length(request: SampleRequest) -> SampleRequest:
+            tokens = request.sampling.max_tokens
+            if lengths:
+                mean, sigma = map(float, lengths.split(","))
+                tokens = drawn_length(mean, sigma, request.seed, tokens)
+            return replace(request, sampling=replace(request.sampling, max_tokens=tokens, ignore_eos=True))
 
-            client.generate = of_drawn_lengths
+        async def generate_past_eos(requests: Sequence[SampleRequest], **options: Any) -> list[Completion]:
+            return await generate([with_length(request) for request in requests], **options)
+
+        client.generate = generate_past_eos
         return client
 
 

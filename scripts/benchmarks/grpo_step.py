@@ -1,7 +1,7 @@
 """A whole GRPO step, and what it costs, beside TRL's GRPOTrainer on the same work.
 
     python scripts/benchmarks/grpo_step.py [--vocabulary 480 32000] [--strategy fsdp2] [--steps 5] [--json FILE]
-        [--sides skyrl_train trl trl-passive] [key=value ...]
+        [--sides skyrl_train trl trl-passive] [--against COMMIT] [key=value ...]
 
 8 prompts x 8 samples, prompts of exactly 121 tokens, exactly 64 new ones each, one optimizer step on all of them, fp32
 on the CPU, a Qwen2 of 2.9 million parameters (hidden size 256, 4 layers) with random weights; a larger vocabulary adds
@@ -15,6 +15,9 @@ say that they did this work.
 - trl: no vLLM, beta=0, gradient_checkpointing=False, num_iterations=1. A step lasts from one `on_log` to the next.
 - trl-passive: the same with OMP_WAIT_POLICY=PASSIVE, which the framework sets for its own processes: threads that wait
   for one another sleep. Without it they spin for a moment, which counts as CPU time.
+
+`--against` adds a side: the same run with the package of another commit, in a worktree. Without `--sides`, only these
+two are measured.
 
 The sides take turns step by step, each standing still while the other computes. CPU-seconds are the user and system
 time of all processes that a side started, Ray's included, over the step. Peak MiB, of two steps after those,
@@ -39,6 +42,7 @@ from typing import Any
 
 from measure import HERE, PASSIVE, Side, Step, about, in_turns, line, median, medians_by_role
 from workload import SMALL, Work, assert_did, prompt_texts, run_command, save_model, write_prompts
+from worktrees import trees
 
 WARM_UP = 2
 WATCHED = 2
@@ -48,17 +52,21 @@ SIDES = (OURS, THEIRS, SLEEPING)
 
 
 def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """Steps of both sides, in turns, and what they come to."""
+    """Measure the steps of all sides, in turns."""
     work, total = Work(), options.warm_up + options.steps + WATCHED
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as name, ExitStack() as stack:
+        packages = stack.enter_context(trees(options.against))
         folder = Path(name)
         model = folder / "model"
         parameters = save_model(model, SMALL.sized(vocabulary))
         write_prompts(folder / "prompts.jsonl", prompt_texts(work.prompts * total, work.prompt_tokens))
         given = {"work": asdict(work), "steps": total, "model": str(model), "threads": os.cpu_count()}
         trl = [sys.executable, str(HERE / "trl_grpo.py"), name, json.dumps(given)]
-        run = run_command(folder, model, work, total, options.strategy, options.overrides)
-        starts = {OURS: (run, {}), THEIRS: (trl, {}), SLEEPING: (trl, PASSIVE)}
+        starts: dict[str, tuple[list[str], dict[str, str]]] = {THEIRS: (trl, {}), SLEEPING: (trl, PASSIVE)}
+        for commit, tree in packages.items():
+            side = OURS if commit == "now" else commit
+            run = run_command(folder, model, work, total, options.strategy, options.overrides, side, tree)
+            starts[side] = (run, {"PYTHONPATH": str(tree)})
         sides = [stack.enter_context(Side(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
         found = in_turns(sides, options.warm_up, options.steps, WATCHED)
         peaks = {
@@ -70,7 +78,7 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
             for side in sides
         }
     for side, steps in found.items():
-        assert_did(work, steps) if side == OURS else assert_trl_did(work, steps)
+        assert_trl_did(work, steps) if side in (THEIRS, SLEEPING) else assert_did(work, steps)
     return {
         "vocabulary": vocabulary,
         "parameters": parameters,
@@ -91,7 +99,7 @@ def summary(name: str, steps: list[Step]) -> dict[str, Any]:
     """Medians over the steps."""
     by_role = medians_by_role(steps)
     cpu = statistics.median(step.total_cpu_s for step in steps)
-    if name == OURS:
+    if name not in (THEIRS, SLEEPING):
         generation, update = by_role.get("engine", 0.0), by_role.get("learner", 0.0)
         timings = {key: median(steps, key) for key in sorted(steps[0].told) if key.startswith("timing/")}
     else:
@@ -138,10 +146,14 @@ def main() -> None:
     parser.add_argument("--strategy", default="fsdp2", help="trainer.strategy; the default is that of a run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=WARM_UP)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="all by default; with --against only skyrl_train")
+    parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="more configuration of the run")
     options = parser.parse_intermixed_args()
+    options.sides = list(options.sides or ([OURS] if options.against else SIDES))
+    if options.against:
+        options.sides.append(options.against)
     report = about("trl") | {"threads": os.cpu_count(), "strategy": options.strategy, "overrides": options.overrides}
     print(f"{line(report)}; {options.strategy}, {report['threads']} threads a process")
     report["results"] = []

@@ -65,6 +65,7 @@ def main() -> None:
         per_device_train_batch_size=work.prompts * work.samples,
         num_generations=work.samples,
         max_completion_length=work.new_tokens,
+        generation_kwargs={"min_new_tokens": work.new_tokens},
         num_iterations=1,
         beta=0.0,
         learning_rate=LEARNING_RATE,

@@ -41,7 +41,7 @@ SMALL = Shape(hidden=256, layers=4, intermediate=640, vocabulary=480)
 def save_model(folder: Path, shape: Shape, seed: int = 0) -> int:
     """Random weights and a tokenizer as a Hugging Face folder; returns the number of parameters.
 
-    Nothing ends a response: the end-of-sequence token, which trainers ask for, is one that the model has no logit for.
+    Runs sample past the end-of-sequence token `<end>`, so that every response is as long as it may be.
     """
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -70,7 +70,7 @@ def save_model(folder: Path, shape: Shape, seed: int = 0) -> int:
 def character_tokenizer(vocabulary: int) -> Tokenizer:
     """Byte-level, as Qwen2's own: a token a character of plain text, and words that only a model can write."""
     tokens = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokens += [f"w{index}" for index in range(len(tokens), vocabulary)]
+    tokens += [f"w{index}" for index in range(len(tokens), vocabulary - 1)]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate([*tokens, "<end>"])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -109,9 +109,20 @@ class Work:
 
 
 def run_command(
-    folder: Path, model: Path, work: Work, steps: int, strategy: str, overrides: Sequence[str]
+    folder: Path,
+    model: Path,
+    work: Work,
+    steps: int,
+    strategy: str,
+    overrides: Sequence[str],
+    name: str = "run",
+    tree: Path = HERE.parents[1],
 ) -> list[str]:
-    """Training through the entrypoint, on the CPU and colocated, defaults wherever the work does not say otherwise."""
+    """Training through the entrypoint, on the CPU and colocated, defaults wherever the work does not say otherwise.
+
+    `name` is that of the run's folder in `folder`. The script is the one of the source tree `tree`, because it uses
+    internals of the package.
+    """
     given = {
         "device": "cpu",
         "environment.env_class": "even_digits",
@@ -121,8 +132,8 @@ def run_command(
         "trainer.strategy": strategy,
         "trainer.policy.model.path": model,
         "trainer.policy.optimizer_config.lr": LEARNING_RATE,
-        "trainer.ckpt_path": folder / "run",
-        "trainer.export_path": folder / "run" / "export",
+        "trainer.ckpt_path": folder / name,
+        "trainer.export_path": folder / name / "export",
         "trainer.train_batch_size": work.prompts,
         "trainer.policy_mini_batch_size": work.prompts,
         "trainer.max_tokens_per_microbatch": work.tokens,
@@ -137,7 +148,7 @@ def run_command(
         "generator.sampling_params.max_generate_length": work.new_tokens,
     }
     keys = [f"{key}={value}" for key, value in given.items()]
-    return [sys.executable, str(HERE / "gated_run.py"), *keys, *overrides]
+    return [sys.executable, str(tree / "scripts" / "benchmarks" / "gated_run.py"), *keys, *overrides]
 
 
 def assert_did(work: Work, steps: Sequence[Step]) -> None:

@@ -18,7 +18,7 @@ SHORT = ["--backends", "transformers", "--lengths", "equal", "--schedules", "syn
 @pytest.mark.parametrize(
     ("script", "arguments", "row"),
     [
-        ("grpo_step.py", ["--sides", "skyrl_train", "--steps", "1"], "| skyrl_train | "),
+        ("grpo_step.py", ["--against", "HEAD", "--steps", "1"], "| HEAD / skyrl_train | "),
         ("async.py", [*SHORT, "--steps", "1"], "| transformers | equal | staleness 1 | "),
     ],
 )
