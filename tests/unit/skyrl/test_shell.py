@@ -87,7 +87,7 @@ def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
 def test_words_are_those_of_the_shell(text: str, tmp_path: Path):
     arguments = ["x=1", "y=2 3"]
     script = Script("script.sh", arguments=arguments)
-    found = [words[1:] for words in commands(text, script) if words[0] == "uv"]
+    found = [one.words[1:] for one in commands(text, script) if one.words[0] == "uv"]
     assert [[shown(word, {"HOME": "/home/me"}) for word in words] for words in found] == by_shell(
         text, arguments, tmp_path
     )
@@ -98,7 +98,7 @@ def test_nothing_is_run(tmp_path: Path):
     file = tmp_path / "made"
     makes = f"touch {file}"
     text = f"A=$({makes})\nB=`{makes}`\n{makes}\neval {makes}\nuv run a=$A b=$B c=$((A[$({makes})]))"
-    (words,) = [words for words in commands(text, Script("script.sh")) if words[0] == "uv"]
+    (words,) = [one.words for one in commands(text, Script("script.sh")) if one.words[0] == "uv"]
     assert [shown(word) for word in words[2:4]] == [f"a=$({makes})", f"b=`{makes}`"]
     assert not file.exists()
 
@@ -106,7 +106,8 @@ def test_nothing_is_run(tmp_path: Path):
 def test_what_only_a_shell_knows_is_left_to_it():
     line = 'uv run name="$RUN" user=$USER "path=$(dirname "$0")/x" where=${BASH_SOURCE[0]} n=$((N + 1))'
     text = f"RUN=run-$(date +%s)\n{line}"
-    (words,) = list(commands(text, Script("recipes/mine.sh")))
+    (command,) = list(commands(text, Script("recipes/mine.sh")))
+    words = command.words
     assert list(map(quoted, words[2:])) == [
         '"name=run-$(date +%s)"',
         '"user=$USER"',
@@ -120,15 +121,15 @@ def test_what_only_a_shell_knows_is_left_to_it():
 
 def test_caller_sets_variables_with_defaults():
     text = ': "${N:=4}"\nM=5\nuv n=$N m=$M'
-    (words,) = list(commands(text, Script("script.sh", environment={"N": "1", "M": "9"})))[1:]
-    assert words == ["uv", "n=1", "m=5"]
+    (command,) = list(commands(text, Script("script.sh", environment={"N": "1", "M": "9"})))[1:]
+    assert command.words == ["uv", "n=1", "m=5"]
 
 
 def test_undecided_assignments_are_reported():
     text = "if [ -f x ]; then A=1; fi\nfor i in 1 2; do B=$i; done\nuv a=$A b=$B"
     script = Script("script.sh")
-    (words,) = list(commands(text, script))
-    assert [shown(word) for word in words] == ["uv", "a=$A", "b=$B"]
+    (command,) = list(commands(text, script))
+    assert [shown(word) for word in command.words] == ["uv", "a=$A", "b=$B"]
     assert script.not_followed == ["A=1", "B=$i"]
 
 
