@@ -84,12 +84,21 @@ def translate(
 
     Raises ConfigError for a script that cannot be read, or that starts nothing of SkyRL's with `key=value` arguments.
     """
-    script = Script(path, arguments=list(arguments), environment=environment or {})
+    return _translate(text, Script(path, arguments=list(arguments), environment=environment or {}))
+
+
+def _translate(text: str, script: Script) -> Translation:
+    path, arguments = script.path, list(script.arguments)
     every = list(commands(text, script))
     started = [(*found, command.environment) for command in every if (found := _started(command.words))]
     if not started:
         return _called(every, script)
     theirs, words, own_environment = started[-1]
+    if theirs == "skyrl.train.main_sft" or (theirs.startswith("examples.train.") and "main_sft" in theirs):
+        raise ConfigError(
+            f"{path}: {theirs} has keys of its own, such as train_datasets and batch_size, which are not converted. "
+            "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md#fine-tuning has the key here for each."
+        )
     done = Translation(_module_here(theirs), notes=[f"not followed: {line}" for line in script.not_followed])
     if ignored := [word for word in arguments if word not in words]:
         done.notes.append(f"the recipe does not pass on its arguments: {' '.join(ignored)} is left out.")
@@ -110,14 +119,18 @@ def translate(
 def _called(every: Sequence[Command], script: Script) -> Translation:
     """Translate the last script that a script calls, with the arguments and the variables that it gives it."""
     for command in reversed(every):
-        program, *rest = dropwhile(lambda word: word in ("exec", "bash", "sh", "-x", "-e", "-ex"), command.words) or [""]
+        program, *rest = dropwhile(lambda word: word in ("exec", "bash", "sh", "-x", "-e", "-ex"), command.words) or [
+            ""
+        ]
         if not program.endswith(".sh") or MARKS[0] in program:
             continue
         roots = (Path(), *Path(script.path).resolve().parents)
-        for found in (root / program for root in roots if (root / program).is_file()):
-            exported = {name: " ".join(script.variables.get(name, [])) for name in script.exported}
-            environment = {**script.environment, **exported, **command.environment}
-            done = translate(found.read_text(encoding="utf-8"), str(found), rest, environment)
+        paths = (root / program for root in roots if (root / program).is_file())
+        for found in (path for path in paths if path.resolve() != Path(script.path).resolve()):
+            variables = {name: script.variables[name] for name in script.exported if name in script.variables}
+            variables |= {name: [value] for name, value in command.environment.items()}
+            called = Script(str(found), variables, rest, script.environment)
+            done = _translate(found.read_text(encoding="utf-8"), called)
             done.notes.insert(0, f"{script.path} calls {program}.")
             return done
         raise ConfigError(f"{script.path} calls {program}, which was not found: name that script, and its arguments.")

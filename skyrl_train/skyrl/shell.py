@@ -23,6 +23,8 @@ MARKS = "\ue000", "\ue001"
 """Around what is left to the shell; characters that no script has."""
 _MARKED = re.compile(f"{MARKS[0]}(.*?){MARKS[1]}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_FUNCTION = re.compile(r"[\w-]+\(\)")
+_ELEMENT = re.compile(r"\w+\[[^]]*\]\+?=")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*0-9]+\])?(?:(:?[-=?+]|##?|%%?|//?)(.*))?", re.DOTALL)
 _INSIDE = re.compile(r"\$\{[^{}]*\}|\$\w+")
@@ -82,17 +84,19 @@ def commands(text: str, script: Script) -> Iterator[Command]:
     branches: list[_Branch] = []
     skipped: list[str] = []
     succeeded: bool | None = True  # the last command; None: unknown
-    for operator, raw in _split(text, script.path):
-        if skipped or raw[0] in _SKIPPED or raw[0].endswith("()") or raw[1:2] == ["()"]:
+    for joined, raw in _split(text, script.path):
+        defines = raw[0] == "function" or raw[1:2] == ["()"] or _FUNCTION.fullmatch(raw[0])
+        if skipped or defines or raw[0] in _SKIPPED:
             _skip(raw, skipped, script)
             continue
         if not (words := _of_branch(raw, branches, succeeded)):
             continue
-        runs = {"&&": succeeded, "||": None if succeeded is None else not succeeded}.get(operator, True)
+        runs = {"&&": succeeded, "||": None if succeeded is None else not succeeded}.get(joined, True)
         if runs is False:
             continue
-        assigned = list(takewhile(_ASSIGNMENT.match, words[words[0] in _DECLARES :]))
-        assigns = words[0] in _DECLARES or len(assigned) == len(words)
+        declares = words[0] in _DECLARES
+        assigned = list((filter if declares else takewhile)(_ASSIGNMENT.match, words))
+        assigns = declares or len(assigned) == len(words)
         if not all(branch.is_taken for branch in branches) or (runs is None and assigns):
             if assigns and (runs is None or any(branch.is_unknown for branch in branches)):
                 script.not_followed.append(" ".join(words))
@@ -105,7 +109,7 @@ def commands(text: str, script: Script) -> Iterator[Command]:
                 script.exported += [word.partition("=")[0] for word in assigned]
         elif words[0].startswith("(") and not words[0].startswith("(("):
             yield from commands(words[0][1:-1], script)
-        elif words[0] in _CHANGES or words[0].startswith("(("):
+        elif words[0] in _CHANGES or words[0].startswith("((") or _ELEMENT.match(words[0]):
             script.not_followed.append(" ".join(words))
         if words[0] == "shift":
             del script.arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
@@ -382,8 +386,11 @@ def _value(written: str, script: Script) -> list[str]:
         return _braced(written, script)
     inner = written[2:-1] if written.startswith("$(") else written[1:-1]
     command = [one for _, raw in _split(inner, script.path) for word in raw for one in _expand(word, script)]
-    if command[:1] == ["dirname"] and len(command) > 1 and MARKS[0] not in command[-1]:
-        return [os.path.dirname(command[-1]) or "."]
+    match [word for word in command if not word.startswith("-")]:
+        case ["dirname", path] if MARKS[0] not in path:
+            return [os.path.dirname(path) or "."]
+        case ["cd", path, "pwd"] | ["realpath", path] if MARKS[0] not in path:
+            return [os.path.abspath(path)]
     return [_marked(_INSIDE.sub(lambda name: _known(name[0], script), written))]
 
 

@@ -70,6 +70,34 @@ say() {
 }
 uv run a=$A b=$B
 """
+OPERATORS = r"""
+X=1 Y=2 N=8 MODEL=org/name.v1.gguf
+[ -z "$X" ] && X=5
+[ "$X" = 1 ] || X=6
+[[ -n "$X" ]] && [ "$Y" = 3 ] && X=7
+mkdir -p out && Z=1 || Z=2
+if [ "$X" = 1 ] && [ "$Y" = 3 ]; then A=1; elif ! [ "$N" -le 4 ] || [ "$Y" = 3 ]; then A=2; else A=3; fi
+if [ "$X" != 1 ] || test "$Y" = 2; then
+  B=1
+else
+  B=2
+fi
+false_name=${1#*=} ; FIRST=$1 COUNT=$#
+shift
+NONE=() ; declare -a MORE=(m n); export P=1 Q R=2
+function other {
+  echo "$1"
+}
+(cd out &&
+  uv run in=subshell)
+LIST=(a b c)
+uv run x=$X z=$Z a=$A b=$B f=$false_name $FIRST c=$COUNT ${LIST[1]} "${NONE[@]}" "${MORE[@]}" $P$R "$@" \
+  ${MODEL##*/} ${MODEL#*/} ${MODEL%.*} \
+  ${MODEL%%.*} ${MODEL/name/other} ${MODEL//./_} $(dirname "$(dirname "a/b/c")") \
+  $(cd -- "$(dirname -- "$(realpath $0)")/out/.." && pwd)/x
+set -- s=1 "$@"
+uv run $@
+"""
 
 
 def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
@@ -83,9 +111,10 @@ def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
     return [one.split("\0")[:-1] for one in said[:-1]]
 
 
-@pytest.mark.parametrize("text", [PLAIN, DEFAULTS, ARRAYS, CONDITIONS], ids=["plain", "defaults", "arrays", "if"])
-def test_words_are_those_of_the_shell(text: str, tmp_path: Path):
+@pytest.mark.parametrize("text", [PLAIN, DEFAULTS, ARRAYS, CONDITIONS, OPERATORS])
+def test_words_are_those_of_the_shell(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["x=1", "y=2 3"]
+    monkeypatch.chdir(tmp_path)
     script = Script("script.sh", arguments=arguments)
     found = [one.words[1:] for one in commands(text, script) if one.words[0] == "uv"]
     assert [[shown(word, {"HOME": "/home/me"}) for word in words] for words in found] == by_shell(
@@ -126,11 +155,14 @@ def test_caller_sets_variables_with_defaults():
 
 
 def test_undecided_assignments_are_reported():
-    text = "if [ -f x ]; then A=1; fi\nfor i in 1 2; do B=$i; done\nuv a=$A b=$B"
+    text = (
+        "if [ -f x ]; then A=1; fi\nfor i in 1 2; do B=$i; done\n[[ $C == a* ]] && C=1\nlet D=1\n"
+        "if [ a = b ] || nvidia-smi; then E=1; fi; which uv || A=9; L[0]=1\nuv a=$A b=$B"
+    )
     script = Script("script.sh")
-    (command,) = list(commands(text, script))
+    *_, command = commands(text, script)
     assert [shown(word) for word in command.words] == ["uv", "a=$A", "b=$B"]
-    assert script.not_followed == ["A=1", "B=$i"]
+    assert script.not_followed == ["A=1", "B=$i", "C=1", "let D=1", "E=1", "A=9", "L[0]=1"]
 
 
 @pytest.mark.parametrize("text", ['A="x', "A=(1 2", "A=$(date", "A=${B", "A='"])
