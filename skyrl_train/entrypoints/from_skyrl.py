@@ -188,6 +188,7 @@ def _add_overrides(done: Translation, arguments: Sequence[str], is_todays: bool)
         for key, value in _todays_defaults(given):
             given[key] = value
             done.notes.append(f"{key}={value} is added: today's SkyRL has this default, 0.3 and this package another.")
+        done.notes += _todays_differences(given)
     done.overrides += [f"{key}={value}" for key, value in given.items()]
 
 
@@ -214,6 +215,19 @@ def _check(done: Translation, environment: Mapping[str, str]) -> None:
     done.notes += [*prepared.notes, *prepared.warnings]
     done.overrides = [word for word in done.overrides if skyrl_key(word.partition("=")[0]) is None]
     done.extras = list(_extras(prepared.config))
+
+
+def _todays_differences(given: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each key that has another meaning in today's SkyRL and is accepted."""
+    for key, value in given.items():
+        if key.endswith("sampling_params.repetition_penalty") and value not in ("1", "1.0"):
+            yield f"{key}={shown(value)}: today's SkyRL does not pass it to the engine; here it has its effect."
+    step_wise = given.get("generator.step_wise_trajectories", "").lower() == "true"
+    if step_wise and given.get("generator.merge_stepwise_output", "").lower() != "true":
+        yield (
+            "generator.step_wise_trajectories=true: turns that continue a sequence are one sequence, as with "
+            "merge_stepwise_output=true. A mean over sequences (loss_reduction=sequence_mean) counts it once."
+        )
 
 
 def _checkable(word: str, environment: Mapping[str, str]) -> str | None:

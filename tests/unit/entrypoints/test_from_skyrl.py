@@ -152,6 +152,19 @@ def test_values_that_only_a_shell_knows_are_not_checked():
     assert str(done).endswith('"trainer.seed=$SEED" \\\n  "trainer.epochs=$(nproc)" \\\n  "trainer.max_steps=$MINE"')
 
 
+def test_keys_with_another_meaning_are_named():
+    text = (
+        "python -m {} generator.step_wise_trajectories=true generator.max_turns=3 "
+        "generator.sampling_params.repetition_penalty=1.1 {}"
+    )
+    todays, older = "skyrl.train.entrypoints.main_base", "skyrl_train.entrypoints.main_base"
+    penalty, steps = "does not pass it to the engine", "are one sequence, as with merge_stepwise_output=true"
+    notes = "\n".join(translate(text.format(todays, "")).notes)
+    assert penalty in notes and steps in notes
+    assert steps not in "\n".join(translate(text.format(todays, "generator.merge_stepwise_output=true")).notes)
+    assert translate(text.format(older, "")).notes == []
+
+
 def test_values_with_expansions_are_checked_around_them():
     text = 'python -m skyrl.train.entrypoints.main_base trainer.run_name="a_${USER^^}" trainer.seed="${seed}"'
     assert translate(text).problems == []
@@ -162,7 +175,8 @@ def test_called_script_gets_arguments_and_variables(tmp_path: Path):
     folder.mkdir(parents=True)
     start = "python -m skyrl.train.entrypoints.main_base"
     (folder / "run.sh").write_text(
-        f': "${{SEED:=1}}" "${{STEPS:=2}}"\n{start} trainer.seed=$SEED trainer.max_steps=$STEPS trainer.run_name=$NAME "$@"'
+        f': "${{SEED:=1}}" "${{STEPS:=2}}"\n{start} trainer.seed=$SEED trainer.max_steps=$STEPS '
+        'trainer.run_name=$NAME "$@"'
     )
     wrapper = 'export STEPS=7 NAME="a$USER"\nSEED=5 bash examples/train/run.sh trainer.epochs=3 "$@"'
     done = translate(wrapper, str(folder / "wrapper.sh"), ["trainer.bf16=false"])
