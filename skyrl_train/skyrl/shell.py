@@ -429,10 +429,11 @@ def _braced(written: str, script: Script) -> list[str]:
     if kind is not None and name not in script.variables and name in script.environment:
         value = script.variables[name] = [script.environment[name]]
     if kind is not None and kind[0] in "#%/":
-        pattern = shown(" ".join(_expand(other, script, splits=False)))
-        if name not in script.variables or MARKS[0] in value[0] or (kind[0] == "/" and re.search(r"[*?\[]", pattern)):
+        pattern = " ".join(_expand(other, script, splits=False))
+        text = "".join(value)
+        if MARKS[0] in text + pattern or (kind[0] == "/" and re.search(r"[*?\[]", pattern)):
             return _not_followed(written, script)
-        return [_without(value[0], kind, pattern)]
+        return [_without(text, kind, pattern)]
     is_set = name in script.variables or (name.isdigit() and bool(value))
     has_value = is_set and (value != [""] or not (kind or "").startswith(":"))
     if kind in (":+", "+"):

@@ -88,7 +88,7 @@ NONE=() ; declare -a MORE=(m n); export P=1 Q R=2
 function other {
   echo "$1"
 }
-(cd out &&
+(true &&
   uv run in=subshell)
 LIST=(a b c)
 uv run x=$X z=$Z a=$A b=$B f=$false_name $FIRST c=$COUNT ${LIST[1]} "${NONE[@]}" "${MORE[@]}" $P$R "$@" \
@@ -111,7 +111,10 @@ def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
     return [one.split("\0")[:-1] for one in said[:-1]]
 
 
-@pytest.mark.parametrize("text", [PLAIN, DEFAULTS, ARRAYS, CONDITIONS, OPERATORS])
+SCRIPTS = {"plain": PLAIN, "defaults": DEFAULTS, "arrays": ARRAYS, "if": CONDITIONS, "operators": OPERATORS}
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
 def test_words_are_those_of_the_shell(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["x=1", "y=2 3"]
     monkeypatch.chdir(tmp_path)
