@@ -112,7 +112,8 @@ def commands(text: str, script: Script) -> Iterator[Command]:
         elif words[0] in _CHANGES or words[0].startswith("((") or _ELEMENT.match(words[0]):
             script.not_followed.append(" ".join(words))
         if words[0] == "shift":
-            del script.arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
+            count = int(words[1]) if words[1:] and words[1].isdigit() else 1
+            script.arguments = script.arguments[count:]
         elif words[:2] == ["set", "--"]:
             script.arguments = [one for word in words[2:] for one in _expand(word, script)]
         elif not assigns and words[0] not in ("[", "[["):
