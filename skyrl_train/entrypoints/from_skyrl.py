@@ -205,7 +205,7 @@ def _check(done: Translation, environment: Mapping[str, str]) -> None:
     for text in dict.fromkeys(text for word in done.overrides for text in left_to_shell(word)):
         if text != "$HOME" and text.removeprefix("$") not in environment:
             done.notes.append(f"{text} is left to your shell.")
-    checked = [text for word in done.overrides if (text := _checkable(word, environment))]
+    checked = [known for word in done.overrides if (known := _checkable(word, environment))]
     try:
         own_code = not done.module.startswith("skyrl_train.")
         prepared = prepare([*checked, "device=cuda"], has_accelerator=True, own_code=own_code)
