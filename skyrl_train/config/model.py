@@ -205,9 +205,10 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: int | None = key(1, range=AT_LEAST_ONE)
     """Ranks that every expert is split over."""
     model_config_kwargs: dict[str, Any] = key(factory=dict)
-    """Changes to the Hugging Face model configuration."""
+    """Changes to the Hugging Face model configuration. Refused with `trainer.strategy=megatron`."""
     transformer_config_kwargs: dict[str, Any] = key(factory=dict)
-    """Changes to Megatron's transformer configuration."""
+    """Changes to Megatron's transformer configuration. With `trainer.strategy=megatron`, those that change more than
+    memory and speed are refused."""
 
 
 def _recompute() -> dict[str, Any]:
@@ -241,7 +242,8 @@ class PolicyMegatronConfig(MegatronConfig):
     torch_profiler_config: MegatronProfilerConfig = key(factory=MegatronProfilerConfig)
     lora_config: MegatronLoraConfig = key(factory=MegatronLoraConfig)
     optimizer_config_kwargs: dict[str, Any] = key(factory=_optimizer_offload)
-    """Changes to Megatron's optimizer configuration."""
+    """Changes to Megatron's optimizer configuration. With `trainer.strategy=megatron`, those that change more than
+    memory and speed are refused."""
     transformer_config_kwargs: dict[str, Any] = key(factory=_recompute)
     empty_cuda_cache: bool = True
     """Empty the CUDA cache between phases of a step."""

@@ -7,6 +7,7 @@ keys of the schema (`inert.IGNORED`), because programs written for 0.3 read them
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,12 @@ SKYRL_KEYS = {
 }
 """Name -> what is there instead. `*` stands for one part of a name; everything below a name has its entry."""
 
+_ONLY_SPEED = re.compile(
+    "recompute|pipeline|offload|overlap|fusion|dispatcher|grouped_gemm|cuda_graph|cp_comm_type|attention_backend|mtp_"
+    "|precision_aware|distributed_optimizer"
+)
+"""What is in the names of settings of Megatron that change memory and speed alone."""
+
 
 @functools.cache
 def skyrl_key(name: str) -> SkyRLKey | None:
@@ -176,6 +183,25 @@ def problems_of(taken: Iterable[tuple[str, Any]], config: Config) -> Iterator[Pr
         accepted = [_followed(one, config) for one in entry.accepted]
         if value not in accepted:
             yield Problem(key, value, " or ".join(show(one) for one in accepted), entry.advice)
+    if config.trainer.strategy == "megatron":
+        yield from _pass_through_problems(config)
+
+
+def _pass_through_problems(config: Config) -> Iterator[Problem]:
+    """Yield settings that SkyRL passes through to Megatron and that change more than memory and speed."""
+    optimizer = "Only Megatron reads it. Set trainer.policy.optimizer_config."
+    for role in ("policy", "ref"):
+        section, megatron = f"trainer.{role}.megatron_config", getattr(config.trainer, role).megatron_config
+        model = f"Only Megatron reads it. Change the model with trainer.{role}.model_config_kwargs."
+        given = {"model_config_kwargs": model, "transformer_config_kwargs": model}
+        if role == "policy":
+            given["optimizer_config_kwargs"] = optimizer
+        for name, advice in given.items():
+            for key, value in getattr(megatron, name).items():
+                entry = skyrl_key(f"{section}.{key}")
+                is_accepted = entry is not None and (entry.accepted is None or value in entry.accepted)
+                if not is_accepted and not _ONLY_SPEED.search(key):
+                    yield Problem(f"{section}.{name}.{key}", value, "left out with strategy=megatron", advice)
 
 
 def notes_of(taken: Iterable[tuple[str, Any]]) -> Iterator[str]:

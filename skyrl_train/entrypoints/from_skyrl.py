@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 
 import yaml
@@ -27,7 +28,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.skyrl_keys import skyrl_key
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
-from skyrl_train.skyrl.shell import Script, commands, left_to_shell, quoted, shown
+from skyrl_train.skyrl.shell import MARKS, Command, Script, commands, left_to_shell, quoted, shown
 
 REPOSITORY = Path(skyrl_train.__file__).resolve().parents[1]
 MOVED = {
@@ -83,19 +84,28 @@ def translate(
 
     Raises ConfigError for a script that cannot be read, or that starts nothing of SkyRL's with `key=value` arguments.
     """
-    script = Script(path, arguments=list(arguments), environment=environment or {})
+    return _translate(text, Script(path, arguments=list(arguments), environment=environment or {}))
+
+
+def _translate(text: str, script: Script) -> Translation:
+    path, arguments = script.path, list(script.arguments)
     every = list(commands(text, script))
-    started = [found for words in every if (found := _started(words))]
+    started = [(*found, command.environment) for command in every if (found := _started(command.words))]
     if not started:
-        called = [words[1] for words in every if words[0] in ("bash", "sh", "exec", "source", ".") and len(words) > 1]
-        advice = f"It calls {called[-1]}: name that, and its arguments" if called else "Name a script that starts SkyRL"
-        raise ConfigError(f"{path}: no command `... -m MODULE key=value ...` was found. {advice}.")
-    theirs, words = started[-1]
+        return _called(every, script)
+    theirs, words, own_environment = started[-1]
+    if theirs == "skyrl.train.main_sft" or (theirs.startswith("examples.train.") and "main_sft" in theirs):
+        raise ConfigError(
+            f"{path}: {theirs} has keys of its own, such as train_datasets and batch_size, which are not converted. "
+            "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md#fine-tuning has the key here for each."
+        )
     done = Translation(_module_here(theirs), notes=[f"not followed: {line}" for line in script.not_followed])
+    if ignored := [word for word in arguments if word not in words]:
+        done.notes.append(f"the recipe does not pass on its arguments: {' '.join(ignored)} is left out.")
     if len(started) > 1:
         done.notes.append(f"{path} starts {len(started)} runs; this is the last one.")
-    if script.exported:
-        done.notes.append(f"the recipe exports {', '.join(script.exported)}; if the run needs them, export them, too.")
+    if exported := dict.fromkeys([*script.exported, *own_environment]):
+        done.notes.append(f"the recipe exports {', '.join(exported)}; if the run needs them, export them, too.")
     if theirs != done.module:
         done.notes.append(f"{theirs} -> {done.module}")
     if not (REPOSITORY / f"{done.module.replace('.', '/')}.py").is_file() and done.module.startswith(SKYRLS):
@@ -104,6 +114,30 @@ def translate(
     _add_overrides(done, words, is_todays)
     _check(done, script.environment)
     return done
+
+
+def _called(every: Sequence[Command], script: Script) -> Translation:
+    """Translate the last script that a script calls, with the arguments and the variables that it gives it."""
+    for command in reversed(every):
+        program, *rest = dropwhile(lambda word: word in ("exec", "bash", "sh", "-x", "-e", "-ex"), command.words) or [
+            ""
+        ]
+        if not program.endswith(".sh") or MARKS[0] in program:
+            continue
+        roots = (Path(), *Path(script.path).resolve().parents)
+        paths = (root / program for root in roots if (root / program).is_file())
+        for found in (path for path in paths if path.resolve() != Path(script.path).resolve()):
+            variables = {name: script.variables[name] for name in script.exported if name in script.variables}
+            variables |= {name: [value] for name, value in command.environment.items()}
+            called = Script(str(found), variables, rest, script.environment)
+            done = _translate(found.read_text(encoding="utf-8"), called)
+            done.notes.insert(0, f"{script.path} calls {program}.")
+            return done
+        raise ConfigError(f"{script.path} calls {program}, which was not found: name that script, and its arguments.")
+    raise ConfigError(
+        f"{script.path}: no command `... -m MODULE key=value ...` was found; loops and functions are not followed. "
+        "Name a script that starts SkyRL."
+    )
 
 
 def _started(words: list[str]) -> tuple[str, list[str]] | None:
@@ -136,7 +170,11 @@ def _add_overrides(done: Translation, arguments: Sequence[str], is_todays: bool)
             done.problems.append(f"{shown(word)}: not key=value.")
             continue
         if parse_override(shown(word)).error and not left_to_shell(word):
-            value = in_grammar(yaml.safe_load(value))
+            try:
+                value = in_grammar(yaml.safe_load(value))
+            except yaml.YAMLError:
+                done.problems.append(f"{word}: its value is not valid YAML.")
+                continue
         if skyrl_key(key) is not None:
             given[key] = value
             continue
@@ -150,6 +188,7 @@ def _add_overrides(done: Translation, arguments: Sequence[str], is_todays: bool)
         for key, value in _todays_defaults(given):
             given[key] = value
             done.notes.append(f"{key}={value} is added: today's SkyRL has this default, 0.3 and this package another.")
+        done.notes += _todays_differences(given)
     done.overrides += [f"{key}={value}" for key, value in given.items()]
 
 
@@ -166,9 +205,7 @@ def _check(done: Translation, environment: Mapping[str, str]) -> None:
     for text in dict.fromkeys(text for word in done.overrides for text in left_to_shell(word)):
         if text != "$HOME" and text.removeprefix("$") not in environment:
             done.notes.append(f"{text} is left to your shell.")
-    known = {word: shown(word, environment) for word in done.overrides}
-    unknown = {word for word, text in known.items() if re.search(r"=(\$\w+|\$\(.*\)|`.*`)$", text)}
-    checked = [re.sub(r"\$\(.*?\)+|`.*?`", "x", text) for word, text in known.items() if word not in unknown]
+    checked = [known for word in done.overrides if (known := _checkable(word, environment))]
     try:
         own_code = not done.module.startswith("skyrl_train.")
         prepared = prepare([*checked, "device=cuda"], has_accelerator=True, own_code=own_code)
@@ -178,6 +215,30 @@ def _check(done: Translation, environment: Mapping[str, str]) -> None:
     done.notes += [*prepared.notes, *prepared.warnings]
     done.overrides = [word for word in done.overrides if skyrl_key(word.partition("=")[0]) is None]
     done.extras = list(_extras(prepared.config))
+
+
+def _todays_differences(given: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each key that has another meaning in today's SkyRL and is accepted."""
+    for key, value in given.items():
+        if key.endswith("sampling_params.repetition_penalty") and value not in ("1", "1.0"):
+            yield f"{key}={shown(value)}: today's SkyRL does not pass it to the engine; here it has its effect."
+    step_wise = given.get("generator.step_wise_trajectories", "").lower() == "true"
+    if step_wise and given.get("generator.merge_stepwise_output", "").lower() != "true":
+        yield (
+            "generator.step_wise_trajectories=true: turns that continue a sequence are one sequence, as with "
+            "merge_stepwise_output=true. A mean over sequences (loss_reduction=sequence_mean) counts it once."
+        )
+
+
+def _checkable(word: str, environment: Mapping[str, str]) -> str | None:
+    """Return an override with a stand-in for what only a shell knows; None if that is its whole value."""
+    text = shown(word, environment)
+    for left in left_to_shell(word):
+        if text.endswith(f"={left}"):
+            return None
+        if not re.fullmatch(r"\$\w+", left):
+            text = text.replace(left, "x")
+    return text
 
 
 def _extras(config: Config) -> Iterator[str]:

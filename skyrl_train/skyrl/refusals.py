@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping
 from types import CodeType
@@ -34,6 +35,7 @@ _CALLBACKS = (
     "override train_critic_and_policy for the end of a step, save_checkpoints for a save, eval for an evaluation, and "
     "get_tracker of the experiment for what is logged"
 )
+_PROFILER = "trainer.profile_steps names the steps to profile"
 _FILTER = (
     "set trainer.algorithm.dynamic_sampling, or mask groups in postprocess_generator_output with loss_masks of zeros"
 )
@@ -63,10 +65,20 @@ TRAINER: Mapping[str, str] = {
     "async_sync_policy_weights_to_inference_engines": _SYNC,
     "flush_pending_metrics": "numbers in all_metrics are logged with the step, also with the last one of a run",
     "add_callback": _CALLBACKS,
+    "_fire": _CALLBACKS,
+    "_build_callback_input": _CALLBACKS,
+    "_profiler_start": _PROFILER,
+    "_profiler_step": _PROFILER,
+    "_profiler_stop": _PROFILER,
+    "_torch_profiler_enabled": _PROFILER,
+    "has_critic": "self.cfg.trainer.algorithm.advantage_estimator says it: gae has a critic",
+    "_get_dp_group_models": _MODELS,
+    "_get_mesh_rank": _MODELS,
     "_run_training": _AHEAD,
     "_run_generate_loop": _AHEAD,
     "_run_generate_for_a_group_loop": _AHEAD,
     "_collect_generation_mini_batch": _AHEAD,
+    "_drain_next_group": _AHEAD,
     "_should_keep_group": _FILTER,
     "convert_generation_group_mini_batch_to_training_input": "override convert_to_training_input",
 }
@@ -109,6 +121,8 @@ _OWN_EPISODES = (
     "write an environment with several turns; or override `generate`, and call it there for every entry of the input"
 )
 GENERATOR: Mapping[str, str] = {
+    "_validate_cfg": "the configuration is checked before the run starts",
+    "_compute_cache_salt": "prompts that were cached with other weights are never reused",
     "agent_loop": _OWN_EPISODES,
     "generate_batched": "override `generate`",
     "_env_init": _OWN_EPISODES,
@@ -188,8 +202,21 @@ def refuse_own_loop(kind: type) -> None:
         )
 
 
-def refuse_coroutines(kind: type) -> None:
-    """Raise ConfigError if a class defines one of PLAIN_METHODS as a coroutine."""
-    for name in PLAIN_METHODS:
-        if inspect.iscoroutinefunction(vars(kind).get(name)):
-            raise ConfigError(f"{kind.__name__}.{name} is a coroutine: it must be a plain method, as in SkyRL.")
+def refuse_coroutines(kind: type, ours: type) -> None:
+    """Raise ConfigError if a subclass of `ours` defines one of PLAIN_METHODS as a coroutine."""
+    for cls in kind.__mro__[: kind.__mro__.index(ours)]:
+        for name in PLAIN_METHODS:
+            if inspect.iscoroutinefunction(vars(cls).get(name)):
+                raise ConfigError(f"{kind.__name__}.{name} is a coroutine: it must be a plain method, as in SkyRL.")
+
+
+def refuse_misspelt(kind: type, ours: type) -> None:
+    """Raise ConfigError for a method that nothing in the class uses and whose name is almost one of `ours`."""
+    hooks = [name for name, value in vars(ours).items() if inspect.isfunction(value) and not name.startswith("_")]
+    for name in sorted(vars(kind).keys() - vars(ours).keys() - mentioned_names(kind)):
+        close = difflib.get_close_matches(name, hooks, n=1, cutoff=0.9)
+        if close and inspect.isfunction(vars(kind)[name]) and not hasattr(kind.__base__, name):
+            raise ConfigError(
+                f"{kind.__name__}.{name}: the run does not call it. Did you mean {close[0]}? Rename it otherwise "
+                f"({PAGE})."
+            )

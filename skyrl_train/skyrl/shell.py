@@ -14,7 +14,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import dropwhile
+from fnmatch import fnmatchcase
+from itertools import takewhile
 
 from skyrl_train.errors import ConfigError
 
@@ -22,12 +23,27 @@ MARKS = "\ue000", "\ue001"
 """Around what is left to the shell; characters that no script has."""
 _MARKED = re.compile(f"{MARKS[0]}(.*?){MARKS[1]}", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_FUNCTION = re.compile(r"[\w-]+\(\)")
+_ELEMENT = re.compile(r"\w+\[[^]]*\]\+?=")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*0-9]+\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
+_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*0-9]+\])?(?:(:?[-=?+]|##?|%%?|//?)(.*))?", re.DOTALL)
+_INSIDE = re.compile(r"\$\{[^{}]*\}|\$\w+")
 _REDIRECTION = re.compile(r"&?\d*(<<?<?|>>?)[&-]?")
 _DECLARES = frozenset({"export", "readonly", "local", "declare", "typeset"})
+_SUCCEEDS = frozenset({":", "true", "cd", "echo", "export", "mkdir", "pushd", "set", "shift"})
+"""Commands that are taken to succeed."""
+_CHANGES = frozenset({"let", "read", "readarray", "mapfile", "unset", "source", ".", "eval"})
+"""Commands that may change variables and are not followed."""
 _SKIPPED = {"for": "done", "while": "done", "until": "done", "case": "esac"}
 """What begins a part of a script that is not followed, and what ends it."""
+_COMPARISONS = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
 _SUMS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -54,53 +70,88 @@ class Script:
     """Assignments in loops, functions, and under conditions that cannot be decided."""
 
 
-def commands(text: str, script: Script) -> Iterator[list[str]]:
-    """Yield the words of every command. Raises ConfigError for a script that cannot be read."""
+@dataclass
+class Command:
+    """A command of a script, without quotes and redirections."""
+
+    words: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that it sets for itself, as in `A=1 python ...`."""
+
+
+def commands(text: str, script: Script) -> Iterator[Command]:
+    """Yield every command. Raises ConfigError for a script that cannot be read."""
     branches: list[_Branch] = []
     skipped: list[str] = []
-    for raw in _split(text, script.path):
-        if skipped or raw[0] in _SKIPPED or raw[0].endswith("()") or raw[1:2] == ["()"]:
+    succeeded: bool | None = True  # the last command; None: unknown
+    for joined, raw in _split(text, script.path):
+        defines = raw[0] == "function" or raw[1:2] == ["()"] or _FUNCTION.fullmatch(raw[0])
+        if skipped or defines or raw[0] in _SKIPPED:
             _skip(raw, skipped, script)
             continue
-        if not (words := _of_branch(raw, branches, script)):
+        if not (words := _of_branch(raw, branches, succeeded)):
             continue
-        if not all(branch.is_taken for branch in branches):
-            if _ASSIGNMENT.match(words[0]) and any(branch.is_unknown for branch in branches):
-                script.not_followed.append(" ".join(words))
+        runs = {"&&": succeeded, "||": None if succeeded is None else not succeeded}.get(joined, True)
+        if runs is False:
             continue
         declares = words[0] in _DECLARES
-        assigned = [found for word in words[declares:] if (found := _ASSIGNMENT.fullmatch(word))]
-        if declares or len(assigned) == len(words):
-            for found in assigned:
-                _assign(found, script)
-            script.exported += [found[1] for found in assigned if words[0] == "export"]
-        else:
-            command = dropwhile(_ASSIGNMENT.match, words)  # those before it are its environment
-            yield [one for word in command for one in _expand(word, script)]
+        assigned = list((filter if declares else takewhile)(_ASSIGNMENT.match, words))
+        assigns = declares or len(assigned) == len(words)
+        if not all(branch.is_taken for branch in branches) or (runs is None and assigns):
+            if assigns and (runs is None or any(branch.is_unknown for branch in branches)):
+                script.not_followed.append(" ".join(words))
+            succeeded = None if runs is None else _status(words, script)
+            continue
+        if assigns:
+            for word in assigned:
+                _assign(word, script)
+            if words[0] == "export":
+                script.exported += [word.partition("=")[0] for word in assigned]
+        elif words[0].startswith("(") and not words[0].startswith("(("):
+            yield from commands(words[0][1:-1], script)
+        elif words[0] in _CHANGES or words[0].startswith("((") or _ELEMENT.match(words[0]):
+            script.not_followed.append(" ".join(words))
+        if words[0] == "shift":
+            count = int(words[1]) if words[1:] and words[1].isdigit() else 1
+            script.arguments = script.arguments[count:]
+        elif words[:2] == ["set", "--"]:
+            script.arguments = [one for word in words[2:] for one in _expand(word, script)]
+        elif not assigns and words[0] not in ("[", "[["):
+            own = dict(_assigned(word, script) for word in assigned)
+            yield Command(
+                [one for word in words[len(assigned) :] for one in _expand(word, script)],
+                {name: " ".join(value) for name, value in own.items()},
+            )
+        succeeded = _status(words, script) if runs else None
 
 
 @dataclass
 class _Branch:
     """The branch of an `if` that is being read."""
 
-    is_taken: bool
-    is_unknown: bool
+    is_taken: bool = True
+    is_unknown: bool = False
     """The condition cannot be decided here; the branch is not taken."""
-    is_last: bool
-    """A branch before it was taken, or it is."""
+    is_decided: bool = False
+    """A branch before it was taken."""
 
 
-def _of_branch(raw: list[str], branches: list[_Branch], script: Script) -> list[str]:
-    """The words of a command without the words of `if` before it; updates `branches`."""
+def _of_branch(raw: list[str], branches: list[_Branch], succeeded: bool | None) -> list[str]:
+    """Return a command without the words of `if` before it; updates `branches`."""
     first = raw[0]
-    if first in ("if", "elif", "else"):
-        done = first != "if" and bool(branches) and branches.pop().is_last
-        holds = True if first == "else" else _holds(raw[1:], script)
-        branches.append(_Branch(bool(holds) and not done, holds is None and not done, bool(holds) or done))
-        return raw[1:] if first == "else" else []
-    if first == "fi" and branches:
-        branches.pop()
-    return raw[1:] if first in ("then", "fi") else raw
+    if first == "if":
+        branches.append(_Branch())
+    elif first in ("elif", "else", "then", "fi") and branches:
+        branch = branches.pop()
+        if first in ("elif", "else"):
+            decided = branch.is_decided or branch.is_taken
+            branches.append(_Branch(is_taken=not decided, is_decided=decided))
+        elif first == "then":
+            holds = None if succeeded is None else succeeded and not branch.is_decided
+            branches.append(_Branch(bool(holds), holds is None and not branch.is_decided, branch.is_decided))
+    else:
+        return raw
+    return raw[1:]
 
 
 def shown(word: str, environment: Mapping[str, str] | None = None) -> str:
@@ -141,33 +192,63 @@ def _skip(raw: list[str], skipped: list[str], script: Script) -> None:
             script.not_followed.append(" ".join(words))
 
 
-def _holds(words: list[str], script: Script) -> bool | None:
-    """True if the words are a comparison of texts that holds; None if they are another condition."""
-    expanded = [one for word in words for one in _expand(word, script)]
+def _status(words: list[str], script: Script) -> bool | None:
+    """True if the command succeeds, or is a comparison that holds; None if nothing here says so."""
+    if words[0] == "!":
+        status = _status(words[1:], script) if words[1:] else None
+        return None if status is None else not status
+    if _ASSIGNMENT.match(words[-1]) or words[0] in _SUCCEEDS:
+        return True
+    test = ["[", *words[1:], "]"] if words[0] == "test" else words
+    if test[0] == "[[" and any(re.search(r"[*?\[]", word) for word in test[3:-1]):
+        return None  # a pattern
+    expanded = [one for word in test for one in _expand(word, script)]
     match expanded:
-        case ["[" | "[[", left, "=" | "==", right, "]" | "]]"] if MARKS[0] not in left + right:
-            return left == right
-        case ["[" | "[[", left, "!=", right, "]" | "]]"] if MARKS[0] not in left + right:
-            return left != right
-        case ["[" | "[[", "-n" | "-z" as kind, value, "]" | "]]"] if MARKS[0] not in value:
-            return bool(value) is (kind == "-n")
+        case ["[" | "[[", *inner, "]" | "]]"] if not any(MARKS[0] in word for word in inner):
+            return _holds(inner)
     return None
 
 
-def _assign(found: re.Match[str], script: Script) -> None:
+def _holds(words: list[str]) -> bool | None:
+    """True if a comparison holds; None if it is none of texts or integers."""
+    match words:
+        case ["!", *rest]:
+            return None if (holds := _holds(rest)) is None else not holds
+        case [left, "=" | "==", right]:
+            return left == right
+        case [left, "!=", right]:
+            return left != right
+        case ["-n" | "-z" as kind, value]:
+            return bool(value) is (kind == "-n")
+        case [left, kind, right] if kind in _COMPARISONS and left.isdigit() and right.isdigit():
+            return bool(_COMPARISONS[kind](int(left), int(right)))
+    return None
+
+
+def _assign(word: str, script: Script) -> None:
+    name, value = _assigned(word, script)
+    script.variables[name] = value
+
+
+def _assigned(word: str, script: Script) -> tuple[str, list[str]]:
+    """Return the variable of an assignment, and the words that it gets."""
+    found = _ASSIGNMENT.fullmatch(word)
+    assert found is not None
     name, adds, value = found.groups()
-    if value.startswith("(") and value.endswith(")"):
-        inner = [word for raw in _split(value[1:-1], script.path) for word in raw]
-        words = [one for word in inner for one in _expand(word, script)]
-    else:
-        home = re.sub(r"^~(?=/|$)", "$HOME", value)
-        words = [" ".join(_expand(home, script, splits=False))]
     before = script.variables.get(name, []) if adds else []
-    script.variables[name] = [*before, *words] if value.startswith("(") else ["".join([*before, *words])]
+    if value.startswith("(") and value.endswith(")"):
+        inner = [word for _, raw in _split(value[1:-1], script.path) for word in raw]
+        return name, [*before, *(one for word in inner for one in _expand(word, script))]
+    home = re.sub(r"^~(?=/|$)", "$HOME", value)
+    return name, ["".join([*before, " ".join(_expand(home, script, splits=False))])]
 
 
-def _split(text: str, path: str) -> Iterator[list[str]]:
-    """Yield the words of each command as they are written, with their quotes and without redirections."""
+def _split(text: str, path: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the operator before each command, and its words as written, with quotes and without redirections.
+
+    The operator is `&&`, `||`, or `;` for any other.
+    """
+    joined = ";"
     words: list[str] = []
     here_documents: list[str] = []
     at, begin = 0, None
@@ -181,8 +262,10 @@ def _split(text: str, path: str) -> Iterator[list[str]]:
             if (char == "" or char in "\n;&|") and words:
                 here_documents += [word[2:].strip("-'\"") for word in words if re.match("<<[^<]", word)]
                 if kept := _without_redirections(words):
-                    yield kept
-                words = []
+                    yield joined, kept
+                words, joined = [], ";"
+            if (pair := text[at : at + 2]) in ("&&", "||"):
+                joined, at = pair, at + 1
             at, begin = at + 1, None
             while char == "\n" and here_documents:
                 found = re.compile(rf"^\t*{re.escape(here_documents.pop(0))}$", re.MULTILINE).search(text, at)
@@ -302,17 +385,21 @@ def _value(written: str, script: Script) -> list[str]:
         return [_sum(written, script)]
     if written.startswith("${"):
         return _braced(written, script)
-    command = [
-        one for raw in _split(written.strip("$()`"), script.path) for word in raw for one in _expand(word, script)
-    ]
-    if command[:1] == ["dirname"] and len(command) > 1 and MARKS[0] not in command[-1]:
-        return [os.path.dirname(command[-1]) or "."]
-    return [_marked(re.sub(r"\$\{?(\w+)\}?", lambda name: _known(name, script), written))]
+    inner = written[2:-1] if written.startswith("$(") else written[1:-1]
+    command = [one for _, raw in _split(inner, script.path) for word in raw for one in _expand(word, script)]
+    match [word for word in command if not word.startswith("-")]:
+        case ["dirname", path] if MARKS[0] not in path:
+            return [os.path.dirname(path) or "."]
+        case ["cd", path, "pwd"] | ["realpath", path] if MARKS[0] not in path:
+            return [os.path.abspath(path)]
+    return [_marked(_INSIDE.sub(lambda name: _known(name[0], script), written))]
 
 
-def _known(name: re.Match[str], script: Script) -> str:
-    """The value of a variable that the script assigned, inside a command that is left to the shell."""
-    return " ".join(map(shown, script.variables.get(name[1], [name[0]])))
+def _known(written: str, script: Script) -> str:
+    """The value of a variable that the script knows, inside a command that is left to the shell."""
+    name = written.strip("${}")
+    values = _braced(written, script) if written.startswith("${") else _variable(name, script)
+    return " ".join(map(shown, values)) if values or name in script.variables else written
 
 
 def _variable(name: str, script: Script) -> list[str]:
@@ -322,23 +409,34 @@ def _variable(name: str, script: Script) -> list[str]:
         return [script.path]
     if name in "@*":
         return script.arguments
-    return [] if name.isdigit() else [_marked(f"${name}")]
+    if name == "#":
+        return [str(len(script.arguments))]
+    return script.arguments[int(name) - 1 : int(name)] if name.isdigit() else [_marked(f"${name}")]
 
 
 def _braced(written: str, script: Script) -> list[str]:
-    """`${NAME}`, `${NAME[@]}`, and with a default, an error or an alternative; others stay as written."""
+    """`${NAME}`, `${NAME[@]}`, and with a default, an error, an alternative or a pattern; others stay as written."""
     found = _BRACED.fullmatch(written[2:-1])
     if found is None:
-        return [_marked(written)]
+        return _not_followed(written, script)
     name, index, kind, other = found.groups()
     if name == "BASH_SOURCE":
         return [script.path]
     if index in ("[@]", "[*]"):
         return script.variables.get(name, [])
     value = _variable(name, script)
+    if index and name in script.variables:
+        value = script.variables[name][int(index[1:-1]) :][:1]
     if kind is not None and name not in script.variables and name in script.environment:
         value = script.variables[name] = [script.environment[name]]
-    has_value = name in script.variables and (value != [""] or not (kind or "").startswith(":"))
+    if kind is not None and kind[0] in "#%/":
+        pattern = " ".join(_expand(other, script, splits=False))
+        text = "".join(value)
+        if MARKS[0] in text + pattern or (kind[0] == "/" and re.search(r"[*?\[]", pattern)):
+            return _not_followed(written, script)
+        return [_without(text, kind, pattern)]
+    is_set = name in script.variables or (name.isdigit() and bool(value))
+    has_value = is_set and (value != [""] or not (kind or "").startswith(":"))
     if kind in (":+", "+"):
         return _expand(f'"{other}"', script) if has_value else []
     if kind is None or has_value or kind.endswith("?"):
@@ -347,6 +445,27 @@ def _braced(written: str, script: Script) -> list[str]:
     if kind.endswith("="):
         script.variables[name] = default
     return default
+
+
+def _without(value: str, kind: str, pattern: str) -> str:
+    """The value without a prefix (`#`, `##`) or suffix (`%`, `%%`), or with a text replaced (`/`, `//`)."""
+    if kind[0] == "/":
+        old, _, new = pattern.partition("/")
+        return value.replace(old, new, -1 if kind == "//" else 1)
+    ends = range(len(value) + 1)
+    for end in ends if kind in ("#", "%%") else reversed(ends):
+        if kind[0] == "#" and fnmatchcase(value[:end], pattern):
+            return value[end:]
+        if kind[0] == "%" and fnmatchcase(value[end:], pattern):
+            return value[:end]
+    return value
+
+
+def _not_followed(written: str, script: Script) -> list[str]:
+    """Leave an expansion to the shell, and name it if it reads a variable that only the script has."""
+    if any(name in script.variables for name in re.findall(r"[A-Za-z_]\w*", written)):
+        script.not_followed.append(written)
+    return [_marked(written)]
 
 
 def _sum(written: str, script: Script) -> str:

@@ -33,6 +33,7 @@ from skyrl_train.skyrl.refusals import (
     TRAINER,
     refuse,
     refuse_coroutines,
+    refuse_misspelt,
     refuse_overrides,
     refuse_own_loop,
 )
@@ -86,7 +87,8 @@ class RayPPOTrainer:
         super().__init_subclass__(**kwargs)
         refuse_overrides(cls, RayPPOTrainer, TRAINER)
         refuse_own_loop(cls)
-        refuse_coroutines(cls)
+        refuse_coroutines(cls, RayPPOTrainer)
+        refuse_misspelt(cls, RayPPOTrainer)
 
     def __init__(
         self,
@@ -522,7 +524,7 @@ class RayPPOTrainer:
             await self._fit()
             return
         self._thread_loop = asyncio.get_running_loop()
-        if inspect.iscoroutinefunction(self.train):
+        if inspect.iscoroutinefunction(inspect.unwrap(self.train)):
             await self.train()
         else:
             thread = asyncio.ensure_future(asyncio.to_thread(self.train))

@@ -145,6 +145,15 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
         (["generator.sampling_params.additional_kwargs={}"], ""),
         (["trainer.policy.megatron_config.moe_grouped_gem=true"], "unknown key"),
         (
+            ["trainer.strategy=megatron", f"+{MEGATRON}transformer_config_kwargs.rope_parameters={{factor:4}}"],
+            "Change the model with trainer.policy.model_config_kwargs.",
+        ),
+        (["trainer.strategy=megatron", f"+{MEGATRON}model_config_kwargs.num_hidden_layers=2"], "must be left out"),
+        (["trainer.strategy=megatron", f"+{MEGATRON}optimizer_config_kwargs.adam_eps=1e-5"], "must be left out"),
+        (["trainer.strategy=megatron", f"+{MEGATRON}transformer_config_kwargs.moe_grouped_gemm=true"], ""),
+        (["trainer.strategy=megatron", f"+{MEGATRON}transformer_config_kwargs.freeze_moe_router=true"], "left out"),
+        ([f"+{MEGATRON}transformer_config_kwargs.rope_parameters={{factor:4}}"], ""),
+        (
             ["generator.step_wise_trajectories=true", "trainer.algorithm.loss_reduction=token_mean_legacy"],
             "token_mean with",
         ),

@@ -10,6 +10,7 @@ import pytest
 from skyrl_train.config.prepare import prepare
 from skyrl_train.entrypoints.from_skyrl import Translation, main, translate
 from skyrl_train.errors import ConfigError
+from skyrl_train.skyrl.shell import shown
 
 REPOSITORY = Path(__file__).parents[3]
 TODAYS = r"""
@@ -151,6 +152,47 @@ def test_values_that_only_a_shell_knows_are_not_checked():
     assert str(done).endswith('"trainer.seed=$SEED" \\\n  "trainer.epochs=$(nproc)" \\\n  "trainer.max_steps=$MINE"')
 
 
+def test_keys_with_another_meaning_are_named():
+    text = (
+        "python -m {} generator.step_wise_trajectories=true generator.max_turns=3 "
+        "generator.sampling_params.repetition_penalty=1.1 {}"
+    )
+    todays, older = "skyrl.train.entrypoints.main_base", "skyrl_train.entrypoints.main_base"
+    penalty, steps = "does not pass it to the engine", "are one sequence, as with merge_stepwise_output=true"
+    notes = "\n".join(translate(text.format(todays, "")).notes)
+    assert penalty in notes and steps in notes
+    assert steps not in "\n".join(translate(text.format(todays, "generator.merge_stepwise_output=true")).notes)
+    assert translate(text.format(older, "")).notes == []
+
+
+def test_values_with_expansions_are_checked_around_them():
+    text = 'python -m skyrl.train.entrypoints.main_base trainer.run_name="a_${USER^^}" trainer.seed="${seed}"'
+    assert translate(text).problems == []
+
+
+def test_called_script_gets_arguments_and_variables(tmp_path: Path):
+    folder = tmp_path / "examples" / "train"
+    folder.mkdir(parents=True)
+    start = "python -m skyrl.train.entrypoints.main_base"
+    (folder / "run.sh").write_text(
+        f': "${{SEED:=1}}" "${{STEPS:=2}}"\n{start} trainer.seed=$SEED trainer.max_steps=$STEPS '
+        'trainer.run_name=$NAME "$@"'
+    )
+    wrapper = 'export STEPS=7 NAME="a$USER"\nSEED=5 bash examples/train/run.sh trainer.epochs=3 "$@"'
+    done = translate(wrapper, str(folder / "wrapper.sh"), ["trainer.bf16=false"])
+    expected = ["trainer.seed=5", "trainer.max_steps=7", "trainer.run_name=a$USER", "trainer.epochs=3"]
+    assert [shown(word) for word in done.overrides] == [*expected, "trainer.bf16=false"]
+    assert done.notes[0].endswith("wrapper.sh calls examples/train/run.sh.")
+
+
+def test_dropped_arguments_and_environment_are_named():
+    done = translate("MINE=1 python -m skyrl.train.entrypoints.main_base trainer.seed=1", arguments=["trainer.seed=2"])
+    assert done.notes[:2] == [
+        "the recipe does not pass on its arguments: trainer.seed=2 is left out.",
+        "the recipe exports MINE; if the run needs them, export them, too.",
+    ]
+
+
 def test_cispo_has_todays_bounds():
     done = translate("python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=cispo")
     assert "trainer.algorithm.cispo.cispo_eps_clip_low=1.0" in words(done)
@@ -160,11 +202,13 @@ def test_cispo_has_todays_bounds():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("echo a=1", "no command `... -m MODULE key=value ...` was found. Name a script that starts SkyRL."),
+        ("echo a=1", "no command `... -m MODULE key=value ...` was found; loops and functions are not followed."),
         (
             "bash examples/train/gsm8k/run.sh trainer.seed=1",
-            "It calls examples/train/gsm8k/run.sh: name that, and its arguments.",
+            "calls examples/train/gsm8k/run.sh, which was not found: name that script, and its arguments.",
         ),
+        ("python -m skyrl.train.main_sft batch_size=4", "Start skyrl_train.entrypoints.main_sft; docs/from_skyrl.md"),
+        ("python examples/train/callbacks/main_sft_with_callbacks.py batch_size=4", "has keys of its own"),
         ("A='x", "line 1: a ' is missing"),
     ],
 )

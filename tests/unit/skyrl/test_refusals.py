@@ -96,6 +96,27 @@ def test_coroutines_in_place_of_methods_are_refused():
             async def save_checkpoints(self) -> str:  # type: ignore[override]
                 return super().save_checkpoints()
 
+    class Mixin:
+        async def dump_data(self, data: Any, file_name: str) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Mine\.dump_data is a coroutine"):
+        type("Mine", (Mixin, RayPPOTrainer), {})
+
+
+def test_misspelt_methods_are_refused():
+    for name in ("compute_advantage_and_returns", "convert_to_train_input", "save_checkpoint"):
+        with pytest.raises(ConfigError, match=rf"Mine\.{name}: the run does not call it\. Did you mean \w+\?"):
+            type("Mine", (RayPPOTrainer,), {name: lambda self: None})
+
+    class Helper(RayPPOTrainer):
+        def save_checkpoint(self, path: str) -> str:
+            return path
+
+        def save_checkpoints(self) -> str:
+            return self.save_checkpoint(super().save_checkpoints())
+
+    assert isinstance(trainer(Helper), RayPPOTrainer)
+
 
 def test_generator_that_calls_its_own_methods_is_allowed():
     class Own(SkyRLGymGenerator):

@@ -70,6 +70,34 @@ say() {
 }
 uv run a=$A b=$B
 """
+OPERATORS = r"""
+X=1 Y=2 N=8 MODEL=org/name.v1.gguf
+[ -z "$X" ] && X=5
+[ "$X" = 1 ] || X=6
+[[ -n "$X" ]] && [ "$Y" = 3 ] && X=7
+mkdir -p out && Z=1 || Z=2
+if [ "$X" = 1 ] && [ "$Y" = 3 ]; then A=1; elif ! [ "$N" -le 4 ] || [ "$Y" = 3 ]; then A=2; else A=3; fi
+if [ "$X" != 1 ] || test "$Y" = 2; then
+  B=1
+else
+  B=2
+fi
+false_name=${1#*=} ; FIRST=$1 COUNT=$#
+shift
+NONE=() ; declare -a MORE=(m n); export P=1 Q R=2
+function other {
+  echo "$1"
+}
+(true &&
+  uv run in=subshell)
+LIST=(a b c)
+uv run x=$X z=$Z a=$A b=$B f=$false_name $FIRST c=$COUNT ${LIST[1]} "${NONE[@]}" "${MORE[@]}" $P$R "$@" \
+  ${MODEL##*/} ${MODEL#*/} ${MODEL%.*} \
+  ${MODEL%%.*} ${MODEL/name/other} ${MODEL//./_} $(dirname "$(dirname "a/b/c")") \
+  $(cd -- "$(dirname -- "$(realpath $0)")/out/.." && pwd)/x
+set -- s=1 "$@"
+uv run $@
+"""
 
 
 def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
@@ -83,11 +111,15 @@ def by_shell(text: str, arguments: list[str], folder: Path) -> list[list[str]]:
     return [one.split("\0")[:-1] for one in said[:-1]]
 
 
-@pytest.mark.parametrize("text", [PLAIN, DEFAULTS, ARRAYS, CONDITIONS], ids=["plain", "defaults", "arrays", "if"])
-def test_words_are_those_of_the_shell(text: str, tmp_path: Path):
+SCRIPTS = {"plain": PLAIN, "defaults": DEFAULTS, "arrays": ARRAYS, "if": CONDITIONS, "operators": OPERATORS}
+
+
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
+def test_words_are_those_of_the_shell(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["x=1", "y=2 3"]
+    monkeypatch.chdir(tmp_path)
     script = Script("script.sh", arguments=arguments)
-    found = [words[1:] for words in commands(text, script) if words[0] == "uv"]
+    found = [one.words[1:] for one in commands(text, script) if one.words[0] == "uv"]
     assert [[shown(word, {"HOME": "/home/me"}) for word in words] for words in found] == by_shell(
         text, arguments, tmp_path
     )
@@ -98,7 +130,7 @@ def test_nothing_is_run(tmp_path: Path):
     file = tmp_path / "made"
     makes = f"touch {file}"
     text = f"A=$({makes})\nB=`{makes}`\n{makes}\neval {makes}\nuv run a=$A b=$B c=$((A[$({makes})]))"
-    (words,) = [words for words in commands(text, Script("script.sh")) if words[0] == "uv"]
+    (words,) = [one.words for one in commands(text, Script("script.sh")) if one.words[0] == "uv"]
     assert [shown(word) for word in words[2:4]] == [f"a=$({makes})", f"b=`{makes}`"]
     assert not file.exists()
 
@@ -106,7 +138,8 @@ def test_nothing_is_run(tmp_path: Path):
 def test_what_only_a_shell_knows_is_left_to_it():
     line = 'uv run name="$RUN" user=$USER "path=$(dirname "$0")/x" where=${BASH_SOURCE[0]} n=$((N + 1))'
     text = f"RUN=run-$(date +%s)\n{line}"
-    (words,) = list(commands(text, Script("recipes/mine.sh")))
+    (command,) = list(commands(text, Script("recipes/mine.sh")))
+    words = command.words
     assert list(map(quoted, words[2:])) == [
         '"name=run-$(date +%s)"',
         '"user=$USER"',
@@ -120,16 +153,19 @@ def test_what_only_a_shell_knows_is_left_to_it():
 
 def test_caller_sets_variables_with_defaults():
     text = ': "${N:=4}"\nM=5\nuv n=$N m=$M'
-    (words,) = list(commands(text, Script("script.sh", environment={"N": "1", "M": "9"})))[1:]
-    assert words == ["uv", "n=1", "m=5"]
+    (command,) = list(commands(text, Script("script.sh", environment={"N": "1", "M": "9"})))[1:]
+    assert command.words == ["uv", "n=1", "m=5"]
 
 
 def test_undecided_assignments_are_reported():
-    text = "if [ -f x ]; then A=1; fi\nfor i in 1 2; do B=$i; done\nuv a=$A b=$B"
+    text = (
+        "if [ -f x ]; then A=1; fi\nfor i in 1 2; do B=$i; done\n[[ $C == a* ]] && C=1\nlet D=1\n"
+        "if [ a = b ] || nvidia-smi; then E=1; fi; which uv || A=9; L[0]=1\nuv a=$A b=$B"
+    )
     script = Script("script.sh")
-    (words,) = list(commands(text, script))
-    assert [shown(word) for word in words] == ["uv", "a=$A", "b=$B"]
-    assert script.not_followed == ["A=1", "B=$i"]
+    *_, command = commands(text, script)
+    assert [shown(word) for word in command.words] == ["uv", "a=$A", "b=$B"]
+    assert script.not_followed == ["A=1", "B=$i", "C=1", "let D=1", "E=1", "A=9", "L[0]=1"]
 
 
 @pytest.mark.parametrize("text", ['A="x', "A=(1 2", "A=$(date", "A=${B", "A='"])
