@@ -88,7 +88,7 @@ class Unreadable(TextEnv):
             raise ConfigError("x" * 100_000_000)
         if action == "long kind":
             raise type("X" * 100_000_000, (Exception,), {})("no")
-        raise EnvironmentFailure("odd", self.Unreadable())
+        raise EnvironmentFailure("odd", self.Unreadable())  # type: ignore[arg-type]
 
 
 for environment in (Forks, Writes, OwnKinds, Unreadable):
