@@ -40,7 +40,15 @@ from skyrl_train.data.trajectory import Message
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
 from skyrl_train.environments.own_classes import pack_own, register_own
-from skyrl_train.environments.pool import MAX_FRAME, EnvironmentPool, HostedEpisode, Place, WireCall, pack
+from skyrl_train.environments.pool import (
+    MAX_FRAME,
+    MAX_KIND_LENGTH,
+    EnvironmentPool,
+    HostedEpisode,
+    Place,
+    WireCall,
+    pack,
+)
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S, fork_supervised
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 
@@ -105,6 +113,8 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes | str) -> None:
         assert isinstance(data, bytes)
+        if self.lost:  # it may go on writing until it is killed
+            return
         inbox = self._inbox
         inbox += data
         at = 0
@@ -417,12 +427,8 @@ class _EnvironmentServer:
             if why := why_not_json(reply, _shown):
                 raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
             return pack(reply, default=_shown)
-        except ConfigError as error:
-            return pack({"error": "ConfigError", "detail": str(error), "fatal": isinstance(error, _CannotStart)})
-        except EnvironmentFailure as failure:
-            return pack({"error": str(failure.kind), "detail": str(failure.detail)[:MAX_DETAIL]})
         except BaseException as error:
-            return pack({"error": type(error).__name__, "detail": _where(error)})
+            return pack(_error_reply(error))
 
     def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -440,9 +446,13 @@ class _EnvironmentServer:
             raise EnvironmentFailure(
                 "bad_step_output", f"init returned {type(opened).__name__}, not (messages, metadata)"
             )
+        metadata = opened[1] or {}
+        if not isinstance(metadata, Mapping):
+            what = f"init returned metadata that is {type(metadata).__name__}, not a dict"
+            raise EnvironmentFailure("bad_step_output", what)
         return {
             "messages": checked_messages(opened[0]),
-            "metadata": opened[1] or {},
+            "metadata": metadata,
             "replayable": bool(getattr(environment, "replayable", True)),
         }
 
@@ -462,6 +472,22 @@ class _EnvironmentServer:
 
 class _CannotStart(ConfigError):
     """No episode of this environment can start: its name is unknown, or its settings are wrong."""
+
+
+def _error_reply(error: BaseException) -> dict[str, Any]:
+    """Return an exception as a reply of bounded size, also one whose own `__str__` raises."""
+    kind, fatal = type(error).__name__, isinstance(error, _CannotStart)
+    try:
+        if isinstance(error, EnvironmentFailure):
+            kind = str(error.kind)
+            detail = str(error.detail)[:MAX_DETAIL]
+        elif isinstance(error, ConfigError):
+            kind, detail = "ConfigError", str(error)[:_MAX_SENT_DETAIL]
+        else:
+            detail = _where(error)
+    except BaseException as unreadable:
+        detail = f"its message cannot be read: {type(unreadable).__name__}"
+    return {"error": kind[: MAX_KIND_LENGTH + 1], "detail": detail, "fatal": fatal}
 
 
 def _where(error: BaseException) -> str:
@@ -533,8 +559,8 @@ def serve() -> None:
             importlib.import_module(plugin)
         register_own(hello["own"])
     except BaseException as error:
-        detail = f"{type(error).__name__}: {_where(error)}"
-        wire.send(number, pack({"error": type(error).__name__, "detail": detail}))
+        reply = _error_reply(error)
+        wire.send(number, pack(reply | {"detail": f"{reply['error']}: {reply['detail']}"}))
         return
     wire.send(number, pack({}))
     server = _EnvironmentServer(hello["env_configs"], hello["checks"])

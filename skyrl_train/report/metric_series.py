@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 MAX_METRICS = 10_000
 """Columns of a run; later names are left out."""
+MAX_VALUES = 100_000_000
+"""Steps times columns; later steps are left out: each takes a place in every column, whatever its line has."""
 _MAX_VALUE = 1e100
 """Larger numbers are shown as none: the range of a chart with both signs of the largest floats is not finite."""
 _MAX_TIME = 1e11
@@ -45,6 +47,8 @@ class MetricSeries:
             for column in (self._times, *self._columns.values()):
                 column.pop()
         size = len(self._steps)
+        if size * len(self._columns) >= MAX_VALUES:
+            return
         self._steps.append(line["step"])
         self._times.append(_number(line.get("time"), _MAX_TIME))
         news = [name for name in line if name not in _NO_METRICS and name not in self._columns]

@@ -168,7 +168,8 @@ METRICS = (
     Metric(
         "eval/{source}/avg_score",
         SCORE,
-        "mean reward of an evaluation, by data source; all: over all (a source of this name is source_all)",
+        "mean reward of an evaluation, by data source; all: over all (a source of this name is source_all); "
+        "other_sources: over those beyond the first 256, and those whose names have more than 128 characters",
         "rises",
     ),
     Metric("eval/{source}/pass_at_{n}", SHARE, "prompts of which at least one of n samples was right", "rises"),

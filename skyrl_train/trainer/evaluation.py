@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,12 +15,18 @@ from urllib.parse import quote
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
+from skyrl_train.messages import visible
+from skyrl_train.metrics import NameLimit
 from skyrl_train.rollouts.conversation import CUT
 from skyrl_train.tasks import gather_all
 
 _log = logging.getLogger(__name__)
 ALL = "all"
 """Stands for all data sources together in metric names."""
+OTHER_SOURCES = "other_sources"
+"""Stands for the data sources beyond the limits below."""
+MAX_SOURCES, MAX_SOURCE_LENGTH = 256, 128
+"""Data sources with metrics and a dump of their own, and characters of one: rows may have any number of them."""
 _LONGEST_FILE_NAME = 200
 """Bytes; file systems allow 255."""
 
@@ -44,6 +50,7 @@ class Evaluator:
         """
         self._rollout = rollout
         self._prompts = prompts
+        self._source_names = _source_names([prompt.data_source for prompt in prompts])
         self._batch_size = batch_size
         self._dump_to = dump_to
         self._max_failed_fraction = max_failed_fraction
@@ -55,7 +62,8 @@ class Evaluator:
     async def run(self, step: int) -> dict[str, float]:
         """Returns eval/<source>/avg_score, pass_at_<n> and num_failed; with several sources also eval/all/...
 
-        A data source of the name `all` is eval/source_all.
+        A data source of the name `all` is eval/source_all; those beyond MAX_SOURCES, and those with longer names than
+        MAX_SOURCE_LENGTH, are together eval/other_sources.
 
         A failed episode counts as reward 0: an evaluation has no mask, and leaving it out would flatter the model.
         Raises RolloutsFailed if more than `max_failed_fraction` of the episodes failed: the numbers would then say
@@ -86,8 +94,8 @@ class Evaluator:
             raise RolloutsFailed(f"evaluation at step {step}: too many episodes failed: {dict(failed)}.")
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:
-            by_source[group.prompt.data_source].append(group)
-        found = {_metric_name(source, by_source): scores(of_source) for source, of_source in by_source.items()}
+            by_source[self._source_names[group.prompt.data_source]].append(group)
+        found = {source: scores(of_source) for source, of_source in by_source.items()}
         if len(by_source) > 1:
             found[ALL] = scores(groups)
         return {
@@ -117,7 +125,7 @@ class Evaluator:
                     "status": item.status,
                     "error": item.error,
                 }
-                by_source[group.prompt.data_source].append(row)
+                by_source[self._source_names[group.prompt.data_source]].append(row)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for source, rows in by_source.items():
@@ -127,12 +135,31 @@ class Evaluator:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
 
 
-def _metric_name(source: str, sources: Container[str]) -> str:
-    """Return the part of metric names that stands for a data source: its own name unless that is `all`."""
-    name = source
-    while name == ALL or (name != source and name in sources):
-        name = f"source_{name}"
-    return name
+def _source_names(sources: Sequence[str]) -> dict[str, str]:
+    """Return what stands for each data source in names of metrics and files, and warn if some share OTHER_SOURCES.
+
+    That is the source itself, unless it is reserved or beyond the limits.
+    """
+    limit, names = NameLimit(MAX_SOURCES, MAX_SOURCE_LENGTH), dict.fromkeys(sources, OTHER_SOURCES)
+    for source in names:
+        if limit.admits(source):
+            name = source
+            while name in (ALL, OTHER_SOURCES) or (name != source and name in names):
+                name = f"source_{name}"
+            names[source] = name
+    others = [source for source, name in names.items() if name == OTHER_SOURCES]
+    if others:
+        _log.warning(
+            "%d of %d values of `data_source` in data.val_data, such as %s, are evaluated together as %s: at most %d "
+            "values, of at most %d characters, have metrics of their own. `data_source` should name a kind of task.",
+            len(others),
+            len(names),
+            visible(f"{others[0]:.{MAX_SOURCE_LENGTH}}"),
+            OTHER_SOURCES,
+            MAX_SOURCES,
+            MAX_SOURCE_LENGTH,
+        )
+    return names
 
 
 def _file_name(source: str) -> str:

@@ -159,3 +159,37 @@ def test_a_failure_of_another_kind_says_its_own_name():
             await episode.step("x" * 5000)
 
     run_with_host(scenario)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("metadata", "bad_step_output"),
+        ("message", "Unreadable"),
+        ("long message", "ConfigError"),
+        ("long kind", OTHER_KIND),
+        ("odd detail", "odd"),
+    ],
+)
+@pytest.mark.defect("an-odd-exception-ended-the-process")
+def test_a_failure_that_is_hard_to_tell_costs_no_other_episode(how: str, kind: str):
+    async def scenario(host: EnvironmentHost) -> None:
+        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+        first = await neighbour.step("one")
+        assert await outcome(host, "Unreadable", how, how=how) == kind
+        assert (await neighbour.step("two")).metadata["pid"] == first.metadata["pid"]
+
+    run_with_host(scenario)
+
+
+def test_what_a_lost_process_still_writes_is_not_kept():
+    async def scenario(host: EnvironmentHost) -> None:
+        episode = await host.start("Writes", Prompt("7", [], "Writes", {"frame": "x" * 10_000}))
+        (worker,) = host._workers
+        with pytest.raises(EnvironmentFailure, match="environment_died"):
+            await episode.step("now")
+        held = len(worker._inbox)
+        worker.pipe_data_received(1, b"x" * 10_000)
+        assert len(worker._inbox) == held
+
+    run_with_host(scenario)

@@ -299,6 +299,16 @@ def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytes
     assert len(found["columns"]) == 5 and found["columns"]["reward/mean"] == [1.0] * 20
 
 
+@pytest.mark.defect("short-lines-after-a-wide-one-took-all-memory")
+def test_a_run_has_a_bounded_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metric_series, "MAX_VALUES", 100)
+    wide = {"step": 0, **{f"metric/{number}": 1.0 for number in range(10)}}
+    rows = [wide, *({"step": step} for step in range(1, 1000))]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = RunFiles(tmp_path).metrics(99)
+    assert found["steps"] == list(range(10)) and found["columns"]["metric/9"] == [1.0, *[None] * 9]
+
+
 def test_a_vocabulary_that_cannot_be_read_leaves_ids(tmp_path: Path):
     bad = make_run(tmp_path / "a", 1, name="a", rollouts=ROWS)
     cut(vocabulary_file(bad))

@@ -13,7 +13,7 @@ from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.evaluation import MAX_SOURCE_LENGTH, MAX_SOURCES, OTHER_SOURCES, Evaluator
 from tests.support.trajectories import trajectory_from
 
 
@@ -155,7 +155,7 @@ def test_at_most_a_batch_of_prompts_is_in_flight():
 
 
 def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
-    long = "x" * 300
+    long = "é" * 100  # each is 6 characters in a file's name
     sources = ["math/500", "math 500", "math_500", "math%2F500", "all", "source_all", long, f"{long}y", "\ud83d", "é"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {str(number): [float(number)] for number in range(len(sources))}
@@ -170,3 +170,20 @@ def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
 def test_a_source_named_all_is_not_all_sources():
     found = asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x", data_source="all")], 1, None).run(0))
     assert found["eval/source_all/avg_score"] == 0.5 and "eval/all/avg_score" not in found
+
+
+@pytest.mark.defect("data-sources-made-any-number-of-metrics")
+def test_data_sources_beyond_the_limits_share_metrics_and_a_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    sources = ["x" * (MAX_SOURCE_LENGTH + 1), OTHER_SOURCES, *map(str, range(MAX_SOURCES)), "0"]
+    prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
+    rewards: dict[str, list[float | None]] = {prompt.uid: [1.0] for prompt in prompts}
+    evaluator = Evaluator(rollout_of(rewards), prompts, batch_size=400, dump_to=tmp_path)
+    for step in range(2):
+        found = asyncio.run(evaluator.run(step))
+    scored = {name.split("/")[1] for name in found}
+    expected = {OTHER_SOURCES, f"source_{OTHER_SOURCES}", "all", *map(str, range(MAX_SOURCES - 1))}
+    assert scored == expected and set(found.values()) == {0.0, 1.0}
+    files = {file.stem: len(file.read_text().splitlines()) for file in tmp_path.glob("*1_evals/*.jsonl")}
+    assert files.keys() == expected - {"all"}
+    assert (files[OTHER_SOURCES], files["0"], files["1"]) == (2, 2, 1)
+    assert caplog.text.count(f"such as {'x' * MAX_SOURCE_LENGTH}, are evaluated together") == 1

@@ -11,6 +11,7 @@ import time
 
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.registry import register
+from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 WRONG = 7.0
 """What only a process that must not answer would say."""
@@ -70,5 +71,25 @@ class OwnKinds(TextEnv):
         raise type(action, (Exception,), {})("no")
 
 
-for environment in (Forks, Writes, OwnKinds):
+class Unreadable(TextEnv):
+    """Opens with metadata that is none, or fails with an exception that cannot be told as it is."""
+
+    class Unreadable(Exception):
+        def __str__(self):
+            raise RuntimeError("no message")
+
+    def init(self, prompt):
+        return prompt, [1, 2] if self.extras["how"] == "metadata" else {}
+
+    def step(self, action):
+        if action == "message":
+            raise self.Unreadable
+        if action == "long message":
+            raise ConfigError("x" * 100_000_000)
+        if action == "long kind":
+            raise type("X" * 100_000_000, (Exception,), {})("no")
+        raise EnvironmentFailure("odd", self.Unreadable())  # type: ignore[arg-type]
+
+
+for environment in (Forks, Writes, OwnKinds, Unreadable):
     register(environment.__name__, environment)
