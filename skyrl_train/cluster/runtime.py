@@ -274,13 +274,21 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us."""
+    """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us.
+
+    Without a lock, as where another user has made a file of its name, they start at once.
+    """
     path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    with os.fdopen(descriptor, "w"):
         deadline = time.monotonic() + LONGEST_START_S
-        while time.monotonic() < deadline:
+        while os.fstat(descriptor).st_uid == os.getuid() and time.monotonic() < deadline:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.1)
