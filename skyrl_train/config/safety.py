@@ -102,6 +102,9 @@ def _named_by_run(config: Config) -> Iterator[tuple[str, Any]]:
     yield f"{_GYM}.verifiers.env_id", gym.verifiers.env_id  # its module is imported
     yield f"{_GYM}.llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url  # which gets OPENAI_API_KEY
     yield f"{_GYM}.openenv.token_variable", gym.openenv.token_variable
+    if not config.generator.run_engines_locally:  # servers that get SKYRL_API_KEY
+        for name in ("remote_inference_engine_urls", "external_server_urls"):
+            yield f"generator.{name}", list(getattr(config.generator, name) or ())
     for name, value in config.generator.engine_init_kwargs.items():  # numbers name no code
         if name == "trust_remote_code" or not isinstance(value, (bool, int, float)):
             yield f"generator.engine_init_kwargs.{name}", value

@@ -292,6 +292,10 @@ def test_hydra_section_of_a_copied_run_imports_no_package(
             "environment.skyrl_gym.tool_use.tool_settings.browser.executable",
         ),
         (
+            "generator: {run_engines_locally: false, remote_inference_engine_urls: ['http://evil:1']}",
+            "generator.remote_inference_engine_urls",
+        ),
+        (
             "generator: {engine_init_kwargs: {worker_extension_cls: evil, max_num_seqs: 8}}",
             "generator.engine_init_kwargs.worker_extension_cls",
         ),
