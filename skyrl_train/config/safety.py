@@ -57,15 +57,17 @@ def unsafe(key: str, value: Any) -> Iterator[Problem]:
 
 
 def run_of_preset(directory: str | None, name: str | None) -> Path | None:
-    """Return the run's folder that `--config-dir` and `--config-name` name a configuration of: it may be a copy from
-    anywhere. None for a folder that is not a run's: it is the user's own, and trusted."""
+    """Return the run's folder that `--config-dir` and `--config-name` read: it may be copied from anywhere.
+
+    None for a folder that is not a run's: it is the user's own, and trusted.
+    """
     if directory is None:
         return None
     return next((folder for folder in (Path(directory), Path(directory, name or "").parent) if _is_run(folder)), None)
 
 
 def hydra_of_run(run: Path, preset: Path) -> Iterator[Problem]:
-    """A section for Hydra in a run's configuration, which no run writes: to compose it may import packages."""
+    """Yield the `hydra` section of a run's configuration, which no run writes: composing it may import packages."""
     try:
         content = yaml.safe_load(preset.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,7 +81,7 @@ def hydra_of_run(run: Path, preset: Path) -> Iterator[Problem]:
 
 
 def code_of_run(config: Config, run: Path, overridden: Collection[str]) -> Iterator[Problem]:
-    """Code that only the configuration in a run's folder names, and addresses to which credentials would be sent.
+    """Yield code that only the configuration in a run's folder names, and receivers of credentials.
 
     Args:
         run: The run's folder.

@@ -64,9 +64,9 @@ class Lease:
         """
         self._mine["folder"] = f"{socket.gethostname()}:{_told_apart(self._local)}"
         for _ in range(_CLAIMS):
-            version, was_silent = self._free_version()
+            version, has_waited = self._free_version()
             self._write(version)
-            if was_silent:  # where writes have no conditions, others that waited for its end write now, too
+            if has_waited:  # where writes have no conditions, others that waited for its end write now, too
                 self._left.wait(_LOOKS_EVERY_S)
             found = self._found()[1]
             if self._is_mine(found):  # also where the answer to a write that succeeded was lost
@@ -82,9 +82,9 @@ class Lease:
         )
 
     def _free_version(self) -> tuple[str | None, bool]:
-        """The version of a claim that may be replaced, and whether it was waited for; None if there is no claim.
+        """Return the version of a claim that may be replaced, and whether its end was waited for.
 
-        Raises RunDirectoryError.
+        The version is None if there is no claim. Raises RunDirectoryError.
         """
         (version, seen), since = self._found(), time.monotonic()
         if seen is None or seen.get("ended") or seen.get("folder") == self._mine["folder"]:

@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -209,20 +209,19 @@ class Checkpoints:
 def _out_of_the_way(folder: Path) -> Iterator[None]:
     """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
     doomed = folder.with_name(f"{folder.name}{DELETING}")
-    with suppress(OSError):
-        _delete(doomed)
+    _delete(doomed, ignore_errors=True)
     if folder.exists():
         folder.rename(doomed)
     yield
-    with suppress(OSError):
-        _delete(doomed)
+    _delete(doomed, ignore_errors=True)
 
 
-def _delete(path: Path) -> None:
-    """Delete a folder, or whatever else has its name. Raises OSError."""
+def _delete(path: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a folder, or whatever else has its name. Raises OSError unless errors are ignored."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+        shutil.rmtree(path, ignore_errors)
+        return
+    with suppress(OSError) if ignore_errors else nullcontext():
         path.unlink(missing_ok=True)
 
 
