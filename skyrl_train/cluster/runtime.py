@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -276,14 +276,16 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
 def _one_at_a_time() -> Iterator[None]:
     """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us."""
     path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
-        deadline = time.monotonic() + LONGEST_START_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
+    with ExitStack() as held:
+        with suppress(OSError):  # another user may have made a file of this name, and may lock it for ever
+            lock = held.enter_context(os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w"))
+            deadline = time.monotonic() + LONGEST_START_S
+            while os.fstat(lock.fileno()).st_uid == os.getuid() and time.monotonic() < deadline:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
         yield
 
 

@@ -225,11 +225,15 @@ def written_keys(overrides: Sequence[str], name: str | None, directory: str | No
     """Keys that a person wrote: on the command line, or in the preset itself (not in those that it builds on)."""
     keys = {parse_override(text).key for text in overrides}
     for folder in (directory, presets_dir()):
-        path = Path(folder or "") / f"{(name or BASE).removesuffix('.yaml')}.yaml"
-        if folder is not None and path.is_file():
+        if folder is not None and (path := preset_file(folder, name)).is_file():
             keys |= set(_leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
             break
     return frozenset(canonical(key) for key in keys)
+
+
+def preset_file(folder: str | Path, name: str | None) -> Path:
+    """Return the file in `folder` that `--config-name` names."""
+    return Path(folder, f"{(name or BASE).removesuffix('.yaml')}.yaml")
 
 
 def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ from skyrl_train.config.hydra import (
     compose,
     finish,
     parse_override,
+    preset_file,
     resolve,
     show_information,
     unresolved,
@@ -30,7 +31,7 @@ from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatr
 from skyrl_train.config.presence import Uses, crowding, missing
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
 from skyrl_train.config.run_folder import with_own_folders
-from skyrl_train.config.safety import code_of_run
+from skyrl_train.config.safety import code_of_run, hydra_of_run, run_of_preset
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
@@ -76,23 +77,27 @@ def prepare(
         own_code: Whether a program of the user's own is the caller. Names that it may have registered and keys that it
             may read are then no mistakes, as with `trainer.plugins`.
         uses: Which parts of the configuration must exist on this machine; None looks for nothing.
-        trusts_runs: False for commands that look at runs of others: if `--config-dir` names a run's folder, code that
-            the command line does not name as well is a problem.
+        trusts_runs: False for commands that look at runs of others: if `--config-dir` names a run's folder, code and
+            receivers of credentials that the command line does not name as well are problems.
 
     Raises ConfigError that lists every problem at once. Imports neither torch nor ray.
     """
     line = read_command_line(argv)
+    name, folder = line.flags["config_name"], line.flags["config_dir"]
+    run = None if trusts_runs else run_of_preset(folder, name)
+    if run is not None:
+        raise_all(hydra_of_run(run, preset_file(folder, name)))
     try:
-        raw = compose(line.overrides, line.flags["config_name"], line.flags["config_dir"])
+        raw = compose(line.overrides, name, folder)
     except ConfigError as error:
-        raise_all([*line.problems, Uncomposable("--config-name", line.flags["config_name"], str(error))])
+        raise_all([*line.problems, Uncomposable("--config-name", name, str(error))])
         raise
-    given = written_keys(line.overrides, line.flags["config_name"], line.flags["config_dir"])
+    given = written_keys(line.overrides, name, folder)
     present = accelerator_present() if has_accelerator is None else has_accelerator
     prepared = _check(raw, line, given, present, own_code, uses)
-    if not trusts_runs:
+    if run is not None:
         overridden = {canonical(parse_override(text).key) for text in line.overrides}
-        raise_all(code_of_run(prepared.config, line.flags["config_dir"], overridden))
+        raise_all(code_of_run(prepared.config, run, overridden))
     return prepared
 
 
@@ -177,7 +182,7 @@ def launch(
             return
         line = read_command_line(arguments)
         if line.asks_for_information:
-            prepare(arguments, has_accelerator(), own_code=own_code)
+            prepare(arguments, has_accelerator(), own_code=own_code, trusts_runs=trusts_runs)
             show_information(arguments, line.overrides)
             return
         present = has_accelerator()

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from skyrl_train.config.problems import Problem
 from skyrl_train.config.secrets import looks_like_credential
 
@@ -24,7 +26,7 @@ FOLDERS_AND_NAMES = frozenset({"HOME", "PWD", "TMPDIR", "SCRATCH", "USER", "LOGN
 FOLDER_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_ROOT", "_FOLDER", "_JOB_ID", "_JOB_NAME")
 
 _RUN_FILES = ("run.json", "metrics.jsonl")
-_SERVERS = "environment.skyrl_gym.tool_use.tool_settings.mcp.servers"
+_GYM = "environment.skyrl_gym"
 _KEY_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]-]*\}")
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
 
@@ -54,31 +56,71 @@ def unsafe(key: str, value: Any) -> Iterator[Problem]:
         yield from _unsafe_text(key, value)
 
 
-def code_of_run(config: Config, folder: str | None, overridden: Collection[str]) -> Iterator[Problem]:
-    """Modules and programs that only the configuration in a run's folder names: it may be copied from anywhere.
+def run_of_preset(directory: str | None, name: str | None) -> Path | None:
+    """Return the run's folder that `--config-dir` and `--config-name` read: it may be copied from anywhere.
+
+    None for a folder that is not a run's: it is the user's own, and trusted.
+    """
+    if directory is None:
+        return None
+    return next((folder for folder in (Path(directory), Path(directory, name or "").parent) if _is_run(folder)), None)
+
+
+def hydra_of_run(run: Path, preset: Path) -> Iterator[Problem]:
+    """Yield the `hydra` section of a run's configuration, which no run writes: composing it may import packages."""
+    try:
+        content = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        yield Problem("--config-name", str(preset), "a configuration that a run has written", f"It is not: {error}")
+        return
+    if isinstance(content, Mapping) and "hydra" in content:
+        advice = f"{run} is a run's folder, and no run writes this section. Remove it."
+        yield Problem("hydra", content["hydra"], "left out", advice)
+
+
+def code_of_run(config: Config, run: Path, overridden: Collection[str]) -> Iterator[Problem]:
+    """Yield code that only the configuration in a run's folder names, and receivers of credentials.
 
     Args:
-        folder: What `--config-dir` names. A folder that is not a run's is the user's own, and trusted.
+        run: The run's folder.
         overridden: Keys that the command line sets.
     """
-    if folder is None or not _is_run(Path(folder)):
-        return
-    servers = config.environment.skyrl_gym.tool_use.tool_settings.get("mcp", {}).get("servers", {})
-    named: list[tuple[str, Any]] = [("trainer.plugins", list(config.trainer.plugins))] if config.trainer.plugins else []
-    named += [
-        (f"{_SERVERS}.{name}.command", server["command"])
-        for name, server in (servers.items() if isinstance(servers, Mapping) else ())
-        if isinstance(server, Mapping) and server.get("command") is not None
-    ]
-    for key, value in named:
-        if key not in overridden:
+    for key, value in _named_by_run(config):
+        if value and key not in overridden:
             yield Problem(
                 key,
                 value,
                 "repeated on the command line",
-                f"{folder} is a run's folder, and what its configuration names would be run here. Repeat the key if "
-                "you trust it.",
+                f"{run} is a run's folder, and what its configuration names would be run here, or would get your "
+                "credentials. Repeat the key if you trust it.",
             )
+
+
+def _named_by_run(config: Config) -> Iterator[tuple[str, Any]]:
+    gym = config.environment.skyrl_gym
+    yield "trainer.plugins", list(config.trainer.plugins)
+    yield f"{_GYM}.verifiers.env_id", gym.verifiers.env_id  # its module is imported
+    yield f"{_GYM}.llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url  # which gets OPENAI_API_KEY
+    yield f"{_GYM}.openenv.token_variable", gym.openenv.token_variable
+    if not config.generator.run_engines_locally:  # servers that get SKYRL_API_KEY
+        for name in ("remote_inference_engine_urls", "external_server_urls"):
+            yield f"generator.{name}", list(getattr(config.generator, name) or ())
+    for name, value in config.generator.engine_init_kwargs.items():  # numbers name no code
+        if name == "trust_remote_code" or not isinstance(value, (bool, int, float)):
+            yield f"generator.engine_init_kwargs.{name}", value
+    tools, key = gym.tool_use.tool_settings, f"{_GYM}.tool_use.tool_settings"
+    yield f"{key}.browser.executable", _mapping(tools, "browser").get("executable")
+    servers = _mapping(_mapping(tools, "mcp"), "servers")
+    for name in servers:
+        for part in ("command", "args", "env", "cwd"):
+            yield f"{key}.mcp.servers.{name}.{part}", _mapping(servers, name).get(part)
+
+
+def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = content.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _is_run(folder: Path) -> bool:

@@ -14,11 +14,15 @@ from urllib.parse import quote, quote_plus, unquote
 
 CREDENTIAL_WORDS = (
     "KEY", "TOKEN", "SECRET", "PASSW", "PASSPHRASE", "_PASS", "CREDENTIAL", "AUTH", "COOKIE", "JWT", "WEBHOOK",
-    "CONNECTION_STRING", "CONNECTIONSTRING", "CONN_STR",
+    "CONNECTION_STRING", "CONNECTIONSTRING", "CONN_STR", "BEARER",
 )  # fmt: skip
 """Anywhere in the name of a variable."""
-CREDENTIAL_PARTS = frozenset({"PWD", "PAT", "DSN"})
+CREDENTIAL_PARTS = frozenset({"PWD", "PAT", "DSN", "PASS", "CREDS"})
 """Between the underscores of a name: PATH and DSNAME are none."""
+_OTHER_WORDS = re.compile("TOKENIZ|AUTHOR(?!I)|KEYBOARD")
+"""Parts of names that have one of CREDENTIAL_WORDS in them. A model's path must not be taken for a secret."""
+_NAMED_PART = re.compile(r"(\w+)\s*=\s*([^;\s]+)")
+"""Of a connection string: `AccountName=team;AccountKey=...`."""
 _FOLDERS = frozenset({"PWD", "OLDPWD"})
 _SHORTEST_SECRET = 8
 """Shorter values of credential variables ("none", "1") would blank out ordinary words."""
@@ -35,7 +39,7 @@ T = TypeVar("T")
 
 def looks_like_credential(variable: str) -> bool:
     """Whether the name is that of a credential; how one is asked for (RAY_AUTH_MODE) is none."""
-    name = variable.upper()
+    name = _OTHER_WORDS.sub("", variable.upper())
     if name in _FOLDERS or name.endswith("_MODE"):
         return False
     return any(word in name for word in CREDENTIAL_WORDS) or not CREDENTIAL_PARTS.isdisjoint(name.split("_"))
@@ -144,6 +148,7 @@ def _secret_texts(name: str, content: str) -> Iterator[str]:
     if looks_like_credential(name):
         yield content
         yield from content.splitlines()
+        yield from (value for part, value in _NAMED_PART.findall(content) if looks_like_credential(part))
     for found in _USER_INFO.finditer(content):
         user, colon, password = found[0].removesuffix("@").partition(":")
         yield from (password, unquote(password)) if colon else (user,) if _has_password(user) else ()
@@ -160,9 +165,12 @@ def _forms(text: str) -> set[str]:
 _WRITERS: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text)[1:-1],
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1].replace("/", "\\/"),
     lambda text: repr(text)[1:-1],
+    lambda text: repr(text.encode(errors="replace"))[2:-1],
     lambda text: html.escape(text),
     lambda text: quote(text, safe="", errors="replace"),
     lambda text: quote(text, errors="replace"),
     lambda text: quote_plus(text, errors="replace"),
+    lambda text: re.sub("%..", lambda code: code[0].lower(), quote(text, safe="", errors="replace")),
 )

@@ -65,6 +65,8 @@ class StoredFolder:
             for path, about in listed.items()
             if path.startswith(prefix) and about["type"] == "file" and not path.endswith("/")
         }
+        folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
+        found = {name: one for name, one in found.items() if one.size or name not in folders}  # some tools mark folders
         for name in unusable_names(found):
             del found[name]
             if name not in self._skipped:

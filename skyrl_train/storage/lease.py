@@ -64,7 +64,10 @@ class Lease:
         """
         self._mine["folder"] = f"{socket.gethostname()}:{_told_apart(self._local)}"
         for _ in range(_CLAIMS):
-            self._write(self._free_version())
+            version, has_waited = self._free_version()
+            self._write(version)
+            if has_waited:  # where writes have no conditions, others that waited for its end write now, too
+                self._left.wait(_LOOKS_EVERY_S)
             found = self._found()[1]
             if self._is_mine(found):  # also where the answer to a write that succeeded was lost
                 self.taken, self._seen_s = True, time.monotonic()
@@ -78,21 +81,24 @@ class Lease:
             "claimed. Find out what deletes it, or choose another address."
         )
 
-    def _free_version(self) -> str | None:
-        """The version of a claim that may be replaced; None if there is no claim. Raises RunDirectoryError."""
+    def _free_version(self) -> tuple[str | None, bool]:
+        """Return the version of a claim that may be replaced, and whether its end was waited for.
+
+        The version is None if there is no claim. Raises RunDirectoryError.
+        """
         (version, seen), since = self._found(), time.monotonic()
         if seen is None or seen.get("ended") or seen.get("folder") == self._mine["folder"]:
-            return version
+            return version, False
         _log.warning("%s was in use by %s: looking whether it still is.", self._store.address, _holder(seen))
         while time.monotonic() - since < ENDS_AFTER_S:
             if self._left.wait(_LOOKS_EVERY_S):
                 raise self._in_use(seen)
             version, now = self._found()
             if now is None or now.get("ended"):
-                return version
+                return version, True
             if now != seen:  # compared after every look: another process may have replaced the claim of a dead one
                 raise self._in_use(now)
-        return version
+        return version, True
 
     def leave(self) -> None:
         """Wait no longer, and renew no more."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from skyrl_train.durable import Written, sync_folder, write_durably
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.folder import Found, StoredFolder
-from skyrl_train.storage.lease import LEASE_FILE, Lease
+from skyrl_train.storage.lease import Lease
 from skyrl_train.storage.manifests import (
     DELETING,
     FINISHED_FILE,
@@ -52,9 +52,9 @@ LEFT_BEHIND_FILE = ".left_behind.json"
 KNOWN_FILE = ".known.json"
 """In the folder of this machine: SHA-256 of the manifests at the address that came from here or that a start found."""
 _STEP = re.compile("global_step_(0|[1-9][0-9]{0,17})")
-_NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|mlflow|\..*")
-"""Folders with manifests, with what is not finished, with what only processes of the run read, or with a database whose
-paths are this machine's."""
+_NOT_RECORDS = re.compile(r"global_step_\d+(\..*)?|.*\.partial|weight_sync|evaluation|mlflow|\..*", re.DOTALL)
+"""Hidden files and folders, and folders with manifests, with what is not finished, with what only processes of the run
+read, or with a database whose paths are this machine's. No file has the name of one of these folders either."""
 _log = logging.getLogger(__name__)
 
 
@@ -106,7 +106,8 @@ class Mirror:
             for name in filter(self._is_record, self.store.find()):
                 if self._given_up:
                     raise StorageError(f"{self.store.address}: nothing more is downloaded.")
-                self.store.get(name, self.local / name)
+                if self._has_place(name):
+                    self.store.get(name, self.local / name)
         self._remember(*stored.values())
         self._clean()
 
@@ -410,10 +411,18 @@ class Mirror:
             yield from (Path(folder, name) for name in sorted(files) if self._is_record(name))
 
     def _is_record(self, name: str) -> bool:
-        *folders, file = name.split("/")
-        if file in (LEASE_FILE, LATEST_FILE) or file.startswith("."):
-            return False
-        return not any(_NOT_RECORDS.fullmatch(folder) for folder in folders)
+        parts = name.split("/")
+        return parts[-1] != LATEST_FILE and not any(_NOT_RECORDS.fullmatch(part) for part in parts)
+
+    def _has_place(self, name: str) -> bool:
+        """True if a file from the address can be here: no folder has its name, and no file that of its folder."""
+        path = self.local / name
+        folders = (self.local / folder for folder in Path(name).parents)
+        if not path.is_dir() and not any(folder.exists() and not folder.is_dir() for folder in folders):
+            return True
+        _log.warning("%s: the object %r is skipped: there is a folder in place of the file here, or a file in place of "
+                     "a folder.", self.store.address, name)  # fmt: skip
+        return False
 
     def _finished_folders(self) -> list[Path]:
         names = (MANIFEST_FILE, FINISHED_FILE)

@@ -78,7 +78,7 @@ def _state_of(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
         return state | {"global_step": int(state["global_step"])}
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder / STATE_FILE} does not say which step it is of ({error!r}).") from error
 
 

@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -77,11 +77,9 @@ class Checkpoints:
 
         So is what is left of checkpoints whose deletion was interrupted. Raises OSError.
         """
-        for doomed in self._root.glob(f"global_step_*{DELETING}"):
-            shutil.rmtree(doomed)
         folder = self._partial(step)
-        if folder.exists():
-            shutil.rmtree(folder)
+        for doomed in (folder, *self._root.glob(f"global_step_*{DELETING}")):
+            _delete(doomed)
         folder.mkdir(parents=True)
         return folder
 
@@ -211,11 +209,20 @@ class Checkpoints:
 def _out_of_the_way(folder: Path) -> Iterator[None]:
     """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
     doomed = folder.with_name(f"{folder.name}{DELETING}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed, ignore_errors=True)
     if folder.exists():
         folder.rename(doomed)
     yield
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed, ignore_errors=True)
+
+
+def _delete(path: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a folder, or whatever else has its name. Raises OSError unless errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors)
+        return
+    with suppress(OSError) if ignore_errors else nullcontext():
+        path.unlink(missing_ok=True)
 
 
 def verify(folder: Path) -> str | None:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
+from skyrl_train.durable import replacing
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.messages import visible
 from skyrl_train.metrics import NameLimit
@@ -130,7 +131,8 @@ class Evaluator:
             folder.mkdir(parents=True, exist_ok=True)
             for source, rows in by_source.items():
                 text = "".join(json.dumps(row) + "\n" for row in redact(rows))
-                (folder / f"{_file_name(source)}.jsonl").write_text(text, encoding="utf-8")
+                with replacing(folder / f"{_file_name(source)}.jsonl", sync=False) as file:
+                    file.write(text.encode())
         except OSError as error:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from skyrl_train.config.hydra import CONFIG_FILE
-from skyrl_train.durable import open_lock, write_durably
+from skyrl_train.durable import open_lock, replacing, write_durably
 from skyrl_train.errors import CheckpointMismatch, RunDirectoryError
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import Checkpoints
@@ -51,7 +51,7 @@ class RunDirectory:
         self._resuming = resuming
         self._mirror = mirror
         self._lock: IO[str] | None = None
-        self._found: dict[Path, str | None] = {}
+        self._found: dict[Path, bytes | None] = {}
         """The files that say which run the folder belongs to, as they were found; None for one that was not there."""
 
     def __enter__(self) -> RunDirectory:
@@ -61,7 +61,7 @@ class RunDirectory:
                 self._mirror.take_over()
             self._check()
             for file in (self.path / IDENTITY_FILE, self.path / CONFIG_FILE):
-                self._found[file] = file.read_text(encoding="utf-8") if file.exists() else None
+                self._found[file] = file.read_bytes() if file.exists() else None
             write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=1))
         except BaseException:
             self._release()
@@ -83,11 +83,12 @@ class RunDirectory:
         try:
             yield
         except CheckpointMismatch:
-            for file, text in self._found.items():
-                if text is None:
+            for file, content in self._found.items():
+                if content is None:
                     file.unlink(missing_ok=True)
-                else:
-                    write_durably(file, text)
+                    continue
+                with replacing(file) as handle:
+                    handle.write(content)
             raise
 
     def _release(self) -> None:

@@ -164,11 +164,17 @@ class _Files:
 
 
 def _remove_stale_files() -> None:
-    """Remove the files of engines whose process was killed, so that it could not clean up."""
+    """Remove the files of engines whose process was killed, so that it could not clean up.
+
+    Other users can make folders there, too: what theirs hold would choose which of our files are deleted.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with suppress(OSError), (folder / _LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError while it lives
-            _remove(folder)
+        with suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError while it lives
+                _remove(folder)
 
 
 def _remove(folder: Path) -> None:

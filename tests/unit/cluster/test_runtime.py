@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +156,26 @@ def test_starts_take_turns():
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(timeout=8)
     assert other.communicate(timeout=300)[0] == "in\n"
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_lock_of_another_user_delays_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool):
+    """Everybody can make a file in /tmp, and hold a lock on it."""
+    monkeypatch.setattr(runtime.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(runtime, "LONGEST_START_S", 60.0)
+    me = os.getuid()
+    file, other = tmp_path / f"skyrl-train-ray-start-{me}.lock", tmp_path / "other"
+    if is_link:
+        file.symlink_to(other)
+    with nullcontext() if is_link else file.open("w") as held:
+        if held is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(runtime.os, "getuid", lambda: me if is_link else me + 1)
+        if not is_link:
+            file.rename(tmp_path / f"skyrl-train-ray-start-{me + 1}.lock")
+        began = time.monotonic()
+        with runtime._one_at_a_time():
+            assert time.monotonic() - began < 30 and not other.exists()
 
 
 def test_a_ray_of_our_own_starts_without_a_job_server_even_if_that_is_installed(monkeypatch: pytest.MonkeyPatch):

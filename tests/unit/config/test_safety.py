@@ -231,7 +231,7 @@ def test_composing_leaves_no_resolver_of_hydra_behind():
     assert set(BaseContainer._resolvers) == before
 
 
-SERVER = "{command: evil-program, tools: [a]}"
+SERVER = "{command: evil-program, args: [-c], tools: [a]}"
 
 
 @pytest.fixture
@@ -261,7 +261,60 @@ def test_code_that_a_copied_run_names_is_not_run(copied_run: Path, capsys: pytes
     said = capsys.readouterr().err
     assert left.value.code == 2 and not (copied_run.parent / "witness").exists()
     assert "trainer.plugins=['module_of_a_copied_run']: must be repeated on the command line" in said
-    assert "mcp.servers.a.command=evil-program: must be repeated" in said
+    assert "mcp.servers.a.command=evil-program: must be repeated" in said and "mcp.servers.a.args=" in said
+
+
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
+def test_hydra_section_of_a_copied_run_imports_no_package(
+    copied_run: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+):
+    (copied_run / "config.yaml").write_text(
+        "defaults: [ppo_base_config, _self_]\nhydra: {searchpath: ['pkg://module_of_a_copied_run']}\n"
+    )
+    main = importlib.import_module("skyrl_train.entrypoints.check_config").main
+    with pytest.raises(SystemExit) as left:
+        main(["--elsewhere", *flags, "--config-dir", str(copied_run), "--config-name", "config"])
+    assert left.value.code == 2 and not (copied_run.parent / "witness").exists()
+    assert "hydra={'searchpath': ['pkg://module_of_a_copied_run']}: must be left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("environment: {skyrl_gym: {verifiers: {env_id: evil}}}", "environment.skyrl_gym.verifiers.env_id"),
+        (
+            "environment: {skyrl_gym: {llm_as_a_judge: {base_url: 'http://evil'}}}",
+            "environment.skyrl_gym.llm_as_a_judge.base_url",
+        ),
+        ("environment: {skyrl_gym: {openenv: {token_variable: A}}}", "environment.skyrl_gym.openenv.token_variable"),
+        (
+            "environment: {skyrl_gym: {tool_use: {tool_settings: {mcp: null, browser: {executable: evil}}}}}",
+            "environment.skyrl_gym.tool_use.tool_settings.browser.executable",
+        ),
+        (
+            "generator: {run_engines_locally: false, remote_inference_engine_urls: ['http://evil:1']}",
+            "generator.remote_inference_engine_urls",
+        ),
+        (
+            "generator: {engine_init_kwargs: {worker_extension_cls: evil, max_num_seqs: 8}}",
+            "generator.engine_init_kwargs.worker_extension_cls",
+        ),
+        (
+            "generator: {engine_init_kwargs: {trust_remote_code: true}}",
+            "generator.engine_init_kwargs.trust_remote_code",
+        ),
+    ],
+)
+def test_what_a_copied_run_would_run_or_send_credentials_to_is_repeated(copied_run: Path, section: str, key: str):
+    (copied_run / "config.yaml").write_text(f"# @package _global_\ndefaults: [/ppo_base_config, _self_]\n{section}\n")
+    for given in (
+        ["--config-dir", str(copied_run), "--config-name", "config"],
+        ["--config-dir", str(copied_run.parent), "--config-name", "run/config"],
+    ):
+        with pytest.raises(ConfigError, match="1 problem") as refused:
+            prepare(given, False, trusts_runs=False)
+        assert f"{key}=" in str(refused.value) and "must be repeated on the command line" in str(refused.value)
+        prepare(given, False)
 
 
 def test_code_of_a_run_is_taken_from_the_command_line_and_from_presets(copied_run: Path):
@@ -269,9 +322,10 @@ def test_code_of_a_run_is_taken_from_the_command_line_and_from_presets(copied_ru
     told = [
         "trainer.plugins=[module_of_a_copied_run]",
         "environment.skyrl_gym.tool_use.tool_settings.mcp.servers.a.command=evil-program",
+        "environment.skyrl_gym.tool_use.tool_settings.mcp.servers.a.args=[-c]",
     ]
     assert prepare([*given, *told], False, trusts_runs=False).config.trainer.plugins == ("module_of_a_copied_run",)
     with pytest.raises(ConfigError, match=r"trainer\.plugins="):
-        prepare([*given, told[1]], False, trusts_runs=False)
+        prepare([*given, *told[1:]], False, trusts_runs=False)
     (copied_run / "run.json").unlink()
     assert prepare(given, False, trusts_runs=False).config.trainer.plugins, "a folder of presets is the user's own"

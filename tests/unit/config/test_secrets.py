@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from urllib.parse import quote
 
 import pytest
@@ -23,6 +24,8 @@ PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvgIBADANBgkqhkiG9w0BAQEF\nAASCBKgwggSkAg
         *((name, True) for name in ("DB_PWD", "MYSQL_PWD", "GITHUB_PAT", "PAT", "SENTRY_DSN", "DATABASE_DSN")),
         *((name, True) for name in ("SLACK_WEBHOOK_URL", "AZURE_STORAGE_CONNECTION_STRING", "PGPASSWORD", "HF_TOKEN")),
         *((name, False) for name in ("PWD", "OLDPWD", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "PATTERN", "HOME")),
+        *((name, True) for name in ("SMTP_PASS", "PASS", "DB_CREDS", "BEARER", "AUTHORIZATION")),
+        *((name, False) for name in ("TOKENIZER_PATH", "TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "KEYBOARD_LAYOUT")),
         ("RAY_AUTH_MODE", False),
     ],
 )
@@ -40,6 +43,9 @@ def test_names_of_credentials(name: str, is_one: bool):
         repr,
         html.escape,
         lambda text: quote(text, safe=""),
+        lambda text: re.sub("%..", lambda code: code[0].lower(), quote(text, safe="")),
+        lambda text: json.dumps(text).replace("/", "\\/"),
+        lambda text: repr(text.encode()),
         lambda text: json.dumps({"a": json.dumps([text])}),
         lambda text: repr([json.dumps(text)]),
         lambda text: f"GET /?key={quote(text)}",
@@ -56,6 +62,13 @@ def test_lines_of_a_secret_are_found_apart():
     environ = {"TLS_KEY": PEM}
     for text in (PEM, json.dumps(PEM), repr(PEM), *PEM.splitlines()[1:3], "\r\n".join(PEM.splitlines())):
         assert "MIIE" not in redact(text, environ) and "AASC" not in redact(text, environ), text
+
+
+def test_secret_part_of_a_connection_string_is_found_alone():
+    environ = {"STORE_CONNECTION_STRING": "AccountName=research-team;AccountKey=QUJDREVGR0hJSktM==;Suffix=core"}
+    assert redact("research-team signs with QUJDREVGR0hJSktM==", environ) == (
+        "research-team signs with <STORE_CONNECTION_STRING>"
+    )
 
 
 @pytest.mark.fault("F04")

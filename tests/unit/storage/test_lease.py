@@ -191,6 +191,28 @@ def test_claim_that_changed_before_the_last_look_is_not_overwritten(
 
 
 @pytest.mark.usefixtures("quick_leases")
+def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk has no conditional writes: two that have seen the same may both write, and one has to notice."""
+    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    monkeypatch.setattr(lease, "_LOOKS_EVERY_S", 0.5)
+    store = StoredFolder(f"file://{tmp_path}/elsewhere")
+    store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
+    first = Machine(tmp_path / "a", store.address)
+    write = first.mirror.store.write_if
+    last = json.dumps({"holder": "process 2 on another", "folder": "another:/run2", "id": "2"}).encode()
+
+    def write_first(name: str, content: bytes, seen: str | None) -> bool:
+        written = write(name, content, seen)
+        threading.Timer(0.1, store.write, [name, last]).start()
+        return written
+
+    monkeypatch.setattr(first.mirror.store, "write_if", write_first)
+    with pytest.raises(RunDirectoryError, match="is in use by process 2 on another"):
+        first.mirror.take_over()
+    assert store.read(".lock") == last
+
+
+@pytest.mark.usefixtures("quick_leases")
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[1]", b'{"holder": {"a": "\\u001b[2J"}}'])
 def test_damaged_claim_ends_like_that_of_a_dead_run(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes

@@ -48,6 +48,29 @@ def test_objects_that_are_no_files_of_a_folder_are_skipped_and_named(
     assert "\x1b" not in caplog.text
 
 
+def test_objects_that_have_no_place_in_the_folder_here_prevent_nothing(
+    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A folder may be here where an object is there, a file where objects lie below, or what saves make or delete."""
+    with Machine(tmp_path / "a") as here:
+        here.save(10)
+        here.mirror.finish(20)
+    for key in ("logs", "notes/page", "global_step_20", "global_step_20.partial", "global_step_x.deleting"):
+        put_raw(f"team/run/{key}")
+    put_raw("team/run/global_step_10", b"")  # as some tools mark folders
+    there = tmp_path / "b"
+    (there / "logs").mkdir(parents=True)
+    (there / "notes").write_text("mine")
+    with Machine(there) as machine:
+        assert machine.loaded() == (10, "weights of step 10") and (there / "notes").read_text() == "mine"
+        machine.save(20)
+        machine.mirror.finish(20)
+        assert machine.mirror.steps() == [10, 20]
+    assert Machine(there).checkpoints.steps() == [10, 20]
+    for name in ("logs", "notes/page"):
+        assert f"the object '{name}' is skipped: there is a f" in caplog.text
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("where", ["name", "key"])
 def test_manifest_that_leaves_its_folder_is_refused(server: S3Server, tmp_path: Path, name: str, where: str):

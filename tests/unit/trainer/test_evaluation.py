@@ -14,6 +14,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.evaluation import MAX_SOURCE_LENGTH, MAX_SOURCES, OTHER_SOURCES, Evaluator
+from tests.support.full_disk import disk_full_after
 from tests.support.trajectories import trajectory_from
 
 
@@ -152,6 +153,13 @@ def test_at_most_a_batch_of_prompts_is_in_flight():
     prompts = [Prompt(str(i), [], "x") for i in range(7)]
     asyncio.run(Evaluator(rollout, prompts, batch_size=3, dump_to=None).run(0))
     assert most == 3
+
+
+def test_full_disk_leaves_no_half_of_a_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with disk_full_after(None, 50):
+        asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x")], 1, dump_to=tmp_path).run(step=1))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert "could not be written" in caplog.text
 
 
 def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):

@@ -126,11 +126,11 @@ def test_model_may_move_once_there_are_checkpoints(tmp_path: Path):
         pass
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_refused_checkpoint_leaves_the_folder_as_it_was(is_new: bool, tmp_path: Path):
-    if not is_new:
+@pytest.mark.parametrize("before", [None, b"right", b"damaged \xff\x00"])
+def test_refused_checkpoint_leaves_the_folder_as_it_was(before: bytes | None, tmp_path: Path):
+    if before is not None:
         with RunDirectory(tmp_path, IDENTITY, True):
-            (tmp_path / "config.yaml").write_text("right")
+            (tmp_path / "config.yaml").write_bytes(before)
             save(tmp_path, 3)
 
     def refused() -> None:
@@ -140,9 +140,9 @@ def test_refused_checkpoint_leaves_the_folder_as_it_was(is_new: bool, tmp_path: 
 
     with pytest.raises(CheckpointMismatch):
         refused()
-    assert (tmp_path / "config.yaml").exists() != is_new
-    if not is_new:
-        assert (tmp_path / "config.yaml").read_text() == "right"
+    assert (tmp_path / "config.yaml").exists() == (before is not None)
+    if before is not None:
+        assert (tmp_path / "config.yaml").read_bytes() == before
         assert json.loads((tmp_path / "run.json").read_text())["model"] == "tiny"
     with RunDirectory(tmp_path, IDENTITY, True):
         pass
