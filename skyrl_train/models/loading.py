@@ -27,7 +27,8 @@ from transformers.utils import cached_file
 
 from skyrl_train.config.sources import is_address, is_relative_name, local_path
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, name_body, text_model
+from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, text_model
+from skyrl_train.models.padding_free import name_body
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 from skyrl_train.storage.copies import local_copy
 

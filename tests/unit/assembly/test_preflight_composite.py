@@ -56,6 +56,25 @@ def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monke
     refuse_composite("text", config.get_text_config())
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM are not"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
+)
+def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
+    config = config_of(save_composite(tmp_path / "composite", kind), "generator.backend=vllm")
+    with pytest.raises(ConfigError, match=rf"generator\.backend=vllm: .*, {reason} .*backend=transformers"):
+        check(config)
+
+
+def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    path = save_composite(tmp_path / "composite", "llama4")  # its chunks have 128 tokens
+    lengths = ("trainer.max_prompt_length=100", "generator.sampling_params.max_generate_length=29")
+    with pytest.raises(ConfigError, match="sequences may have 129 tokens, but beyond 128 "):
+        check(config_of(path, *lengths, "generator.backend=vllm"))
+    check(config_of(path, *lengths, "generator.backend=vllm", "+generator.engine_init_kwargs.max_model_len=128"))
+    check(config_of(path, *lengths))  # the engine stops at the limit
+
+
 def test_composite_is_refused_for_sglang(tmp_path: Path) -> None:
     config = load_config(save_composite(tmp_path / "composite", "gemma3"))
     with pytest.raises(ConfigError, match="Engine 'one': SGLang cannot serve Gemma3ForConditionalGeneration"):
