@@ -28,7 +28,7 @@ from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
-from skyrl_train.models.composite import composite_class
+from skyrl_train.models.composite import composite_class, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
     POLICY_PATH,
@@ -171,9 +171,10 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     try:
         if backend == "sglang":
             _check_sglang(cfg)
+        config = load_config(path, key=key)
         if backend == "vllm":
-            refuse_composite(path, load_config(path, key=key))
-        if not trains and backend != "transformers":
+            refuse_composite(path, config)
+        if not trains and backend != "transformers" and not is_composite(config):
             return None  # other engines have model classes of their own
         role, rope = key.split(".")[1], trainer if trains else generator
         model = described_causal_lm(

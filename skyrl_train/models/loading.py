@@ -145,6 +145,8 @@ def described_causal_lm(
             return _open(path, config, torch.float32, key, "eager")[0]
     try:
         return model_without_memory(config, torch.float32)
+    except ConfigError:
+        raise
     except Exception as error:  # as in `_load`
         raise _cannot_load(key, path, error) from error
 
@@ -197,7 +199,8 @@ def set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
 
 
 def _refuse_quantized(path: str, config: PreTrainedConfig, key: str) -> None:
-    if getattr(config, "quantization_config", None) is not None:
+    parts = (config, config.get_text_config())
+    if any(getattr(part, "quantization_config", None) is not None for part in parts):
         raise ConfigError(
             f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
         )
