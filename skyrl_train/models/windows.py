@@ -19,9 +19,10 @@ def register_window_masks(attention: str) -> None:
     AttentionMaskInterface.register(attention, _window_mask)
 
 
-def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | Tensor | None:
-    """The window, in tokens; None without one. A tensor for a mask with further rules, which attention must refuse."""
-    return torch.empty(0) if use_vmap else local_size
+def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> int | Tensor | None:
+    """The window, in tokens; None without one. A tensor for a mask with other rules, which attention must refuse."""
+    sees_later = "allow_is_bidirectional_skip" in others  # an argument of masks that are not causal
+    return torch.empty(0) if use_vmap or sees_later else local_size
 
 
 def chunk_limit(config: Any) -> int | None:
