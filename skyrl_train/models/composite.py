@@ -153,7 +153,7 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
     if head is None:
         raise _not_separable(composite, "it has no language-model head")
     config.tie_word_embeddings = head.weight is embeddings.weight
-    kind = CAUSAL_LMS[type(config)] if type(config) in CAUSAL_LMS else _causal_lm_of(tower)
+    kind: Any = CAUSAL_LMS[type(config)] if type(config) in CAUSAL_LMS else _causal_lm_of(tower)
     with torch.device("meta"):
         model: Any = kind._from_config(config, dtype=dtype, attn_implementation=attention)
     name_body(model)
