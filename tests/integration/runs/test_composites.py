@@ -121,6 +121,7 @@ def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
         f"trainer.critic.model.path={base}",
         "trainer.algorithm.advantage_estimator=gae",
         "trainer.critic_mini_batch_size=4",
+        "trainer.epochs=2",
         "generator.backend=transformers",
         "trainer.hf_save_interval=4",
     )
