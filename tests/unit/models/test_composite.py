@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlavaModel
+from transformers import Llama4TextConfig, LlavaModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import overrides_of_composite
@@ -23,7 +24,8 @@ from skyrl_train.models.loading import (
     model_without_memory,
     open_causal_lm,
 )
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.token_scorer import TokenScorer, refuse_unscorable
+from skyrl_train.models.windows import chunk_limit
 from tests.support.composites import KINDS, composite_model, save_composite
 from tests.support.padded_reference import ragged_batch
 from tests.support.tiny_families import tiny_config
@@ -105,6 +107,31 @@ def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
     arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with pytest.raises(ConfigError, match="A sequence has 17 tokens, but beyond 16 "):
         scorer(*arguments)
+
+
+def test_llama_4_without_chunks_is_limited_by_its_query_scales() -> None:
+    scaled = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+    assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64)) == 63
+    assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64, attn_temperature_tuning=False)) is None
+    assert chunk_limit(Llama4TextConfig(**scaled | {"no_rope_layers": [1, 1]}, floor_scale=64)) is None
+
+
+def test_masks_that_are_not_causal_are_refused_without_weights() -> None:
+    config = tiny_config("llama")
+    refuse_unscorable(model_without_memory(config, torch.float32))
+    config.is_causal = False  # embedding models are saved so
+    with pytest.raises(ConfigError, match="LlamaAttention uses a ready-made mask"):
+        refuse_unscorable(model_without_memory(config, torch.float32))
+
+
+def test_quantized_language_model_of_a_composite_is_refused(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "gemma3")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+        load_causal_lm(path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
