@@ -53,7 +53,8 @@ sequences are those of each sequence alone, in a test with a tiny model:
 
 {kinds}.
 
-For image-text types the tests do the same with text alone. Of these {composites} are exact:
+For image-text types the tests save a tiny checkpoint, and compare its language model with the whole composite in the
+same way. Of these {composites} are exact:
 
 {with_images}.
 
@@ -74,19 +75,23 @@ start says so; `trainer.policy.language_model_only=false` refuses composites ins
 nor trained. Exports are complete composites: the other towers and the processor's files are copied bit by bit, and
 adapters have names that peft finds in the composite.
 
-Qwen2-VL and SmolVLM have tests of the learner alone. Other composites are refused, and so are hybrid language models,
-such as that of Qwen3.5: only full, sliding-window and chunked attention are known. vLLM is started with
-`language_model_only=True`.
+A check at start decides which composites can be used. It runs the composite without layers on the meta device: the
+composite must pass embeddings of tokens to its language model unchanged, add no rules to attention, and have the logits
+of its language model. The language model itself must pass the check of [other families](#other-families), which refuses
+hybrid ones, such as that of Qwen3.5. Composites that pass and have no row here are tested with the learner alone. vLLM
+is started with `language_model_only=True`.
 """
 COMPOSITE_NOTES = """\
 The learner's gradients of each are those of the composite's own forward pass on padded text, in float64, with and
 without shared prompts. A yes says that log-probs of what an engine samples are the learner's, before and after a weight
 sync, and that GRPO trains two steps with it from a tiny checkpoint, which is exported, loaded and trained again. A no
-says that vLLM has been seen to compute something else (GLM-4V), or to read experts in another layout than transformers
-saves (Qwen3-VL-MoE). SGLang is refused: it also loads the other towers, whose names it does not always know.
+is refused at start: vLLM has been seen to compute something else (GLM-4V), or to read experts in another layout than
+transformers saves (Qwen3-VL-MoE). SGLang is refused: it also loads the other towers, whose names it does not always
+know.
 
 - Tokens that stand for images are read as any other token: prompts of text do not contain them.
-- Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention.
+- Llama 4: up to `attention_chunk_size` (8192) tokens, where its layers compute plain causal attention. A configuration
+  whose prompts and responses may be longer is refused at start.
 - vLLM's classes of composites import torchvision, which comes with vLLM on GPUs. `scripts/cpu_engines` does not install
   it, as its builds on PyPI are for CUDA.
 """

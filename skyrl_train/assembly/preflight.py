@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, check_same_tokens, sample_prompts
 from skyrl_train.assembly.environments import environment_settings
+from skyrl_train.assembly.memory_plan import longest_sequence
 from skyrl_train.assembly.storage import check_addresses
 from skyrl_train.config.presence import ENGINE_MODEL, Uses, data_sources, missing, model_paths
 from skyrl_train.config.problems import Problem, raise_all
@@ -27,7 +28,7 @@ from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
-from skyrl_train.models.composite import composite_class
+from skyrl_train.models.composite import composite_class, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
     POLICY_PATH,
@@ -41,6 +42,7 @@ from skyrl_train.models.loading import (
     reward_config,
 )
 from skyrl_train.models.lora import adapted_layers
+from skyrl_train.models.ragged_model import longest_exact
 from skyrl_train.models.rank_group import planned_group
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
@@ -169,9 +171,10 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     try:
         if backend == "sglang":
             _check_sglang(cfg)
+        config = load_config(path, key=key)
         if backend == "vllm":
-            refuse_composite(path, load_config(path, key=key))
-        if not trains and backend != "transformers":
+            refuse_composite(path, config)
+        if not trains and backend != "transformers" and not is_composite(config):
             return None  # other engines have model classes of their own
         role, rope = key.split(".")[1], trainer if trains else generator
         model = described_causal_lm(
@@ -185,6 +188,7 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
         if backend == "transformers" and (reason := refusal(model)):
             raise ConfigError(f"generator.backend=transformers {reason}")
         if trains:
+            _check_length(cfg, uses, model)
             _check_trainable(cfg, key, model)
     except ConfigError as error:
         if str(error).startswith(key):
@@ -210,6 +214,24 @@ def _check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
         planned_group(TensorParallel, size, keys["tensor"]).divide(model)
     if (size := section.expert_parallel_size) > 1:
         planned_group(ExpertParallel, size, keys["expert"]).divide(model)
+
+
+def _check_length(cfg: Config, uses: Uses, model: PreTrainedModel) -> None:
+    """Raise ConfigError if sequences may be longer than those that the learner computes exactly."""
+    generator, limit = cfg.generator, longest_exact(model.config.get_text_config())
+    if limit is None:
+        return
+    longest = longest_sequence(cfg)
+    if uses.engines and generator.run_engines_locally:
+        if generator.backend == "transformers":
+            return  # it has the same limit
+        longest = min(longest, generator.engine_init_kwargs.get("max_model_len") or longest)
+    if longest > limit:
+        raise ConfigError(
+            f"generator.max_input_length + generator.sampling_params.max_generate_length: sequences may have {longest} "
+            f"tokens, but beyond {limit} this model's rope changes for a whole micro-batch (longrope), or its "
+            "attention is divided into chunks (Llama 4). Lower them."
+        )
 
 
 def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:

@@ -44,6 +44,7 @@ class SavedPolicy:
         self.frozen_dtype = torch.bfloat16 if trainer.bf16 and self.adapters else torch.float32
         """Of what is not trained, while the run computes with it."""
         self.scorer = TokenScorer(model, saved=saved)
+        self._start = saved
         self.base_is_compared = False
         """True if the frozen parameters are known to be those of the run."""
         self._fill(reader, saved)
@@ -72,11 +73,12 @@ class SavedPolicy:
                 yield self.scorer.hf_name(name), replicated(held, 0)
 
     def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, tensor) of the whole model in `dtype`, one at a time; buffers stay as they are."""
+        """(checkpoint name, tensor) of the whole model in `dtype`, one at a time; buffers in that of their file."""
         parameters = self.parameters()
         for name, tensor in parameters if self.adapters is None else self.adapters.merged(parameters):
             yield name, tensor.whole().to(dtype)
-        yield from self.scorer.saved_buffers()
+        for name, buffer in self.scorer.saved_buffers():
+            yield name, buffer.to(self._start.read(name).dtype)
 
     def adapter(self) -> dict[str, Tensor]:
         """A and B of every adapted layer in float32, by peft's names. Only of a policy that has adapters."""

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL_LMS,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as COMPOSITES,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationMixin,
@@ -29,16 +29,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.padding_free import LastHiddenState, Operations, name_body, windows_as_masks
 
 _ATTRIBUTE = "skyrl_composite"
-_KNOWN = (
-    *("gemma3", "gemma4", "glm4v", "internvl", "llama4", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
-    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm"),
-)
-"""Values of `model_type` of the composites that compute for text what their language model alone computes.
-
-Others may not: PaliGemma lets the tokens of a prompt see later ones.
-"""
+_NOT_AS_TEXT = {
+    "kosmos-2.5": "its positions do not start at 0",
+    "paligemma": "it lets the tokens of a prompt see later ones",
+}
+"""Value of `model_type` -> what a composite's language model alone would do otherwise, though `_check_text` passes."""
+_LENGTH = 3
+"""Tokens of the text with which a composite is checked."""
+_OF_TOKENS = frozenset({"per_layer_inputs"})
+"""Arguments of language models that these compute of the tokens themselves, too: of Gemma 3n and 4."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,15 @@ def checkpoint_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def composite_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a composite on the meta device."""
+    """Return a composite on the meta device, whose configuration keeps the dtypes that the parts were saved in."""
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    saved = {name: part.dtype for name, part in parts.items()}
     # It never computes attention, so the kernels that its configuration may name need not be installed.
     options: Any = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, **options)
+    for name, dtype_of_part in saved.items():
+        getattr(model.config, name).dtype = dtype_of_part
     return model
 
 
@@ -133,32 +139,28 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
         attention: The implementation of attention; None for the best one that the model supports.
 
     Raises:
-        ConfigError: The composite is not known to compute for text what its language model alone computes.
+        ConfigError: The composite does not compute for text what its language model alone computes.
     """
-    if composite.config.model_type not in _KNOWN:
-        raise _not_separable(composite, f"it is not known to compute that for text; those of {', '.join(_KNOWN)} are")
+    if reason := _NOT_AS_TEXT.get(composite.config.model_type):
+        raise _not_separable(composite, reason)
     config = copy.deepcopy(composite.config.get_text_config())
     config.name_or_path = composite.config.name_or_path
-    head, embeddings = composite.get_output_embeddings(), composite.get_input_embeddings()
+    try:
+        head, embeddings = composite.get_output_embeddings(), composite.get_input_embeddings()
+        tower: Any = type(composite.get_submodule(_body(composite)))
+    except (AttributeError, NotImplementedError, StopIteration) as error:
+        raise _not_separable(composite, "it has no embedding of tokens of its own") from error
     if head is None:
         raise _not_separable(composite, "it has no language-model head")
     config.tie_word_embeddings = head.weight is embeddings.weight
-    options: Any = {"dtype": dtype, "attn_implementation": attention}
+    kind: Any = CAUSAL_LMS[type(config)] if type(config) in CAUSAL_LMS else _causal_lm_of(tower)
     with torch.device("meta"):
-        if type(config) in CAUSAL_LMS:
-            model: Any = AutoModelForCausalLM.from_config(config, **options)
-        else:
-            tower: Any = type(AutoModel.from_config(config, **options))
-            model = _causal_lm_of(tower)._from_config(config, **options)
+        model: Any = kind._from_config(config, dtype=dtype, attn_implementation=attention)
     name_body(model)
-    setattr(model, _ATTRIBUTE, Composite(composite, _body(composite), _names(model, composite)))
+    names = _names(model, composite)
+    _check_text(model, composite)
+    setattr(model, _ATTRIBUTE, Composite(composite, _body(composite), names))
     return model  # type: ignore[no-any-return]
-
-
-def name_body(model: PreTrainedModel) -> None:
-    """Let `model.base_model` be the body of a causal language model: Llama 4's class names it as its composite does."""
-    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
-        model.base_model_prefix = "model"
 
 
 def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]:
@@ -178,7 +180,71 @@ def _names(model: PreTrainedModel, composite: PreTrainedModel) -> dict[str, str]
         if outer not in theirs or theirs[outer].shape != tensor.shape:
             raise _not_separable(composite, f"it has no tensor for {name}")
         names[name] = outer
+    if more := [name for name in theirs if name.startswith(tuple(prefixes.values())) and name not in names.values()]:
+        raise _not_separable(composite, f"its language model has also {more[0]}")
     return names
+
+
+def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
+    """Check on the meta device that a composite passes text to its language model as it is, and has its logits.
+
+    No layer runs: known outputs take the place of those of the language model's body and of the head.
+
+    Raises:
+        ConfigError: Names what the composite adds.
+    """
+    embeddings: list[Tensor] = []
+    hook = composite.get_input_embeddings().register_forward_hook(lambda *seen: embeddings.append(seen[-1]))
+    inputs = {name: torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")}
+    try:
+        with windows_as_masks(composite):
+            given, logits = _around_body(composite, inputs)
+    finally:
+        hook.remove()
+    known = [*inputs.values(), *embeddings]
+    for name, value in given.items():
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor) and name not in _OF_TOKENS and not any(tensor is one for one in known):
+                raise _not_separable(composite, f"it also gives {name} to its language model")
+    _, alone = _around_body(model, inputs)
+    if logits.is_meta or logits.shape != alone.shape or not torch.equal(logits, alone):
+        raise _not_separable(composite, "its logits are not those of its language model")
+
+
+def _around_body(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+    """Return what a model on the meta device passes to its body, and its logits for known outputs of the head."""
+    body, head = model.get_submodule(_body(model)), model.get_output_embeddings()
+    given: dict[str, Any] = {}
+    seen, between = Operations(), list[str]()
+    outputs = torch.linspace(-100.0, 100.0, head.out_features).expand(1, _LENGTH, -1)
+
+    def states(*arguments: Any, **options: Any) -> LastHiddenState:
+        given.update(options, **{f"argument {index}": value for index, value in enumerate(arguments)})
+        seen.changes.clear()
+        return LastHiddenState(last_hidden_state=torch.zeros(1, _LENGTH, head.in_features, device="meta"))  # type: ignore[arg-type]
+
+    hooks = (
+        head.register_forward_pre_hook(lambda *_: between.extend(seen.changes)),
+        head.register_forward_hook(lambda *_: outputs.clone()),
+    )
+    body.forward = states  # type: ignore[method-assign]
+    try:
+        with torch.no_grad(), seen:
+            logits: Tensor = model(**inputs, use_cache=False).logits
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise _not_separable(
+            model, f"it computes no logits of text alone ({type(error).__name__}: {reason})"
+        ) from error
+    finally:
+        del body.forward
+        for hook in hooks:
+            hook.remove()
+    if not given:
+        raise _not_separable(model, "it does not run its language model for text")
+    if between:
+        raise _not_separable(model, f"it changes states before its head ({', '.join(between[:3])})")
+    return given, logits
 
 
 def _body(model: PreTrainedModel) -> str:

@@ -75,7 +75,7 @@ def export_hf(
     composite = composite_of(model)
     base = str(model_config.name_or_path) if base is None else base
     everything = tensors if composite is None else chain(tensors, _other_towers(model, base, model_config))
-    names = model.state_dict().keys()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
     written: set[str] = set()

@@ -27,7 +27,8 @@ from transformers.utils import cached_file
 
 from skyrl_train.config.sources import is_address, is_relative_name, local_path
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, name_body, text_model
+from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, text_model
+from skyrl_train.models.padding_free import name_body
 from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
 from skyrl_train.storage.copies import local_copy
 
@@ -144,6 +145,8 @@ def described_causal_lm(
             return _open(path, config, torch.float32, key, "eager")[0]
     try:
         return model_without_memory(config, torch.float32)
+    except ConfigError:
+        raise
     except Exception as error:  # as in `_load`
         raise _cannot_load(key, path, error) from error
 
@@ -196,7 +199,8 @@ def set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
 
 
 def _refuse_quantized(path: str, config: PreTrainedConfig, key: str) -> None:
-    if getattr(config, "quantization_config", None) is not None:
+    parts = (config, config.get_text_config())
+    if any(getattr(part, "quantization_config", None) is not None for part in parts):
         raise ConfigError(
             f"{key}={path!r}: quantized weights are not trained; give the checkpoint without quantization."
         )

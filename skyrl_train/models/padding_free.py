@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_attention import Segments, refuse_arguments
@@ -45,6 +46,13 @@ _REDUCTIONS = frozenset(
         *("argmin", "logsumexp"),
     )
 )
+_SAME_VALUES = frozenset(
+    (
+        *("_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "t"),
+        *("transpose", "unsqueeze", "view", "permute"),
+    )
+)
+"""Operations that do not change a value."""
 _WITHOUT_VALUES = frozenset(
     (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
@@ -55,14 +63,15 @@ _WITHOUT_VALUES = frozenset(
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Change what transformers states in a way that packing cannot use: both are of Llama 4.
+    """Change what Llama 4 states in a way that packing cannot use: see `name_body` and `drop_query_scales`."""
+    name_body(model)
+    drop_query_scales(model)
 
-    The class of its language model has the prefix of its composite, so its body is not found. For its query scales see
-    `drop_query_scales`.
-    """
+
+def name_body(model: PreTrainedModel) -> None:
+    """Let `model.base_model` be the body of a causal language model: Llama 4's class names it as its composite does."""
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"
-    drop_query_scales(model)
 
 
 def check_padding_free(model: PreTrainedModel) -> None:
@@ -178,6 +187,28 @@ def operation_name(function: Any) -> str:
     """The name of an operation without its overload, and without the mark of one that changes its input."""
     name: str = function._schema.name.split("::")[-1]
     return name if name.endswith("__") else name.removesuffix("_")
+
+
+class LastHiddenState(MoeModelOutputWithPast):
+    """The output of a body of any architecture: everything but the last hidden state is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Operations(OnMeta):
+    """A mode that notes which operations change values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation_name(function)
+        if name not in _SAME_VALUES and any(isinstance(argument, Tensor) for argument in args):
+            self.changes.append(name)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class _TokenFlow(OnMeta):
@@ -298,6 +329,13 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
         return value.new_empty(1, tokens, heads, value.shape[-1]), None
 
     AttentionInterface.register(_TRACED, attend)
+    with windows_as_masks(model):
+        yield
+
+
+@contextmanager
+def windows_as_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Within it `model` makes no masks but its windows (see windows.py), and an empty tensor for any other kind."""
     register_window_masks(_TRACED)
     configs = _configs(model)
     before = [(config, config._attn_implementation, config._experts_implementation) for config in configs]

@@ -68,7 +68,7 @@ class RaggedModel(nn.Module):
         """[T, L, k] int16: the experts that the last forward chose, if routers keep their choices."""
         self.parts: dict[str, Part] = {}
         """Checkpoint name -> part, for parameters of which this rank has only a part."""
-        self._longest_exact = _longest_exact(model.config.get_text_config())
+        self._longest_exact = longest_exact(model.config.get_text_config())
         self._learned_positions = _learned_positions(model)
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
@@ -298,7 +298,7 @@ def _learned_positions(model: PreTrainedModel) -> int | None:
     return longest if longest is not None and {longest, longest + 2} & set(tables) else None
 
 
-def _longest_exact(config: Any) -> int | None:
+def longest_exact(config: Any) -> int | None:
     """Return the length beyond which a model computes something else in a batch than alone; None if there is none.
 
     Longrope changes its frequencies for a whole batch. For chunked attention see `chunk_limit`.

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
-from skyrl_train.models.padding_free import OnMeta, adapt, check_padding_free, needs_values, operation_name
+from skyrl_train.models.padding_free import LastHiddenState, Operations, adapt, check_padding_free, needs_values
 from skyrl_train.models.ragged_model import (
     RaggedModel,
     check_and_divide,
@@ -44,15 +43,6 @@ def chunk_bytes(device: str, memory: int | None) -> int:
     """
     least = CHUNK_BYTES[device]
     return least if device == "cpu" or not memory else max(least, 1 << ((memory // 64).bit_length() - 1))
-
-
-_SAME_VALUES = frozenset(
-    (
-        *("_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "t"),
-        *("transpose", "unsqueeze", "view", "permute"),
-    )
-)
-"""Operations that do not change a value."""
 
 
 class Scores(NamedTuple):
@@ -162,33 +152,11 @@ def logit_shape(config: Any) -> LogitShape:
     )
 
 
-class _LastHiddenState(MoeModelOutputWithPast):
-    """The output of a body of any architecture: everything but the last hidden state is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _Operations(OnMeta):
-    """A mode that notes which operations change values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changes: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operation_name(function)
-        if name not in _SAME_VALUES and any(isinstance(argument, Tensor) for argument in args):
-            self.changes.append(name)
-        return super().__torch_dispatch__(function, types, args, kwargs)
-
-
 def _check_around_head(model: PreTrainedModel) -> None:
     """Check on the meta device that the head gets the last hidden states, and that logits are `logit_shape` of its
     outputs, in whose place known numbers are put. Raises ConfigError.
     """
-    head, seen = linear_head(model), _Operations()
+    head, seen = linear_head(model), Operations()
     before: list[str] = []
     outputs = torch.linspace(-100.0, 100.0, head.out_features).view(1, 1, -1)
     hooks = (
@@ -231,9 +199,9 @@ def _logits_after(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     calls: list[None] = []
 
-    def states(*_: Any, **__: Any) -> _LastHiddenState:
+    def states(*_: Any, **__: Any) -> LastHiddenState:
         calls.append(None)
-        return _LastHiddenState(last_hidden_state=hidden)  # type: ignore[arg-type]
+        return LastHiddenState(last_hidden_state=hidden)  # type: ignore[arg-type]
 
     body.forward = states
     reason = "it does not call this body"

@@ -19,21 +19,24 @@ def register_window_masks(attention: str) -> None:
     AttentionMaskInterface.register(attention, _window_mask)
 
 
-def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | Tensor | None:
-    """The window, in tokens; None without one. A tensor for a mask with further rules, which attention must refuse."""
-    return torch.empty(0) if use_vmap else local_size
+def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> int | Tensor | None:
+    """The window, in tokens; None without one. A tensor for a mask with other rules, which attention must refuse."""
+    sees_later = "allow_is_bidirectional_skip" in others  # an argument of masks that are not causal
+    return torch.empty(0) if use_vmap or sees_later else local_size
 
 
 def chunk_limit(config: Any) -> int | None:
-    """Return the number of tokens up to which layers with chunked attention (Llama 4) compute plain causal attention.
+    """Return the number of tokens up to which all layers of Llama 4 compute plain causal attention.
 
-    That is the size of a chunk, and the length at which the layers without rotary positions begin to scale queries.
-    None for models without such layers.
+    That is the size of a chunk in layers with chunked attention, and the length at which layers without rotary
+    positions begin to scale queries. None for other models.
     """
-    if "chunked_attention" not in (getattr(config, "layer_types", None) or ()):
-        return None
-    limit = int(config.attention_chunk_size)
-    return min(limit, int(config.floor_scale) - 1) if getattr(config, "attn_temperature_tuning", False) else limit
+    limits = []
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(int(config.attention_chunk_size))
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        limits.append(int(config.floor_scale) - 1)
+    return min(limits, default=None)
 
 
 def drop_query_scales(model: nn.Module) -> None:

@@ -46,6 +46,7 @@ _CONVOLUTIONS = ["conv", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _THREE_ROPES = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
 _GROUPS = {"n_group": 1, "topk_group": 1}
+_OMNI = {"audio_start_token_id": 5, "audio_end_token_id": 3, "vision_start_token_id": 6, "vision_end_token_id": 4}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 32},
     "codegen": {"rotary_dim": 8},
@@ -85,6 +86,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm_ocr_text": _THREE_ROPES,
     "paddleocr_vl_text": _THREE_ROPES,
     "qwen2_5_omni_text": _THREE_ROPES,
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe_thinker": _OMNI,
     "qwen2_5_vl_text": _THREE_ROPES,
     "qwen2_vl_text": _THREE_ROPES,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},

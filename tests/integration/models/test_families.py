@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.loading import checkpoint_names, checkpoint_tensors, described_causal_lm, load_causal_lm
 from skyrl_train.models.token_scorer import TokenScorer, refuse_unscorable
 from tests.support.padded_reference import padded_scores, ragged_batch
 from tests.support.tiny_families import tiny_family
@@ -72,10 +74,26 @@ def test_family_is_trained_exactly_or_refused(kind: str):
     check_family(tiny_family(kind, AutoModelForCausalLM), kind in EXACT)
 
 
+def check_language_model(whole: PreTrainedModel, is_exact: bool, folder: Path) -> None:
+    """Expect log-probs of packed texts from the language model of a checkpoint to be those of the whole composite."""
+    whole.save_pretrained(folder)
+    reason = refusal(lambda: refuse_unscorable(described_causal_lm(str(folder))))
+    assert (reason is None) == is_exact, reason
+    if reason is not None:
+        assert refusal(lambda: TokenScorer(load_causal_lm(str(folder), dtype=torch.float32))) is not None
+        return
+    model = load_causal_lm(str(folder), dtype=torch.float32)
+    named = checkpoint_tensors(model, dict(model.named_parameters()))
+    assert named.keys() <= checkpoint_names(str(folder))
+    batch = make_batch()
+    alone = logprobs_of_each_alone(whole, batch)
+    torch.testing.assert_close(packed_logprobs(TokenScorer(model), batch), alone, rtol=0, atol=1e-4)
+
+
 @pytest.mark.on_demand
 @pytest.mark.parametrize("kind", sorted(COMPOSITES.keys() - NOT_BUILT_WITH_IMAGES.keys()))
-def test_text_of_image_text_family_is_trained_exactly_or_refused(kind: str):
-    check_family(tiny_family(kind, AutoModelForImageTextToText), kind in EXACT_WITH_IMAGES)
+def test_text_of_image_text_family_is_trained_exactly_or_refused(kind: str, tmp_path: Path):
+    check_language_model(tiny_family(kind, AutoModelForImageTextToText), kind in EXACT_WITH_IMAGES, tmp_path)
 
 
 def test_lists_of_families_are_those_of_transformers():

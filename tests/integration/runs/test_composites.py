@@ -91,6 +91,52 @@ def test_adapters_of_a_composite_are_synced_and_exported(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
+@pytest.mark.parametrize(
+    ("kind", "hidden_size", "division"),
+    [
+        ("gemma3", 64, None),
+        ("qwen2_5_vl", 128, "tensor"),
+        ("qwen3_vl", 64, "sequence"),
+        ("qwen3_vl_moe", 64, "expert"),
+    ],
+)
+def test_composite_is_trained_by_two_ranks(
+    train: Callable[..., Path], tmp_path: Path, kind: str, hidden_size: int, division: str | None
+) -> None:
+    base = save_composite(tmp_path / "composite", kind, hidden_size=hidden_size, tied=kind == "gemma3")
+    ranks = ["trainer.placement.policy_num_gpus_per_node=2"]
+    ranks += [f"trainer.policy.{division}_parallel_size=2"] if division else []
+    folder = train(base, "trainer.max_steps=2", "trainer.hf_save_interval=2", "generator.backend=transformers", *ranks)
+    assert_only_language_model_changed(base, folder / "exports" / "global_step_2" / "policy")
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_resumed_ppo_of_a_composite_is_bitwise_the_uninterrupted_run(
+    run: Run, easy: Callable[[Path], list[str]], tmp_path: Path
+) -> None:
+    base = save_composite(tmp_path / "composite", "gemma3", tied=True)
+    given = (
+        f"trainer.policy.model.path={base}",
+        f"trainer.critic.model.path={base}",
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.critic_mini_batch_size=4",
+        "trainer.epochs=2",
+        "generator.backend=transformers",
+        "trainer.hf_save_interval=4",
+    )
+    exported = []
+    for name, stops in (("whole", (4,)), ("parts", (2, 4))):
+        for stop in stops:
+            run("main_base", *easy(tmp_path / name), *given, f"trainer.max_steps={stop}")
+        exported.append(tmp_path / name / "exports" / "global_step_4" / "policy")
+        assert_only_language_model_changed(base, exported[-1])
+    whole, parts = (load_file(folder / "model.safetensors") for folder in exported)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
 def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) -> None:
     base = save_composite(tmp_path / "composite", "mistral3")
     rows = [

@@ -92,6 +92,16 @@ def test_exported_adapter_loads_on_the_composite(kind: str, tmp_path: Path) -> N
     assert adapted and not tower_names(adapted), "adapters are in the language model only"
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_export_keeps_every_dtype_of_the_base(kind: str, tmp_path: Path) -> None:
+    base = save_composite(tmp_path / "base", kind, dtype=torch.bfloat16)
+    place, _ = export(Export(str(save_run(tmp_path / "run", base)), str(tmp_path / "model"), dtype="bfloat16"))
+    before, after = (load_file(Path(one) / "model.safetensors") for one in (base, place))
+    assert {name: tensor.dtype for name, tensor in before.items()} == {name: one.dtype for name, one in after.items()}
+    configs = [json.loads((Path(one) / "config.json").read_text()) for one in (base, place)]
+    assert configs[0] == configs[1]
+
+
 def test_other_towers_are_not_taken_from_another_base(tmp_path: Path) -> None:
     checkpoint = save_run(tmp_path / "run", save_composite(tmp_path / "base", "gemma3"))
     other = save_composite(tmp_path / "other", "gemma3", seed=1)

@@ -14,8 +14,9 @@ from skyrl_train.config.schema import Config
 from skyrl_train.engines.sglang import models as sglang
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_config
+from skyrl_train.models.loading import POLICY_PATH, load_config
 from tests.support.composites import save_composite
+from tests.support.tiny_families import tiny_config
 
 
 def config_of(path: str, *overrides: str) -> Config:
@@ -54,6 +55,35 @@ def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monke
     with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration, whose class in vLLM imports torchvision"):
         refuse_composite("composite", config)
     refuse_composite("text", config.get_text_config())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM are not"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
+)
+def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
+    config = config_of(save_composite(tmp_path / "composite", kind), "generator.backend=vllm")
+    with pytest.raises(ConfigError, match=rf"generator\.backend=vllm: .*, {reason} .*backend=transformers"):
+        check(config)
+
+
+def test_evaluation_with_vllm_refuses_composite_that_is_no_text_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    tiny_config("aya_vision").save_pretrained(tmp_path)
+    config = config_of(str(tmp_path), "generator.backend=vllm")
+    with pytest.raises(ConfigError, match=r"^trainer\.policy\.model\.path=.* AyaVisionForConditionalGeneration cannot"):
+        _model(config, Uses(learner=False), POLICY_PATH, str(tmp_path))
+
+
+def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    path = save_composite(tmp_path / "composite", "llama4")  # its chunks have 128 tokens
+    lengths = ("trainer.max_prompt_length=100", "generator.sampling_params.max_generate_length=29")
+    with pytest.raises(ConfigError, match="sequences may have 129 tokens, but beyond 128 "):
+        check(config_of(path, *lengths, "generator.backend=vllm"))
+    check(config_of(path, *lengths, "generator.backend=vllm", "+generator.engine_init_kwargs.max_model_len=128"))
+    check(config_of(path, *lengths))  # the engine stops at the limit
 
 
 def test_composite_is_refused_for_sglang(tmp_path: Path) -> None:

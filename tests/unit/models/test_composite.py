@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from torch import Tensor
+from transformers import Llama4TextConfig, LlavaModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import overrides_of_composite
@@ -22,9 +24,11 @@ from skyrl_train.models.loading import (
     model_without_memory,
     open_causal_lm,
 )
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.token_scorer import TokenScorer, refuse_unscorable
+from skyrl_train.models.windows import chunk_limit
 from tests.support.composites import KINDS, composite_model, save_composite
 from tests.support.padded_reference import ragged_batch
+from tests.support.tiny_families import tiny_config
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +109,60 @@ def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
         scorer(*arguments)
 
 
-def test_unknown_composite_is_refused() -> None:
-    config = AutoConfig.for_model("paligemma")
-    with pytest.raises(ConfigError, match="PaliGemmaForConditionalGeneration cannot be used as its language model"):
+def test_llama_4_without_chunks_is_limited_by_its_query_scales() -> None:
+    scaled = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+    assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64)) == 63
+    assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64, attn_temperature_tuning=False)) is None
+    assert chunk_limit(Llama4TextConfig(**scaled | {"no_rope_layers": [1, 1]}, floor_scale=64)) is None
+
+
+def test_masks_that_are_not_causal_are_refused_without_weights() -> None:
+    config = tiny_config("llama")
+    refuse_unscorable(model_without_memory(config, torch.float32))
+    config.is_causal = False  # embedding models are saved so
+    with pytest.raises(ConfigError, match="LlamaAttention uses a ready-made mask"):
+        refuse_unscorable(model_without_memory(config, torch.float32))
+
+
+def test_quantized_language_model_of_a_composite_is_refused(tmp_path: Path) -> None:
+    path = save_composite(tmp_path / "model", "gemma3")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantized weights are not trained"):
+        load_causal_lm(path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("paligemma", "it lets the tokens of a prompt see later ones"),
+        ("aya_vision", "its logits are not those of its language model"),
+        ("inkling_mm_model", "it changes states before its head"),
+        ("blip", "it has no language-model head"),
+        ("kosmos-2", "it computes no logits of text alone"),
+        ("florence2", "its language model is a BartModel"),
+    ],
+)
+def test_composite_that_does_more_than_its_language_model_is_refused(kind: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"ForConditionalGeneration cannot be used as its language .*: {reason}"):
+        model_without_memory(tiny_config(kind), torch.float32)
+
+
+@pytest.mark.parametrize("argument", ["inputs_embeds", "attention_mask"])
+def test_composite_that_changes_inputs_is_refused(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlavaModel.forward
+
+    def changed(self: LlavaModel, input_ids: Tensor, **options: Any) -> Any:
+        embeddings = self.get_input_embeddings()(input_ids)
+        added = {"inputs_embeds": 2 * embeddings, "attention_mask": torch.ones_like(input_ids)}
+        return forward(
+            self, None if argument == "inputs_embeds" else input_ids, **options | {argument: added[argument]}
+        )
+
+    config = tiny_config("llava")
+    assert type(model_without_memory(config, torch.float32)).__name__ == "LlamaForCausalLM"
+    monkeypatch.setattr(LlavaModel, "forward", changed)
+    with pytest.raises(ConfigError, match=f"it also gives {argument} to its language model"):
         model_without_memory(config, torch.float32)
