@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.config.presence import Uses
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.sources import is_address
 from skyrl_train.experiments.base import Experiment, start
 from skyrl_train.experiments.restarts import rank_losses, with_restarts

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.cluster.named import named_cluster_has_gpus, short_grace
+from skyrl_train.config.predicates import Uses, slots_of
 from skyrl_train.config.prepare import launch
-from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import is_address

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.presence import slots_of
+from skyrl_train.config.predicates import slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp, why_fixed
 from skyrl_train.errors import ClusterLost, ConfigError, RewardModelLost, Stopped, WorkerDied
