@@ -43,6 +43,7 @@ from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import show_warnings_visibly, to_stderr
 
+HELP = frozenset({"--help", "-h"})
 INFORMATION_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
@@ -195,9 +196,7 @@ def _contradiction(override: Override, given: dict[str, Override]) -> Iterator[P
             yield Problem(override.key, override.value, f"the same as {key}={show(other.value)}", advice)
 
 
-HELP = frozenset({"--help", "-h"})
-_RUN_FILES = ("run.json", "metrics.jsonl")
-_SERVERS = "environment.skyrl_gym.tool_use.tool_settings.mcp.servers"
+# -- the configuration of a run
 
 
 @dataclass(frozen=True)
@@ -298,6 +297,10 @@ def _check(
     if uses is not None:
         found += crowding(frozen, uses)
     return PreparedConfig(frozen, found, notes)
+
+
+_RUN_FILES = ("run.json", "metrics.jsonl")
+_SERVERS = "environment.skyrl_gym.tool_use.tool_settings.mcp.servers"
 
 
 def code_of_run(config: Config, folder: str | None, overridden: Collection[str]) -> Iterator[Problem]:

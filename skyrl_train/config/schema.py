@@ -1,58 +1,23 @@
-"""The root of the configuration with `data` and `trainer`, and every section under one name."""
+"""The root of the configuration with `data` and `trainer`. Sections that builders take can be imported from here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.algorithm import (
-    AlgorithmConfig,
-    CISPOConfig,
-    ClipCovConfig,
-    DPPOConfig,
-    DynamicSamplingConfig,
-    KLCovConfig,
-    KLCtrlConfig,
-    OffPolicyCorrectionConfig,
-    OverlongBufferConfig,
-    SAPOConfig,
-    SFTConfig,
-)
+from skyrl_train.config.algorithm import AlgorithmConfig, DPPOConfig
 from skyrl_train.config.choices import STRATEGIES, TRACKERS
-from skyrl_train.config.environment import (
-    EnvironmentConfig,
-    JudgeConfig,
-    SearchConfig,
-    SkyRLGymConfig,
-    Text2SQLConfig,
-)
-from skyrl_train.config.generator import (
-    ChatTemplateConfig,
-    EvalSamplingConfig,
-    GeneratorConfig,
-    RateLimitConfig,
-    SamplingConfig,
-)
+from skyrl_train.config.environment import EnvironmentConfig
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.model import (
     CriticConfig,
-    CriticModelConfig,
     DeepSpeedConfig,
     FSDPConfig,
     LoraConfig,
-    MegatronConfig,
-    MegatronDDPConfig,
-    MegatronLoraConfig,
-    MegatronProfilerConfig,
-    ModelConfig,
     OptimizerConfig,
     PolicyConfig,
-    PolicyLoraConfig,
-    PolicyMegatronConfig,
     RefConfig,
-    RefDeepSpeedConfig,
-    RefModelConfig,
     RewardConfig,
-    RewardModelConfig,
 )
 from skyrl_train.config.section import (
     AT_LEAST_ONE,
@@ -64,57 +29,6 @@ from skyrl_train.config.section import (
     Section,
     key,
 )
-
-__all__ = [
-    "AlgorithmConfig",
-    "CISPOConfig",
-    "ChatTemplateConfig",
-    "ClipCovConfig",
-    "Config",
-    "CriticConfig",
-    "CriticModelConfig",
-    "CurriculumConfig",
-    "DPPOConfig",
-    "DataConfig",
-    "DeepSpeedConfig",
-    "DynamicSamplingConfig",
-    "EnvironmentConfig",
-    "EvalSamplingConfig",
-    "FSDPConfig",
-    "FullyAsyncConfig",
-    "GeneratorConfig",
-    "GuardsConfig",
-    "JudgeConfig",
-    "KLCovConfig",
-    "KLCtrlConfig",
-    "LoraConfig",
-    "MegatronConfig",
-    "MegatronDDPConfig",
-    "MegatronLoraConfig",
-    "MegatronProfilerConfig",
-    "ModelConfig",
-    "OffPolicyCorrectionConfig",
-    "OptimizerConfig",
-    "OverlongBufferConfig",
-    "PlacementConfig",
-    "PolicyConfig",
-    "PolicyLoraConfig",
-    "PolicyMegatronConfig",
-    "RateLimitConfig",
-    "RefConfig",
-    "RefDeepSpeedConfig",
-    "RefModelConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "SAPOConfig",
-    "SFTConfig",
-    "SamplingConfig",
-    "SearchConfig",
-    "SkyRLGymConfig",
-    "Text2SQLConfig",
-    "TimeoutsConfig",
-    "TrainerConfig",
-]
 
 
 @dataclass
