@@ -200,6 +200,21 @@ def test_the_older_bound_is_named_where_the_key_that_replaced_it_rules():
     assert line.startswith("trainer.algorithm.tis_imp_ratio_cap=3.0 has no effect here. ")
 
 
+@pytest.mark.parametrize(("takes_values", "is_named"), [(True, False), (False, True)])
+def test_signature_of_registered_estimator_decides_about_critic_keys(takes_values: bool, is_named: bool):
+    def with_values(rewards: Any, group_ids: Any, valid: Any, *, values: Any = None) -> None: ...
+
+    def without(rewards: Any, group_ids: Any, valid: Any) -> None: ...
+
+    advantage_estimators.register("mine")(with_values if takes_values else without)
+    try:
+        own = ["trainer.algorithm.advantage_estimator=mine", "trainer.critic.model.path=/x"]
+        found = prepare(own, has_accelerator=False, own_code=True).warnings
+    finally:
+        advantage_estimators.forget("mine")
+    assert [line.partition("=")[0] for line in found] == ["trainer.critic.model.path"] * is_named
+
+
 def test_tables_of_who_reads_what_are_those_of_the_signatures():
     def asks(function: Any, name: str) -> bool:
         return function is not None and name in keywords_of(function)
