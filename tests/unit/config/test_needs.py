@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +203,12 @@ def test_the_older_bound_is_named_where_the_key_that_replaced_it_rules():
 
 @pytest.mark.parametrize(("takes_values", "is_named"), [(True, False), (False, True)])
 def test_signature_of_registered_estimator_decides_about_critic_keys(takes_values: bool, is_named: bool):
-    def with_values(rewards: Any, group_ids: Any, valid: Any, *, values: Any = None) -> None: ...
+    def with_values(rewards: Any, group_ids: Any, valid: Any, *, values: Any = None) -> Any: ...
 
-    def without(rewards: Any, group_ids: Any, valid: Any) -> None: ...
+    def without(rewards: Any, group_ids: Any, valid: Any) -> Any: ...
 
-    advantage_estimators.register("mine")(with_values if takes_values else without)
+    estimator: Callable[..., Any] = with_values if takes_values else without
+    advantage_estimators.register("mine")(estimator)
     try:
         own = ["trainer.algorithm.advantage_estimator=mine", "trainer.critic.model.path=/x"]
         found = prepare(own, has_accelerator=False, own_code=True).warnings
