@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+from skyrl_train.config.convert import FOLDER_SUFFIXES, FOLDERS_AND_NAMES
 from skyrl_train.config.documentation import default_text, field_docs, limits
 from skyrl_train.config.keys import Key, aliases, all_keys, arms
 from skyrl_train.config.problems import show
-from skyrl_train.config.safety import FOLDER_SUFFIXES, FOLDERS_AND_NAMES
 from skyrl_train.config.schema import Config
 from skyrl_train.config.skyrl_keys import SKYRL_KEYS
 from skyrl_train.config.validate import OPEN_TO_PLUGINS

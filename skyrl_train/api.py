@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from skyrl_train.config.choices import ENGINES
+from skyrl_train.config.machine import INSTALL, missing
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.presence import INSTALL, missing
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError, Stopped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -31,15 +31,18 @@ from skyrl_train.algorithms.selections import selection_of
 from skyrl_train.algorithms.sft_objective import SFTObjective
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
 from skyrl_train.algorithms.value_objective import ValueObjective
-from skyrl_train.config.roles import (
-    critic_problem,
+from skyrl_train.config.predicates import (
+    correction_of,
+    corrects,
     kl_in_loss,
     kl_in_reward,
+    lacks_critic,
     needs_critic,
     needs_reference,
     sft_needs_reference,
 )
-from skyrl_train.config.schema import AlgorithmConfig, Config, OffPolicyCorrectionConfig, TrainerConfig
+from skyrl_train.config.schema import AlgorithmConfig, Config, TrainerConfig
+from skyrl_train.config.validate import critic_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.learner import Choose
 from skyrl_train.learner.worker import Objective
@@ -130,8 +133,8 @@ def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
     Also None if that argument is optional and no critic model is configured. Raises ConfigError if it is required and
     no critic model is configured.
     """
-    if (problem := critic_problem(trainer)) is not None:
-        raise ConfigError(str(problem))
+    if lacks_critic(trainer):
+        raise ConfigError(str(critic_problem(trainer)))
     if not needs_critic(trainer):
         return None
     clip = trainer.algorithm.value_clip
@@ -204,14 +207,6 @@ def build_correction_steps(algorithm: AlgorithmConfig) -> list[OffPolicyCorrecti
     return [OffPolicyCorrection(correction_of(algorithm))] if corrects(algorithm) else []
 
 
-def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
-    """The settings of the correction; SkyRL's older keys for token-level truncation (`use_tis`) are translated."""
-    correction = algorithm.off_policy_correction
-    if not algorithm.use_tis or correction.tis_ratio_type is not None:
-        return correction
-    return replace(correction, tis_ratio_type="token", token_tis_ratio_clip_high=algorithm.tis_imp_ratio_cap)
-
-
 def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Argument name -> value, for the arguments of functions in `algorithms/` that come from the configuration."""
     both = algorithm.dppo.tv_threshold  # alone: see config/validate.py
@@ -242,24 +237,6 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 def read_before_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether anything other than the loss reads the trainer's log-probs from before the update."""
     return kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in _estimator_reads(algorithm)
-
-
-def corrects(algorithm: AlgorithmConfig) -> bool:
-    """Whether any off-policy correction is on."""
-    correction = correction_of(algorithm)
-    return any(
-        value is not None
-        for value in (
-            correction.tis_ratio_type,
-            correction.sequence_mask_metric,
-            correction.outlier_token_is_threshold_low,
-            correction.outlier_token_is_threshold_high,
-            correction.token_mask_eps_low,
-            correction.token_mask_eps_high,
-            correction.token_mask_is_threshold_low,
-            correction.token_mask_is_threshold_high,
-        )
-    )
 
 
 def needs_rollout_logprobs(algorithm: AlgorithmConfig) -> bool:

@@ -17,7 +17,7 @@ from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import free_address_of, placed_again, places_of, unless_lost, visible_devices
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import ENGINES, WORKER_NODES
-from skyrl_train.config.presence import INSTALL
+from skyrl_train.config.machine import INSTALL
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import Connection

@@ -11,9 +11,8 @@ from skyrl_train.cluster.placement import cpus_per_slot
 from skyrl_train.cluster.room import FreeNode, Need, fits, free_nodes
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.predicates import Uses, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
-from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import NoRoom
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from skyrl_train.cluster.placement import Slots, reserve
 from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.predicates import count_slots, slots_per_engine
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
-from skyrl_train.config.slots import count_slots, slots_per_engine
 
 _ENGINES = "generator.num_inference_engines"
 

@@ -29,6 +29,7 @@ from skyrl_train.assembly.memory_shapes import (
     saved_bytes,
 )
 from skyrl_train.assembly.sync_choices import replaces_weights
+from skyrl_train.config.predicates import slots_per_engine
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
@@ -37,7 +38,6 @@ from skyrl_train.config.schema import (
     PolicyConfig,
     RefConfig,
 )
-from skyrl_train.config.slots import slots_per_engine
 from skyrl_train.data.batch import MAX_REACH
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr

@@ -18,7 +18,8 @@ from skyrl_train.assembly.data import build_demonstrations, build_tokenizer, che
 from skyrl_train.assembly.environments import environment_settings
 from skyrl_train.assembly.memory_plan import longest_sequence
 from skyrl_train.assembly.storage import check_addresses
-from skyrl_train.config.presence import ENGINE_MODEL, Uses, data_sources, missing, model_paths
+from skyrl_train.config.machine import ENGINE_MODEL, data_sources, missing, model_paths
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.presence import Uses, data_sources, model_paths, why_not_writable
+from skyrl_train.config.machine import data_sources, model_paths, why_not_writable
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config

@@ -5,28 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
-from skyrl_train.config.conditions import (
-    ADAPTIVE_KL,
-    CLIPPING_LOSS,
-    CRITIC,
-    GEOMETRIC_MASK,
-    MEASURED_KL,
-    OFF_POLICY_CORRECTION,
-    PRODUCT_MASK,
-    SEQUENCE_RATIO,
-    SOME_KL,
-    TOKEN_RATIO,
-    USE_TIS_ALONE,
-    algorithm_has,
-    estimator_is,
-    loss_is,
-    only_above,
-    only_if_set,
-    only_with,
+from skyrl_train.config.section import (
+    AT_LEAST_ONE,
+    FRACTION,
+    MINUS_ONE_OR_MORE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    Section,
+    key,
 )
-from skyrl_train.config.fields import key
-from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, MINUS_ONE_OR_MORE, NOT_NEGATIVE, POSITIVE, Range
-from skyrl_train.config.section import Section
 
 
 @dataclass
@@ -53,20 +41,20 @@ class OffPolicyCorrectionConfig(Section):
     tis_ratio_type: str | None = key(None, choices=(None, "token", "sequence"), spellings={"none": None})
     """Truncated importance sampling: weight the loss by the ratio of each `token` or of the whole `sequence`; null
     turns it off."""
-    token_tis_ratio_clip_high: float = key(2.0, range=POSITIVE, needs=TOKEN_RATIO)
+    token_tis_ratio_clip_high: float = key(2.0, range=POSITIVE)
     """Upper bound of the ratio of a token."""
-    sequence_tis_ratio_clip_high: float = key(5.0, range=POSITIVE, needs=SEQUENCE_RATIO)
+    sequence_tis_ratio_clip_high: float = key(5.0, range=POSITIVE)
     """Upper bound of the ratio of a sequence."""
     sequence_mask_metric: str | None = key(None, choices=(None, "product", "geometric"), spellings={"none": None})
     """Mask whole sequences by the `product` or by the `geometric` mean of the ratios of their tokens; null turns it
     off."""
-    geo_mask_high: float = key(1.01, range=POSITIVE, needs=GEOMETRIC_MASK)
+    geo_mask_high: float = key(1.01, range=POSITIVE)
     """Sequences whose geometric mean is above this are masked."""
-    geo_mask_low: float = key(0.99, range=NOT_NEGATIVE, needs=GEOMETRIC_MASK)
+    geo_mask_low: float = key(0.99, range=NOT_NEGATIVE)
     """Sequences whose geometric mean is below this are masked."""
-    product_mask_high: float = key(2.0, range=POSITIVE, needs=PRODUCT_MASK)
+    product_mask_high: float = key(2.0, range=POSITIVE)
     """Sequences whose product is above this are masked."""
-    product_mask_low: float = key(0.5, range=NOT_NEGATIVE, needs=PRODUCT_MASK)
+    product_mask_low: float = key(0.5, range=NOT_NEGATIVE)
     """Sequences whose product is below this are masked."""
     outlier_token_is_threshold_low: float | None = key(None, range=NOT_NEGATIVE)
     """A sequence is masked if the ratio of any of its tokens is below this; null turns it off."""
@@ -104,9 +92,7 @@ class DynamicSamplingConfig(Section):
     max_sample_batches: int = key(30, range=MINUS_ONE_OR_MORE)
     """The run stops if this many batches of prompts were drawn for one step and too few groups are useful; -1 sets no
     limit."""
-    min_replace_ratio: float = key(
-        0.3, range=FRACTION, needs=only_with("trainer.algorithm.dynamic_sampling.type", "replace")
-    )
+    min_replace_ratio: float = key(0.3, range=FRACTION)
     """If a smaller share of the batch is useful, `replace` drops the other groups and draws more prompts."""
 
 
@@ -168,12 +154,7 @@ class OverlongBufferConfig(Section):
     len: int = key(0, range=NOT_NEGATIVE, aliases="trainer.algorithm.overlong_buffer_len")
     """Length (tokens) of the zone before the limit in which the penalty grows from 0 to `penalty_factor`; 0 turns the
     penalty off. A conversation is penalised for its longest turn."""
-    penalty_factor: float = key(
-        1.0,
-        range=NOT_NEGATIVE,
-        needs=only_above("trainer.algorithm.overlong_buffer.len", 0),
-        aliases="trainer.algorithm.overlong_buffer_penalty_factor",
-    )
+    penalty_factor: float = key(1.0, range=NOT_NEGATIVE, aliases="trainer.algorithm.overlong_buffer_penalty_factor")
     """The full penalty. It is subtracted from the reward of a response that reaches the limit, and of every response
     that was cut off by length."""
 
@@ -195,24 +176,22 @@ class AlgorithmConfig(Section):
 
     advantage_estimator: str = key("grpo", choices=ADVANTAGE_ESTIMATORS, plugins=True)
     """How advantages are computed from rewards."""
-    kl_ctrl: KLCtrlConfig = key(factory=KLCtrlConfig, needs=ADAPTIVE_KL)
-    kl_estimator_type: str = key("k3", choices=KL_ESTIMATORS, plugins=True, needs=MEASURED_KL)
+    kl_ctrl: KLCtrlConfig = key(factory=KLCtrlConfig)
+    kl_estimator_type: str = key("k3", choices=KL_ESTIMATORS, plugins=True)
     """Estimator of the KL divergence to the reference."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reward. Cannot be combined with `use_kl_loss`."""
     use_kl_loss: bool = True
     """Add the KL divergence to the loss. Cannot be combined with `use_kl_in_reward`."""
-    kl_loss_coef: float = key(0.001, range=NOT_NEGATIVE, usual=Range(1e-6, 10), needs=SOME_KL)
+    kl_loss_coef: float = key(0.001, range=NOT_NEGATIVE, usual=Range(1e-6, 10))
     """Coefficient of the KL divergence, in the loss or in the reward. With 0 no reference model is needed."""
     use_entropy_loss: bool = False
     """Subtract the entropy from the loss."""
-    entropy_loss_coef: float = key(
-        0.01, range=NOT_NEGATIVE, usual=Range(1e-6, 1), needs=only_with("trainer.algorithm.use_entropy_loss", True)
-    )
+    entropy_loss_coef: float = key(0.01, range=NOT_NEGATIVE, usual=Range(1e-6, 1))
     """Coefficient of the entropy."""
     advantage_batch_normalize: bool = False
     """Normalise advantages over the whole batch to mean 0 and standard deviation 1."""
-    value_head_prefix: str = key("value_head", needs=CRITIC)
+    value_head_prefix: str = "value_head"
     """Name of the critic's output layer."""
     policy_loss_type: str = key(
         "regular", choices=POLICY_LOSSES, plugins=True, aliases="ppo_loss_type", spellings={"dppo": "dppo_tv"}
@@ -220,43 +199,37 @@ class AlgorithmConfig(Section):
     """The policy loss. `regular` is PPO's clipped surrogate."""
     loss_reduction: str = key("token_mean", choices=REDUCTIONS, plugins=True)
     """How the losses of tokens are combined, always over the whole mini-batch."""
-    grpo_norm_by_std: bool = key(True, needs=estimator_is("grpo"))
+    grpo_norm_by_std: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards; false is Dr. GRPO."""
     zero_variance_filter: bool = False
     """Keep groups whose rewards, penalties included, are all equal out of the loss. They stay in the batch."""
     router_aux_loss_coef: float = key(0.0, range=NOT_NEGATIVE)
     """Coefficient of a loss that spreads a mixture of experts' tokens evenly over them, sequence by sequence
     (DeepSeek-V3, arXiv:2412.19437, eq. 17; the mean over layers). 0 turns it off."""
-    lambd: float = key(1.0, range=FRACTION, needs=CRITIC)
+    lambd: float = key(1.0, range=FRACTION)
     """Lambda of generalised advantage estimation."""
-    gamma: float = key(1.0, range=FRACTION, needs=estimator_is("gae", "reinforce++"))
+    gamma: float = key(1.0, range=FRACTION)
     """Discount per token."""
-    eps_clip_low: float = key(0.2, range=FRACTION, needs=CLIPPING_LOSS)
+    eps_clip_low: float = key(0.2, range=FRACTION)
     """The probability ratio is clipped from below at 1 minus this."""
-    eps_clip_high: float = key(0.2, range=NOT_NEGATIVE, usual=Range(1e-5, 5), needs=CLIPPING_LOSS)
+    eps_clip_high: float = key(0.2, range=NOT_NEGATIVE, usual=Range(1e-5, 5))
     """The probability ratio is clipped from above at 1 plus this."""
-    clip_ratio_c: float = key(3.0, range=Range(1, above=True), needs=loss_is("dual_clip"))
+    clip_ratio_c: float = key(3.0, range=Range(1, above=True))
     """The second bound of `policy_loss_type=dual_clip`, for tokens with a negative advantage."""
-    tis_imp_ratio_cap: float = key(-1.0, needs=USE_TIS_ALONE)
+    tis_imp_ratio_cap: float = -1.0
     """Upper bound of the ratio of a token with `use_tis`."""
     use_tis: bool = False
     """Older name of `off_policy_correction.tis_ratio_type=token`."""
-    max_seq_len: int | None = key(
-        None, range=AT_LEAST_ONE, needs=algorithm_has("loss_reduction", "seq_mean_token_sum_norm")
-    )
+    max_seq_len: int | None = key(None, range=AT_LEAST_ONE)
     """Denominator (tokens) of `seq_mean_token_sum_norm`; null is `max_input_length` + `max_generate_length`."""
-    off_policy_correction: OffPolicyCorrectionConfig = key(
-        factory=OffPolicyCorrectionConfig, needs=OFF_POLICY_CORRECTION
-    )
-    sapo: SAPOConfig = key(factory=SAPOConfig, needs=loss_is("sapo"))
-    value_clip: float | None = key(0.2, range=POSITIVE, needs=CRITIC)
+    off_policy_correction: OffPolicyCorrectionConfig = key(factory=OffPolicyCorrectionConfig)
+    sapo: SAPOConfig = key(factory=SAPOConfig)
+    value_clip: float | None = key(0.2, range=POSITIVE)
     """The critic's loss clips new values to within this distance of the old ones; null does not clip."""
-    dynamic_sampling: DynamicSamplingConfig = key(
-        factory=DynamicSamplingConfig, needs=only_if_set("trainer.algorithm.dynamic_sampling.type")
-    )
-    clip_cov: ClipCovConfig = key(factory=ClipCovConfig, needs=loss_is("clip_cov"))
-    kl_cov: KLCovConfig = key(factory=KLCovConfig, needs=loss_is("kl_cov"))
-    cispo: CISPOConfig = key(factory=CISPOConfig, needs=loss_is("cispo"))
-    dppo: DPPOConfig = key(factory=DPPOConfig, needs=loss_is("dppo_tv", "dppo_kl"))
+    dynamic_sampling: DynamicSamplingConfig = key(factory=DynamicSamplingConfig)
+    clip_cov: ClipCovConfig = key(factory=ClipCovConfig)
+    kl_cov: KLCovConfig = key(factory=KLCovConfig)
+    cispo: CISPOConfig = key(factory=CISPOConfig)
+    dppo: DPPOConfig = key(factory=DPPOConfig)
     overlong_buffer: OverlongBufferConfig = key(factory=OverlongBufferConfig)
     sft: SFTConfig = key(factory=SFTConfig)

@@ -1,15 +1,126 @@
-"""Plain values -> the types of the dataclasses, strictly: text is no number, 1 is not true, NaN fits no type."""
+"""Nested plain values, from YAML or the command line -> the types of the dataclasses.
+
+First everything that is wrong with them: code to run, secrets of the environment, unknown keys, wrong types. Types are
+strict: text is no number, 1 is not true, NaN fits no type.
+
+Hydra and OmegaConf can call any function a value names (`_target_`, resolvers), and a resolved configuration is
+printed, saved and sent to trackers. So values may refer to other keys and to a few environment variables, no more.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from skyrl_train.config.keys import arms, hints
+from skyrl_train.config.keys import arms, canonical, find, hints, nearest, spelt
+from skyrl_train.config.problems import Problem, UnknownKey
+from skyrl_train.config.secrets import looks_like_credential
 from skyrl_train.config.section import Section
+from skyrl_train.config.skyrl_keys import skyrl_key
+
+
+def inspect(key: str, value: Any) -> list[Problem]:
+    """What is wrong with a key and everything below it, before interpolations are resolved; "" is the root."""
+    problems = list(unsafe(key, value))
+    refused = {problem.key for problem in problems}
+    return problems + [problem for problem in _misplaced(key, value) if problem.key not in refused]
+
+
+def _misplaced(key: str, value: Any) -> Iterator[Problem]:
+    known = find(key)
+    if skyrl_key(key) is not None:
+        return  # judged with the rest of the configuration, see skyrl_keys.py
+    if key and known is None:
+        yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
+    elif known is None or known.is_section:
+        if isinstance(value, Mapping):
+            for name, item in value.items():
+                yield from _misplaced(f"{key}.{name}" if key else str(name), item)
+        elif not is_reference(value):
+            yield Problem(key, value, "a section", f"Set the keys below it, {key}.KEY=VALUE.")
+    elif known.is_free and canonical(key) != known.name:
+        return
+    elif not is_reference(meant := spelt(known.name, value)):
+        try:
+            read(meant, known.hint)
+        except Unfit as unfit:
+            yield Problem(key, value, unfit.allowed, unfit.advice)
+
+
+def unknown_key_advice(key: str) -> str:
+    close = nearest(key)
+    return f"Did you mean {close}?" if close else "docs/configuration.md lists all keys."
+
+
+# -- Code and secrets
+
+
+ALLOWED_RESOLVERS = frozenset({"oc.env"})
+INSTANTIATE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
+
+FOLDERS_AND_NAMES = frozenset({"HOME", "PWD", "TMPDIR", "SCRATCH", "USER", "LOGNAME", "HOSTNAME"})
+FOLDER_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_ROOT", "_FOLDER", "_JOB_ID", "_JOB_NAME")
+
+_KEY_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]-]*\}")
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value is text that OmegaConf replaces when it resolves."""
+    return isinstance(value, str) and "${" in value
+
+
+def may_be_shown(variable: str) -> bool:
+    """Whether an environment variable holds a folder or a name, and no credential."""
+    folder = variable in FOLDERS_AND_NAMES or variable.endswith(FOLDER_SUFFIXES)
+    return folder and not looks_like_credential(variable)
+
+
+def unsafe(key: str, value: Any) -> Iterator[Problem]:
+    """Problems of a key and everything below it, before anything is resolved."""
+    if not INSTANTIATE_KEYS.isdisjoint(key.split(".")):
+        yield Problem(key, value, "a key that runs no code", "Remove it: configurations never instantiate objects.")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from unsafe(f"{key}.{name}" if key else str(name), item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from unsafe(key, item)
+    elif isinstance(value, str):
+        yield from _unsafe_text(key, value)
+
+
+def foreign_targets(hydra: Any, key: str = "hydra") -> Iterator[Problem]:
+    """Code that Hydra's own section would run beyond Hydra and its installed plugins (callbacks, ...)."""
+    if isinstance(hydra, Mapping):
+        for name, item in hydra.items():
+            if name == "_target_" and not str(item).startswith(("hydra.", "hydra_plugins.")):
+                yield Problem(f"{key}.{name}", item, "Hydra's own", "Remove it: configurations never run code.")
+            yield from foreign_targets(item, f"{key}.{name}")
+
+
+def _unsafe_text(key: str, text: str) -> Iterator[Problem]:
+    if "_target_" in text:
+        yield Problem(key, text, "text without '_target_'", "Remove it: configurations never instantiate objects.")
+    for variable in _VARIABLE.findall(text):
+        if not may_be_shown(variable):
+            yield Problem(
+                key,
+                text,
+                "free of secrets",
+                f"${{oc.env:{variable}}} would be printed and saved. Use a variable that holds a folder (HOME, *_DIR, "
+                "*_PATH, *_HOME); credentials are read from the environment by whoever needs them.",
+            )
+    if "${" in _VARIABLE.sub("\0", _KEY_REFERENCE.sub("\0", text)):
+        yield Problem(key, text, "plain, ${another.key} or ${oc.env:NAME}", "Other resolvers can run code.")
+
+
+# -- Types
+
 
 S = TypeVar("S", bound=Section)
 

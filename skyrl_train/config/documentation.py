@@ -9,8 +9,8 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from skyrl_train.config.inert import IGNORED
 from skyrl_train.config.keys import Key, aliases, all_keys, canonical, find, nearest
+from skyrl_train.config.needs import IGNORED
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Section

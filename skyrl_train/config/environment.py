@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
-from skyrl_train.config.conditions import environment_is, only_above
-from skyrl_train.config.fields import key
-from skyrl_train.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Range
-from skyrl_train.config.section import OpenSection, Section
-
-HOSTS = only_above("environment.hosts", 0)
+from skyrl_train.config.section import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, OpenSection, Range, Section, key
 
 
 @dataclass
@@ -233,24 +228,24 @@ class SkyRLGymConfig(Section):
     max_env_workers: int = key(32, range=NOT_NEGATIVE, aliases="generator.max_env_workers")
     """Maximum number of environment processes, in each of `environment.hosts` if there are any. At least one is
     started, and at most two per core of the machine."""
-    gsm8k: GSM8KConfig = key(factory=GSM8KConfig, needs=environment_is("gsm8k"))
-    gsm8k_multi_turn: GSM8KMultiTurnConfig = key(factory=GSM8KMultiTurnConfig, needs=environment_is("gsm8k_multi_turn"))
-    multiply: MultiplyConfig = key(factory=MultiplyConfig, needs=environment_is("multiply"))
-    math: MathConfig = key(factory=MathConfig, needs=environment_is("math"))
-    countdown: CountdownConfig = key(factory=CountdownConfig, needs=environment_is("countdown"))
-    ifeval: IFEvalConfig = key(factory=IFEvalConfig, needs=environment_is("ifeval"))
-    lcb: LCBConfig = key(factory=LCBConfig, needs=environment_is("lcb"))
-    text2sql: Text2SQLConfig = key(factory=Text2SQLConfig, needs=environment_is("text2sql"))
-    llm_as_a_judge: JudgeConfig = key(factory=JudgeConfig, needs=environment_is("llm_as_a_judge"))
-    search: SearchConfig = key(factory=SearchConfig, needs=environment_is("search"))
-    reasoning_gym: ReasoningGymConfig = key(factory=ReasoningGymConfig, needs=environment_is("reasoning_gym"))
-    verifiers: VerifiersConfig = key(factory=VerifiersConfig, needs=environment_is("verifiers"))
-    openenv: OpenEnvConfig = key(factory=OpenEnvConfig, needs=environment_is("openenv"))
+    gsm8k: GSM8KConfig = key(factory=GSM8KConfig)
+    gsm8k_multi_turn: GSM8KMultiTurnConfig = key(factory=GSM8KMultiTurnConfig)
+    multiply: MultiplyConfig = key(factory=MultiplyConfig)
+    math: MathConfig = key(factory=MathConfig)
+    countdown: CountdownConfig = key(factory=CountdownConfig)
+    ifeval: IFEvalConfig = key(factory=IFEvalConfig)
+    lcb: LCBConfig = key(factory=LCBConfig)
+    text2sql: Text2SQLConfig = key(factory=Text2SQLConfig)
+    llm_as_a_judge: JudgeConfig = key(factory=JudgeConfig)
+    search: SearchConfig = key(factory=SearchConfig)
+    reasoning_gym: ReasoningGymConfig = key(factory=ReasoningGymConfig)
+    verifiers: VerifiersConfig = key(factory=VerifiersConfig)
+    openenv: OpenEnvConfig = key(factory=OpenEnvConfig)
     own: dict[str, Any] = key(factory=dict)
     """Settings of your own environments, by name: `own: {my_env: {difficulty: 3}}` is my_env's `env_config`."""
-    mini_swe: MiniSWEConfig = key(factory=MiniSWEConfig, needs=environment_is("mini_swe"))
-    searchcode: SearchCodeConfig = key(factory=SearchCodeConfig, needs=environment_is("searchcode"))
-    tool_use: ToolUseConfig = key(factory=ToolUseConfig, needs=environment_is("tool_use"))
+    mini_swe: MiniSWEConfig = key(factory=MiniSWEConfig)
+    searchcode: SearchCodeConfig = key(factory=SearchCodeConfig)
+    tool_use: ToolUseConfig = key(factory=ToolUseConfig)
     sandbox: SandboxConfig = key(factory=SandboxConfig)
 
 
@@ -263,10 +258,10 @@ class EnvironmentConfig(OpenSection):
     hosts: int = key(0, range=NOT_NEGATIVE, spellings={"driver": 0})
     """How many actors on nodes of the Ray cluster have the environments' processes, spread over the nodes. 0: the
     processes run beside the driver."""
-    host_cpus: float = key(1.0, range=POSITIVE, needs=HOSTS)
+    host_cpus: float = key(1.0, range=POSITIVE)
     """CPUs that each of these hosts reserves. It has at most two processes for each of them, and at most
     `skyrl_gym.max_env_workers`."""
-    host_resources: dict[str, float] = key(factory=dict, needs=HOSTS)
+    host_resources: dict[str, float] = key(factory=dict)
     """What else each of them reserves: Ray's custom resources by name, `{environments: 1}`, which keep hosts to the
     nodes that were started with them."""
     skyrl_gym: SkyRLGymConfig = key(factory=SkyRLGymConfig)

@@ -6,30 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.config.conditions import (
-    BATCHED_TURNS,
-    CONVERSATION,
-    HTTP_ENDPOINT,
-    LOCAL_ENGINES,
-    SERVERS,
-    SERVING_ENGINE,
-    SEVERAL_TURNS,
-    SHARED_FOLDER,
-    VLLM_ON_ACCELERATOR,
-    only_if_set,
-    only_with,
-)
-from skyrl_train.config.fields import key
-from skyrl_train.config.ranges import (
+from skyrl_train.config.section import (
     AT_LEAST_ONE,
     FRACTION,
     MINUS_ONE_OR_MORE,
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_FRACTION,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    OpenSection,
     Range,
+    Section,
+    interpolation,
+    key,
 )
-from skyrl_train.config.section import OpenSection, Section, interpolation
 
 SINCE_0_4 = "generator.inference_engine.{name}"
 """Where newer versions of SkyRL keep the keys of engines."""
@@ -41,9 +32,9 @@ class SamplingConfig(Section):
 
     max_generate_length: int = key(1024, range=AT_LEAST_ONE, usual=Range(2, 262_144), aliases="max_new_tokens")
     """Maximum number of tokens per turn."""
-    repetition_penalty: float = key(1.0, range=Range(0.01, 100))
+    repetition_penalty: float = key(1.0, range=REPETITION_PENALTY)
     """Divides the logits of tokens that occurred before; 1 turns it off."""
-    temperature: float = key(1.0, range=NOT_NEGATIVE, usual=Range(0.05, 2))
+    temperature: float = key(1.0, range=TEMPERATURE, usual=Range(0.05, 2))
     """Divides the logits; 0 is greedy sampling."""
     top_p: float = key(1.0, range=POSITIVE_FRACTION)
     """Sample from the smallest set of tokens whose probabilities add up to at least this; 1 turns it off."""
@@ -65,14 +56,14 @@ class EvalSamplingConfig(SamplingConfig):
         interpolation("generator.sampling_params.max_generate_length"), range=AT_LEAST_ONE, aliases="max_new_tokens"
     )
     """Maximum number of tokens per turn."""
-    temperature: float = key(0.0, range=NOT_NEGATIVE)
+    temperature: float = key(0.0, range=TEMPERATURE)
 
 
 @dataclass
 class ChatTemplateConfig(Section):
     """Which chat template renders conversations."""
 
-    source: str = key("name", choices=("name", "file"), needs=only_if_set("generator.chat_template.name_or_path"))
+    source: str = key("name", choices=("name", "file"))
     """`name`: `name_or_path` is the name of a built-in template. `file`: it is the path of a template."""
     name_or_path: str | None = None
     """The template; null uses the tokenizer's own."""
@@ -102,9 +93,7 @@ class GeneratorConfig(OpenSection):
     run_engines_locally: bool = key(True, aliases=SINCE_0_4)
     """Start engines in this cluster. false uses servers, each of which is one engine: those of
     `skyrl_train.entrypoints.serve`, or vLLM's or SGLang's own servers if `backend` is one of these."""
-    num_inference_engines: int = key(
-        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.num_engines"
-    )
+    num_inference_engines: int = key(1, range=AT_LEAST_ONE, aliases="generator.inference_engine.num_engines")
     """Number of engines to start."""
     max_engine_restarts: int = 3
     """How often, in the whole run, an engine that died is started again with the current weights. After that the run
@@ -121,7 +110,7 @@ class GeneratorConfig(OpenSection):
     """How weights travel: `broadcast` (collectives), `ipc` (memory of one machine), `checkpoint` (a shared folder) or
     `in_process` (in the calls themselves). `auto` is `ipc` if every engine shares its slots with the trainer, otherwise
     `broadcast`."""
-    weight_sync_folder: str | None = key(None, needs=SHARED_FOLDER)
+    weight_sync_folder: str | None = None
     """Folder for `weight_sync_route=checkpoint` and for vLLM's and SGLang's own servers. Trainer and engines must see
     it under the same path; null uses the run's folder."""
     weight_sync_only_changed: bool = False
@@ -131,32 +120,29 @@ class GeneratorConfig(OpenSection):
     """Size (GiB) of the buckets in which weights travel."""
     external_proxy_url: str | None = key(None, aliases=SINCE_0_4)
     """A router in front of external servers. Requires `external_server_urls`."""
-    external_server_urls: list[str] | None = key(None, needs=SERVERS, aliases=SINCE_0_4)
+    external_server_urls: list[str] | None = key(None, aliases=SINCE_0_4)
     """Other name of `remote_inference_engine_urls`; if both are set, this one counts."""
     inference_engine_tensor_parallel_size: int = key(
-        1,
-        range=AT_LEAST_ONE,
-        needs=LOCAL_ENGINES,
-        aliases=("tensor_parallel_size", "generator.inference_engine.tensor_parallel_size"),
+        1, range=AT_LEAST_ONE, aliases=("tensor_parallel_size", "generator.inference_engine.tensor_parallel_size")
     )
     """Size of an engine's tensor-parallel group: the accelerators that every layer is split over."""
     inference_engine_pipeline_parallel_size: int = key(
-        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.pipeline_parallel_size"
+        1, range=AT_LEAST_ONE, aliases="generator.inference_engine.pipeline_parallel_size"
     )
     """Number of pipeline stages that an engine's layers are split into."""
     inference_engine_expert_parallel_size: int = key(
-        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.expert_parallel_size"
+        1, range=AT_LEAST_ONE, aliases="generator.inference_engine.expert_parallel_size"
     )
     """Number of accelerators that an engine's experts are split over."""
     inference_engine_data_parallel_size: int = key(
-        1, range=AT_LEAST_ONE, needs=LOCAL_ENGINES, aliases="generator.inference_engine.data_parallel_size"
+        1, range=AT_LEAST_ONE, aliases="generator.inference_engine.data_parallel_size"
     )
     """Number of copies of the model inside one engine."""
     n_samples_per_prompt: int = key(5, range=AT_LEAST_ONE, usual=Range(1, 1_024))
     """Responses per prompt: the size of a group."""
     async_engine: bool = key(True, aliases=SINCE_0_4)
     """Run engines asynchronously."""
-    batched: bool = key(False, needs=BATCHED_TURNS)
+    batched: bool = False
     """Send conversations of several turns to the engines turn by turn, all of them together. This is as reproducible as
     a single turn, and as slow as the slowest conversation. false: each conversation continues on its own after its
     first turn."""
@@ -168,43 +154,37 @@ class GeneratorConfig(OpenSection):
     """Maximum length (tokens) of a conversation before its next turn is sampled."""
     vllm_v1_disable_multiproc: bool = key(True, aliases=SINCE_0_4)
     """Run vLLM's scheduler in the engine's own process."""
-    enable_prefix_caching: bool = key(True, needs=SERVING_ENGINE, aliases=SINCE_0_4)
+    enable_prefix_caching: bool = key(True, aliases=SINCE_0_4)
     """Reuse the KV cache for prompts that begin with the same tokens."""
-    enable_chunked_prefill: bool = key(True, needs=SERVING_ENGINE, aliases=SINCE_0_4)
+    enable_chunked_prefill: bool = key(True, aliases=SINCE_0_4)
     """Split long prompts so that they do not delay the sampling of other responses."""
-    max_num_batched_tokens: int = key(8192, range=AT_LEAST_ONE, needs=SERVING_ENGINE, aliases=SINCE_0_4)
+    max_num_batched_tokens: int = key(8192, range=AT_LEAST_ONE, aliases=SINCE_0_4)
     """Maximum number of tokens per step of the engine."""
     enforce_eager: bool = key(False, aliases=SINCE_0_4, skyrl_default=True)
     """Run the engine without CUDA graphs, which cost memory and time at the start and make decoding of small models two
     to four times faster. On a CPU there are none. SkyRL's default is true."""
-    batch_invariant: bool = key(False, needs=LOCAL_ENGINES)
+    batch_invariant: bool = False
     """Kernels of vLLM or SGLang whose results for a request do not depend on what else is in the batch. They are
     slower; without them the same seed may give other tokens in another batch, in half precision above all."""
     fully_sharded_loras: bool = key(False, aliases=SINCE_0_4)
     """Shard adapters over tensor-parallel ranks."""
     enable_ray_prometheus_stats: bool = key(False, aliases=SINCE_0_4)
     """Export vLLM's statistics through Ray."""
-    gpu_memory_utilization: float = key(
-        0.8,
-        range=POSITIVE_FRACTION,
-        usual=Range(0.1, 0.98),
-        needs=(SERVING_ENGINE, VLLM_ON_ACCELERATOR),
-        aliases=SINCE_0_4,
-    )
+    gpu_memory_utilization: float = key(0.8, range=POSITIVE_FRACTION, usual=Range(0.1, 0.98), aliases=SINCE_0_4)
     """Share of an accelerator's memory that an engine may use."""
     max_num_seqs: int = key(1024, range=AT_LEAST_ONE, aliases=SINCE_0_4)
     """Maximum number of sequences in an engine's batch; what vLLM's and SGLang's own servers are sent at a time."""
     remote_inference_engine_urls: list[str] = key(
-        factory=lambda: ["127.0.0.1:8001"], needs=SERVERS, aliases="generator.inference_engine.remote_urls"
+        factory=lambda: ["127.0.0.1:8001"], aliases="generator.inference_engine.remote_urls"
     )
     """Servers for `run_engines_locally=false`. Their token is read from the environment variable SKYRL_API_KEY."""
     enable_http_endpoint: bool = key(False, aliases=SINCE_0_4)
     """Serve the engines over HTTP."""
-    http_endpoint_host: str = key("127.0.0.1", needs=HTTP_ENDPOINT, aliases=SINCE_0_4)
+    http_endpoint_host: str = key("127.0.0.1", aliases=SINCE_0_4)
     """Address of the HTTP endpoint."""
-    http_endpoint_port: int = key(8000, range=Range(1, 65535), needs=HTTP_ENDPOINT, aliases=SINCE_0_4)
+    http_endpoint_port: int = key(8000, range=Range(1, 65535), aliases=SINCE_0_4)
     """Port of the HTTP endpoint."""
-    served_model_name: str | None = key(None, needs=HTTP_ENDPOINT, aliases=SINCE_0_4)
+    served_model_name: str | None = key(None, aliases=SINCE_0_4)
     """Name of the model at the HTTP endpoint."""
     max_turns: int = key(1, range=AT_LEAST_ONE)
     """Maximum number of turns of a conversation; environments get it as `extras["max_turns"]`. A row's own `max_turns`
@@ -212,20 +192,20 @@ class GeneratorConfig(OpenSection):
     chat_template: ChatTemplateConfig = key(factory=ChatTemplateConfig)
     chat_template_kwargs: dict[str, Any] = key(factory=dict)
     """Variables for the chat template, e.g. `+generator.chat_template_kwargs.enable_thinking=false`."""
-    engine_init_kwargs: dict[str, Any] = key(factory=dict, needs=LOCAL_ENGINES, aliases=SINCE_0_4)
+    engine_init_kwargs: dict[str, Any] = key(factory=dict, aliases=SINCE_0_4)
     """Arguments that are passed to the engine unchanged."""
     override_existing_update_group: str = key(
         "auto", choices=("auto", "enable", "disable"), spellings={True: "enable", False: "disable"}, aliases=SINCE_0_4
     )
     """Replace the weight-update group of a remote server."""
     sampling_params: SamplingConfig = key(factory=SamplingConfig)
-    use_conversation_multi_turn: bool = key(True, needs=SEVERAL_TURNS)
+    use_conversation_multi_turn: bool = True
     """Make every turn a message of its own; false writes all turns into one assistant message."""
-    append_eos_token_after_stop_str_in_multi_turn: bool = key(True, needs=(SEVERAL_TURNS, CONVERSATION))
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
     """If a stop string ended a turn, append the token that ends turns. That token is not trained on."""
-    retokenize_chat_history: bool = key(False, needs=(SEVERAL_TURNS, CONVERSATION))
+    retokenize_chat_history: bool = False
     """With step_wise_trajectories: render and tokenise the whole conversation again before every turn."""
-    rate_limit: RateLimitConfig = key(factory=RateLimitConfig, needs=only_with("generator.rate_limit.enabled", True))
+    rate_limit: RateLimitConfig = key(factory=RateLimitConfig)
     eval_sampling_params: EvalSamplingConfig = key(factory=EvalSamplingConfig)
     eval_n_samples_per_prompt: int = key(1, range=AT_LEAST_ONE)
     """Responses per prompt in evaluation. They are all equal at the default temperature of evaluation, 0."""
@@ -245,6 +225,6 @@ class GeneratorConfig(OpenSection):
     """Base of rotary embeddings in the engines' model. By default it follows the trainer."""
     own: dict[str, Any] = key(factory=dict)
     """Keys for your own code: `+generator.my_key=3` is stored here, and read as `cfg.generator.my_key`."""
-    step_wise_trajectories: bool = key(False, needs=(SEVERAL_TURNS, CONVERSATION), aliases="step_wise_training")
+    step_wise_trajectories: bool = key(False, aliases="step_wise_training")
     """For chat templates that rewrite the history (thinking models): when that happens, what the model reads next
     begins a new sequence. The episode stays one sample, and turns that merely continue stay one sequence."""

@@ -36,11 +36,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
-from skyrl_train.config.convert import Unfit, build, read
-from skyrl_train.config.inspection import inspect
+from skyrl_train.config.convert import Unfit, build, foreign_targets, inspect, read
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
 from skyrl_train.config.problems import Problem, raise_all
-from skyrl_train.config.safety import foreign_targets
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import Section, freeze
@@ -221,14 +219,12 @@ _composing = threading.Lock()
 """Hydra keeps its plugins, and what it composes with, in one place of the process."""
 
 
-def written_keys(overrides: Sequence[str], name: str | None, directory: str | None) -> frozenset[str]:
-    """Keys that a person wrote: on the command line, or in the preset itself (not in those that it builds on)."""
-    keys = {parse_override(text).key for text in overrides}
+def keys_of_preset(name: str | None, directory: str | None) -> frozenset[str]:
+    """Keys that are written in a preset itself, not in those that it builds on."""
     for folder in (directory, presets_dir()):
         if folder is not None and (path := preset_file(folder, name)).is_file():
-            keys |= set(_leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8"))))
-            break
-    return frozenset(canonical(key) for key in keys)
+            return frozenset(map(canonical, _leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8")))))
+    return frozenset()
 
 
 def preset_file(folder: str | Path, name: str | None) -> Path:

@@ -11,10 +11,69 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.fields import NO_FACTS, Facts, facts_of
-from skyrl_train.config.meanings import MEANT
 from skyrl_train.config.schema import Config
-from skyrl_train.config.section import Section
+from skyrl_train.config.section import NO_FACTS, Facts, Section, facts_of
+
+MEANT = {
+    "adam_beta1": "trainer.policy.optimizer_config.adam_betas",
+    "batch_size": "trainer.train_batch_size",
+    "beta": "trainer.algorithm.kl_loss_coef",
+    "checkpoint_dir": "trainer.ckpt_path",
+    "clip_eps": "trainer.algorithm.eps_clip_high",
+    "clip_range": "trainer.algorithm.eps_clip_high",
+    "cliprange": "trainer.algorithm.eps_clip_high",
+    "dataset": "data.train_data",
+    "dataset_path": "data.train_data",
+    "default_local_dir": "trainer.ckpt_path",
+    "engine": "generator.backend",
+    "entropy_coeff": "trainer.algorithm.entropy_loss_coef",
+    "entropy_coef": "trainer.algorithm.entropy_loss_coef",
+    "eval_steps": "trainer.eval_interval",
+    "eval_dataset": "data.val_data",
+    "gradient_accumulation_steps": "trainer.micro_train_batch_size_per_gpu",
+    "group_size": "generator.n_samples_per_prompt",
+    "inference_backend": "generator.backend",
+    "init_kl_coef": "trainer.algorithm.kl_loss_coef",
+    "kl_coef": "trainer.algorithm.kl_loss_coef",
+    "learning_rate": "trainer.policy.optimizer_config.lr",
+    "logging_dir": "trainer.ckpt_path",
+    "lora_alpha": "trainer.policy.model.lora.alpha",
+    "lora_r": "trainer.policy.model.lora.rank",
+    "lora_rank": "trainer.policy.model.lora.rank",
+    "max_completion_length": "generator.sampling_params.max_generate_length",
+    "max_new_tokens": "generator.sampling_params.max_generate_length",
+    "max_response_length": "generator.sampling_params.max_generate_length",
+    "max_tokens": "generator.sampling_params.max_generate_length",
+    "model": "trainer.policy.model.path",
+    "model_name": "trainer.policy.model.path",
+    "model_name_or_path": "trainer.policy.model.path",
+    "model_path": "trainer.policy.model.path",
+    "n_samples": "generator.n_samples_per_prompt",
+    "num_engines": "generator.num_inference_engines",
+    "num_generations": "generator.n_samples_per_prompt",
+    "num_gpus": "trainer.placement.policy_num_gpus_per_node",
+    "num_iterations": "trainer.update_epochs_per_batch",
+    "num_train_epochs": "trainer.epochs",
+    "output_dir": "trainer.ckpt_path",
+    "per_device_train_batch_size": "trainer.micro_train_batch_size_per_gpu",
+    "ppo_epochs": "trainer.update_epochs_per_batch",
+    "ppo_mini_batch_size": "trainer.policy_mini_batch_size",
+    "pretrain": "trainer.policy.model.path",
+    "prompt_data": "data.train_data",
+    "report_to": "trainer.logger",
+    "rollout_batch_size": "trainer.train_batch_size",
+    "save_freq": "trainer.ckpt_interval",
+    "save_steps": "trainer.ckpt_interval",
+    "steps": "trainer.max_steps",
+    "temperature": "generator.sampling_params.temperature",
+    "test_freq": "trainer.eval_interval",
+    "total_epochs": "trainer.epochs",
+    "train_files": "data.train_data",
+    "val_files": "data.val_data",
+    "warmup_ratio": "trainer.policy.optimizer_config.num_warmup_steps",
+    "warmup_steps": "trainer.policy.optimizer_config.num_warmup_steps",
+}
+"""Last word of a name -> the key that does this."""
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.choices import SCHEDULES
-from skyrl_train.config.conditions import (
-    ACCELERATOR,
-    DEEPSPEED,
-    FSDP,
-    OPTIMIZER_OF_REFERENCE,
-    REWARD_MODEL,
-    only_above,
-)
-from skyrl_train.config.fields import key
-from skyrl_train.config.ranges import AT_LEAST_ONE, MINUS_ONE_OR_MORE, NOT_NEGATIVE, Range
-from skyrl_train.config.section import Section, interpolation
+from skyrl_train.config.section import AT_LEAST_ONE, MINUS_ONE_OR_MORE, NOT_NEGATIVE, Range, Section, interpolation, key
 
 NO_START = "{} is not available in this version: it changes the frozen weights, or reads data first."
 
@@ -72,7 +62,7 @@ class ModelConfig(Section):
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
     """Folder, address of a folder (docs/storage.md), or hub name of a Hugging Face causal language model. Reference and
     engines use it too by default."""
-    lora: PolicyLoraConfig = key(factory=PolicyLoraConfig, needs=only_above("trainer.policy.model.lora.rank", 0))
+    lora: PolicyLoraConfig = key(factory=PolicyLoraConfig)
 
 
 @dataclass
@@ -91,7 +81,7 @@ class CriticModelConfig(Section):
 
     path: str | None = None
     """Folder or hub name of a causal language model, usually the policy's. Its head is replaced by a value head."""
-    lora: LoraConfig = key(factory=LoraConfig, needs=only_above("trainer.critic.model.lora.rank", 0))
+    lora: LoraConfig = key(factory=LoraConfig)
 
 
 @dataclass
@@ -118,7 +108,7 @@ class OptimizerConfig(Section):
 class FSDPConfig(Section):
     """How a model is sharded by FSDP2."""
 
-    cpu_offload: bool = key(False, needs=ACCELERATOR)
+    cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and compute on the accelerator."""
     reshard_after_forward: bool | int | None = key(None, skyrl_default=True)
     """Free gathered parameters after the forward pass. This saves memory and costs one more gather in the backward
@@ -148,7 +138,7 @@ class DeepSpeedConfig(Section):
 class RefDeepSpeedConfig(DeepSpeedConfig):
     """How the reference is sharded by DeepSpeed's ZeRO."""
 
-    offload_optimizer: bool = key(False, needs=OPTIMIZER_OF_REFERENCE)
+    offload_optimizer: bool = False
     """Has no effect: the reference has no optimizer."""
 
 
@@ -255,8 +245,8 @@ class PolicyConfig(Section):
 
     model: ModelConfig = key(factory=ModelConfig)
     optimizer_config: OptimizerConfig = key(factory=OptimizerConfig)
-    fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
-    deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig, needs=DEEPSPEED)
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig)
     sequence_parallel_size: int = key(1, range=AT_LEAST_ONE)
     """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
     and of its attention heads."""
@@ -293,8 +283,8 @@ class RefConfig(Section):
     expert_parallel_size: int = key(1, range=AT_LEAST_ONE)
     """Number of neighbouring ranks that the experts of every layer are shared out to; tokens travel to the ranks of
     theirs. Requires `trainer.strategy=fsdp2` and a mixture of experts."""
-    fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
-    deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig, needs=DEEPSPEED)
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    deepspeed_config: RefDeepSpeedConfig = key(factory=RefDeepSpeedConfig)
     model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""
     language_model_only: bool | None = None
@@ -308,8 +298,8 @@ class CriticConfig(Section):
 
     model: CriticModelConfig = key(factory=CriticModelConfig)
     optimizer_config: OptimizerConfig = key(factory=lambda: OptimizerConfig(lr=5e-6))
-    fsdp_config: FSDPConfig = key(factory=FSDPConfig, needs=FSDP)
-    deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig, needs=DEEPSPEED)
+    fsdp_config: FSDPConfig = key(factory=FSDPConfig)
+    deepspeed_config: DeepSpeedConfig = key(factory=DeepSpeedConfig)
     sequence_parallel_size: int = key(1, range=AT_LEAST_ONE)
     """Number of neighbouring ranks that every sequence is split over. It must divide the number of the model's ranks
     and of its attention heads."""
@@ -337,7 +327,7 @@ class RewardConfig(Section):
     """The reward model: it scores every rollout that has an answer, in training and in evaluation."""
 
     model: RewardModelConfig = key(factory=RewardModelConfig)
-    coef: float = key(1.0, needs=REWARD_MODEL)
+    coef: float = 1.0
     """The reward of a rollout is the environment's reward plus this coefficient times the model's score."""
-    model_config_kwargs: dict[str, Any] = key(factory=dict, needs=REWARD_MODEL)
+    model_config_kwargs: dict[str, Any] = key(factory=dict)
     """Changes to the Hugging Face model configuration."""

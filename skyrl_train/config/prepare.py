@@ -1,45 +1,204 @@
-"""From a command line to a configuration that can be run: composed, checked, fitted to the device, frozen."""
+"""From a command line to a configuration that can be run: read, composed, checked, fitted to the device, frozen."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config.command_line import CommandLine, read_command_line, with_own_keys
-from skyrl_train.config.device import accelerator_present, device_problems, resolve_device
+from skyrl_train.config.convert import inspect, unknown_key_advice, unsafe
 from skyrl_train.config.documentation import help_text
 from skyrl_train.config.hydra import (
+    Override,
     changed_keys,
     compose,
     finish,
+    keys_of_preset,
+    parse_flags,
     parse_override,
     preset_file,
+    presets_dir,
     resolve,
     show_information,
     unresolved,
-    written_keys,
 )
-from skyrl_train.config.inert import evaluation_warnings, stop_warnings, warnings
-from skyrl_train.config.keys import canonical, misspelt_sibling
-from skyrl_train.config.parallelism import resolve_engine_copies, resolve_megatron
-from skyrl_train.config.presence import Uses, crowding, missing
+from skyrl_train.config.keys import canonical, find, misspelt_sibling, other_sections
+from skyrl_train.config.machine import accelerator_present, crowding, device_problems, missing, resolve_device
+from skyrl_train.config.needs import evaluation_warnings, stop_warnings, warnings
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_all, show
 from skyrl_train.config.run_folder import with_own_folders
 from skyrl_train.config.safety import code_of_run, hydra_of_run, run_of_preset
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.config.section import freeze
+from skyrl_train.config.skyrl_keys import resolve_engine_copies, resolve_megatron, skyrl_key
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import show_warnings_visibly, to_stderr
 
 HELP = frozenset({"--help", "-h"})
+INFORMATION_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
+
+
+@dataclass(frozen=True)
+class FlagProblem(Problem):
+    """A flag of Hydra that is off here, or a text that is no `key=value`."""
+
+    def __str__(self) -> str:
+        return one_line(f"{self.key}: {self.allowed}. {self.advice}")
+
+
+@dataclass
+class CommandLine:
+    """A command line that was read: what to compose, and what is wrong with the rest."""
+
+    flags: dict[str, Any]
+    overrides: list[str] = field(default_factory=list)
+    """The good ones, as Hydra should see them."""
+    keys: set[str] = field(default_factory=set)
+    """The keys that these set, by their own names."""
+    problems: list[Problem] = field(default_factory=list)
+    own: list[UnknownKey] = field(default_factory=list)
+    """Added with `+` below `generator` or `environment`. They are problems if the user has no code that reads them."""
+
+    @property
+    def asks_for_information(self) -> bool:
+        """Whether Hydra should print something instead of running."""
+        return any(self.flags[name] for name in INFORMATION_FLAGS)
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read `key=value` arguments and Hydra's flags, and find what is wrong with them without composing.
+
+    Unknown keys (with `+`, `++` and `~` as well) with the nearest match, wrong types, NaN and infinity, code to run,
+    secrets. Exits with 2 on an unknown flag, as argparse does.
+    """
+    flags, texts = parse_flags(argv)
+    line = CommandLine(flags, problems=list(_refused_flags(flags)))
+    folders = [presets_dir(), *([Path(flags["config_dir"])] if flags["config_dir"] else [])]
+    given: dict[str, Override] = {}
+    for text in texts:
+        override = parse_override(text)
+        if _is_group(override, folders):
+            line.overrides.append(text)
+        elif own := own_key(override):
+            line.own.append(UnknownKey(override.key, override.value, "a known key", unknown_key_advice(override.key)))
+            line.problems += unsafe(override.key, override.value)
+            line.overrides.append(f"++{own}={override.text.partition('=')[2]}")
+            line.keys.add(own)
+        else:
+            problems = list(_override_problems(override, given))
+            line.problems += problems
+            given[override.key] = override
+            if not problems:
+                line.overrides.append(override.for_hydra)
+                line.keys.add(canonical(override.key))
+    return line
+
+
+def own_key(override: Override) -> str | None:
+    """Where a user's own key below `generator` or `environment` is stored; None for every other key.
+
+    Settings below environment.skyrl_gym are those of an environment of the user's that they name.
+    """
+    if (
+        find(override.key) is not None
+        or skyrl_key(override.key)
+        or not override.text.startswith("+")
+        or override.error
+        or override.sweeps
+    ):
+        return None
+    for section, least in (("environment.skyrl_gym", 2), ("environment", 1), ("generator", 1)):
+        name = override.key.removeprefix(f"{section}.")
+        if name != override.key:
+            parts = name.split(".")
+            inside_ours = find(f"{section}.{parts[0]}") is not None or f"{section}.{parts[0]}" in other_sections()
+            return None if len(parts) < least or inside_ours else f"{section}.own.{name}"
+    return None
+
+
+def with_own_keys(content: dict[str, Any]) -> tuple[dict[str, Any], list[UnknownKey]]:
+    """Nested plain values with a program's own keys moved to where they are stored, and these keys."""
+    found: list[UnknownKey] = []
+    moved: dict[str, Any] = copy.deepcopy(content)
+    for section in ("environment.skyrl_gym", "environment", "generator"):
+        values: Any = moved
+        for part in section.split("."):
+            values = values.get(part) if isinstance(values, dict) else None
+        for name in list(values) if isinstance(values, dict) else ():
+            key = f"{section}.{name}"
+            inside = f"{key}.x" if section == "environment.skyrl_gym" and isinstance(values[name], dict) else key
+            if find(key) is None and own_key(Override(f"+{inside}=", inside, None)) is not None:
+                found.append(UnknownKey(key, values[name], "a known key", unknown_key_advice(key)))
+                values.setdefault("own", {})[name] = values.pop(name)
+    return moved, found
+
+
+def _refused_flags(flags: dict[str, Any]) -> Iterator[Problem]:
+    if flags["multirun"]:
+        yield FlagProblem("--multirun", True, "is off", "Start one run per setting, from a shell loop or a scheduler.")
+    if flags["config_path"]:
+        yield FlagProblem("--config-path", flags["config_path"], "is off", "Use --config-dir, which adds a folder.")
+    if flags["experimental_rerun"]:
+        value = flags["experimental_rerun"]
+        yield FlagProblem("--experimental-rerun", value, "is off", "A saved config.yaml is started with --config-name.")
+
+
+def _is_group(override: Override, folders: Sequence[Path]) -> bool:
+    """Whether the text chooses a file (`optimizer=adam` with a folder of that name) and not a value."""
+    name = override.key.partition("@")[0]
+    if override.error or override.key.startswith("hydra/"):
+        return not override.error
+    return find(name) is None and "." not in name and any((folder / name).is_dir() for folder in folders)
+
+
+def _override_problems(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
+    key, value = override.key, override.value
+    known = find(key)
+    if override.error:
+        if "=" not in override.text:
+            advice = f"Write {key}=VALUE." if known is not None else unknown_key_advice(key) if key else ""
+            yield FlagProblem(override.text, None, "is no key=value", advice)
+        else:
+            yield FlagProblem(override.text, None, "cannot be read", f"{override.error}. Quote special characters.")
+    elif key.startswith("hydra."):
+        yield from unsafe(key, value)
+    elif override.deletes:
+        if known is None:
+            yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
+        elif not known.is_free or canonical(key) == known.name:
+            yield Problem(key, value, "set, not deleted", f"Write {key}=VALUE.")
+    elif override.sweeps:
+        if known is None:
+            yield UnknownKey(key, value, "a known key", unknown_key_advice(key))
+        else:
+            yield Problem(key, value, "one value", f"Write a list as \"{key}=['a','b']\" and quote commas in text.")
+    else:
+        yield from inspect(key, value)
+        yield from _contradiction(override, given)
+
+
+def _contradiction(override: Override, given: dict[str, Override]) -> Iterator[Problem]:
+    """Two names of one setting with different values."""
+    name = canonical(override.key)
+    for key, other in given.items():
+        same_setting = key != override.key and canonical(key) == name
+        if same_setting and other.value != override.value:
+            advice = "They are one setting: give one."
+            yield Problem(override.key, override.value, f"the same as {key}={show(other.value)}", advice)
+
+
+# -- the configuration of a run
 
 
 @dataclass(frozen=True)
@@ -63,7 +222,7 @@ class Uncomposable(Problem):
 
 
 def prepare(
-    argv: Sequence[str],
+    arguments: Sequence[str] | CommandLine,
     has_accelerator: bool | None = None,
     *,
     own_code: bool = False,
@@ -73,6 +232,7 @@ def prepare(
     """The configuration of `key=value` arguments and Hydra's `--config-name` and `--config-dir`.
 
     Args:
+        arguments: As they are typed, or as `read_command_line` has read them.
         has_accelerator: Whether there is one; None looks for one on this machine.
         own_code: Whether a program of the user's own is the caller. Names that it may have registered and keys that it
             may read are then no mistakes, as with `trainer.plugins`.
@@ -82,7 +242,7 @@ def prepare(
 
     Raises ConfigError that lists every problem at once. Imports neither torch nor ray.
     """
-    line = read_command_line(argv)
+    line = arguments if isinstance(arguments, CommandLine) else read_command_line(arguments)
     name, folder = line.flags["config_name"], line.flags["config_dir"]
     run = None if trusts_runs else run_of_preset(folder, name)
     if run is not None:
@@ -92,12 +252,10 @@ def prepare(
     except ConfigError as error:
         raise_all([*line.problems, Uncomposable("--config-name", name, str(error))])
         raise
-    given = written_keys(line.overrides, name, folder)
-    present = accelerator_present() if has_accelerator is None else has_accelerator
-    prepared = _check(raw, line, given, present, own_code, uses)
+    given = line.keys | keys_of_preset(name, folder)
+    prepared = _check(raw, line, given, has_accelerator, own_code, uses)
     if run is not None:
-        overridden = {canonical(parse_override(text).key) for text in line.overrides}
-        raise_all(code_of_run(prepared.config, run, overridden))
+        raise_all(code_of_run(prepared.config, run, line.keys))
     return prepared
 
 
@@ -110,15 +268,19 @@ def prepare_composed(
     `has_accelerator` are those of `prepare`.
     """
     content, own = with_own_keys(unresolved(cfg))
-    line = CommandLine({}, own=own)
-    given = frozenset(changed_keys(content))
-    present = accelerator_present() if has_accelerator is None else has_accelerator
-    return _check(OmegaConf.create(content), line, given, present, True, uses)
+    given = set(changed_keys(content))
+    return _check(OmegaConf.create(content), CommandLine({}, own=own), given, has_accelerator, True, uses)
 
 
 def _check(
-    raw: DictConfig, line: CommandLine, given: frozenset[str], present: bool, own_code: bool, uses: Uses | None
+    raw: DictConfig,
+    line: CommandLine,
+    given: Collection[str],
+    has_accelerator: bool | None,
+    own_code: bool,
+    uses: Uses | None,
 ) -> PreparedConfig:
+    present = accelerator_present() if has_accelerator is None else has_accelerator
     config, more, notes = finish(raw)
     open_to_names = own_code or bool(config.trainer.plugins)
     problems = [*line.problems, *more, *(() if open_to_names else map(_nobodys, line.own))]
@@ -182,11 +344,10 @@ def launch(
             return
         line = read_command_line(arguments)
         if line.asks_for_information:
-            prepare(arguments, has_accelerator(), own_code=own_code, trusts_runs=trusts_runs)
+            prepare(line, has_accelerator(), own_code=own_code, trusts_runs=trusts_runs)
             show_information(arguments, line.overrides)
             return
-        present = has_accelerator()
-        prepared = prepare(arguments, present, own_code=own_code, uses=uses, trusts_runs=trusts_runs)
+        prepared = prepare(line, has_accelerator(), own_code=own_code, uses=uses, trusts_runs=trusts_runs)
         for text in prepared.notes:
             to_stderr(f"note: {text}")
         for text in prepared.warnings:

@@ -1,9 +1,16 @@
-"""What every part of the configuration is made of: dataclasses that can be frozen, and read-only mappings."""
+"""What the configuration is made of: dataclasses that can be frozen, read-only mappings, and facts about keys.
+
+`lr: float = key(1e-6, range=NOT_NEGATIVE)` is all that a new key needs: every check is a loop over all keys that reads
+these facts (validate.py, hydra.py), and so is the documentation. A key that has an effect only beside others also has a
+row in needs.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
 S = TypeVar("S", bound="Section")
@@ -73,3 +80,77 @@ def _frozen(value: Any) -> Any:
 def interpolation(key: str) -> Any:
     """A default that follows another key until somebody sets it."""
     return "${" + key + "}"
+
+
+# -- Facts about keys
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; the ends are in it unless `above` or `below` say otherwise."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    or_zero: bool = False
+    """0 is in it too."""
+
+    def __contains__(self, value: float) -> bool:
+        if self.or_zero and value == 0:
+            return True
+        left = value > self.low if self.above else value >= self.low
+        return left and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        left = f"{'0 or ' if self.or_zero else ''}{'more than' if self.above else 'at least'} {self.low:g}"
+        right = f" and {'less than' if self.below else 'at most'} {self.high:g}"
+        return left if self.high == math.inf else left + right
+
+
+AT_LEAST_ONE = Range(1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, above=True)
+FRACTION = Range(0, 1)
+POSITIVE_FRACTION = Range(0, 1, above=True)
+MINUS_ONE_OR_MORE = Range(-1)
+REPETITION_PENALTY = Range(0.01, 100)
+TEMPERATURE = Range(0.01, or_zero=True)
+"""Of sampling: 0 is greedy. Logits divided by less than 0.01 overflow, and vLLM would use 0.01 instead."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The metadata of a field."""
+
+    range: Range | None = None
+    """The numbers that are accepted, each item of a list included; None accepts every number of the type."""
+    choices: Collection[Any] | None = None
+    """The values that are accepted, each item of a list included: names of a table of choices.py, or a tuple."""
+    plugins: bool = False
+    """Whether modules of `trainer.plugins` can register further choices; those are checked once they are imported."""
+    unavailable: str | Mapping[str, str] = ""
+    """Why this version refuses values that are not among `choices`: one sentence for all, or one for each name."""
+    usual: Range | None = None
+    """The numbers that runs have, besides 0; any other is accepted with a warning. None warns about no number."""
+    aliases: tuple[str, ...] = ()
+    """Other names: of the same section, or dotted ones from the root, in which `{name}` is the field's own name."""
+    spellings: Mapping[Any, Any] = field(default_factory=dict)
+    """Other ways to write a value, and the value. `convert.read` has those that apply to a whole type."""
+    skyrl_default: Any = ...
+    """SkyRL's default, where ours is another one: recipes spell theirs out, which says nothing about the run."""
+
+
+NO_FACTS = Facts()
+
+
+def key(default: Any = MISSING, *, factory: Any = MISSING, **facts: Any) -> Any:
+    """A dataclass field with Facts. `aliases` may be a single one instead of a tuple."""
+    if isinstance(facts.get("aliases"), str):
+        facts["aliases"] = (facts["aliases"],)
+    return dataclasses.field(default=default, default_factory=factory, metadata={"facts": Facts(**facts)})
+
+
+def facts_of(item: dataclasses.Field[Any]) -> Facts:
+    """The facts of a field; those of a plain one are empty."""
+    return item.metadata.get("facts", NO_FACTS)

@@ -10,13 +10,12 @@ from typing import Any
 
 from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.config.convert import Unfit, convert
-from skyrl_train.config.fields import Facts
 from skyrl_train.config.keys import leaves, value_at
+from skyrl_train.config.predicates import lacks_critic, needs_critic, needs_reference
 from skyrl_train.config.problems import Problem, show
-from skyrl_train.config.ranges import LEAST_TEMPERATURE
-from skyrl_train.config.roles import critic_problem, needs_critic, needs_reference
 from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
 from skyrl_train.config.secrets import has_password
+from skyrl_train.config.section import Facts
 from skyrl_train.config.sources import address_problem, addresses, without_credentials
 from skyrl_train.registry import unknown
 
@@ -232,14 +231,23 @@ def role_problems(config: Config) -> Iterator[Problem]:
     A plugin's algorithm counts once it is registered, so this is called again after plugins are imported.
     """
     trainer, placement = config.trainer, config.trainer.placement
-    if (problem := critic_problem(trainer)) is not None:
-        yield problem
+    if lacks_critic(trainer):
+        yield critic_problem(trainer)
     if needs_critic(trainer) and not placement.colocate_all:
         ranks = placement.critic_num_nodes * placement.critic_num_gpus_per_node
         yield from _single("critic", ranks, trainer.strategy)
     if needs_critic(trainer):
         yield from _mini_batch(trainer, "critic")
     yield from _own_ranks(config)
+
+
+def critic_problem(trainer: TrainerConfig) -> Problem:
+    """What is wrong if `predicates.lacks_critic`."""
+    advice = (
+        f"advantage_estimator={trainer.algorithm.advantage_estimator} needs a critic: it asks for values. Usual is the "
+        "policy's path."
+    )
+    return Problem("trainer.critic.model.path", trainer.critic.model.path, "the path of a model", advice)
 
 
 def _single(role: str, ranks: int, strategy: str) -> Iterator[Problem]:
@@ -439,11 +447,6 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if generator.sampling_params.temperature == 0:
         key = "generator.sampling_params.temperature"
         yield Problem(key, 0.0, "more than 0", "Greedy samples of a prompt are all the same; evaluation may be greedy.")
-    for name in ("sampling_params", "eval_sampling_params"):
-        temperature = getattr(generator, name).temperature
-        if 0 < temperature < LEAST_TEMPERATURE:
-            allowed = f"0 or at least {LEAST_TEMPERATURE}"
-            yield Problem(f"generator.{name}.temperature", temperature, allowed, "0 is greedy.")
     betas = config.trainer.policy.optimizer_config.adam_betas, config.trainer.critic.optimizer_config.adam_betas
     for role, pair in zip(("policy", "critic"), betas, strict=True):
         if len(pair) != 2:

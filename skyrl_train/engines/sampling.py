@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
-from skyrl_train.config.ranges import LEAST_TEMPERATURE
+from skyrl_train.config.section import FRACTION, POSITIVE_FRACTION, REPETITION_PENALTY, TEMPERATURE, Range
 from skyrl_train.engines.base import Capabilities, SamplingParams
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 
@@ -110,17 +110,8 @@ def _plain(name: str, value: Any) -> Any:
     return float(value) if type(value) is int and name in _FLOATS else value
 
 
-def _number(low: float, high: float, *, open_low: bool = False) -> Callable[[Any], bool]:
-    def holds(value: Any) -> bool:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            return False
-        return low <= value <= high and not (open_low and value == low)
-
-    return holds
-
-
-def _temperature(value: Any) -> bool:
-    return any(holds(value) for holds in (_number(0.0, 0.0), _number(LEAST_TEMPERATURE, math.inf)))
+def _number(allowed: Range) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and math.isfinite(value) and value in allowed
 
 
 def _whole(low: int) -> Callable[[Any], bool]:
@@ -131,11 +122,11 @@ _FLOATS = {"temperature", "top_p", "min_p", "repetition_penalty"}
 RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     # Allowed values, in words and as a predicate.
     "max_tokens": ("a whole number of at least 1", _whole(1)),
-    "temperature": (f"0, which is greedy, or a finite number of at least {LEAST_TEMPERATURE}", _temperature),
-    "top_p": ("more than 0 and at most 1; 1 is off", _number(0.0, 1.0, open_low=True)),
+    "temperature": (f"0, which is greedy, or a finite number of at least {TEMPERATURE.low}", _number(TEMPERATURE)),
+    "top_p": ("more than 0 and at most 1; 1 is off", _number(POSITIVE_FRACTION)),
     "top_k": ("a whole number of at least 1; -1 or 0 is off", _whole(0)),
-    "min_p": ("from 0 to 1; 0 is off", _number(0.0, 1.0)),
-    "repetition_penalty": ("from 0.01 to 100; 1 is off", _number(0.01, 100.0)),
+    "min_p": ("from 0 to 1; 0 is off", _number(FRACTION)),
+    "repetition_penalty": ("from 0.01 to 100; 1 is off", _number(REPETITION_PENALTY)),
     "min_tokens": ("a whole number of at least 0", _whole(0)),
     "stop": ("strings that are not empty", lambda value: all(isinstance(text, str) and text for text in value)),
     "stop_token_ids": ("whole numbers of at least 0", lambda value: all(type(i) is int and i >= 0 for i in value)),

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.named import named_cluster_has_gpus
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import PreparedConfig, launch
-from skyrl_train.config.presence import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, known_data, run_lines
 from skyrl_train.entrypoints.serve import ENDPOINT

@@ -19,10 +19,9 @@ from pathlib import Path
 import yaml
 
 import skyrl_train
-from skyrl_train.config.command_line import own_key
 from skyrl_train.config.hydra import Override, in_grammar, parse_override
 from skyrl_train.config.keys import canonical, spelt
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import own_key, prepare
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
 from skyrl_train.config.skyrl_keys import skyrl_key

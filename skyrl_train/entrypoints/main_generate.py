@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from skyrl_train.config.presence import Uses
+from skyrl_train.config.predicates import Uses
 from skyrl_train.experiments.base import Experiment, start
 from skyrl_train.experiments.stopping import exits_as_told
 

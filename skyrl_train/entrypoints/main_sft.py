@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.config.presence import Uses
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.sources import is_address
 from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.restarts import rank_losses, with_restarts
+from skyrl_train.experiments.restarts import rank_losses
 from skyrl_train.experiments.stopping import exits_as_told
 from skyrl_train.report.phases import Said, phase
 from skyrl_train.storage.places import working_folder
@@ -28,7 +28,7 @@ class SFTExp(Experiment):
     get_eval_dataset = get_train_dataset  # type: ignore[assignment]
 
     def run(self) -> None:
-        folder = self._until_told(with_restarts(self, self._train))
+        folder = self._until_told(self._with_restarts(self._train))
         export_path = self.config.trainer.export_path
         inside = folder.relative_to(working_folder(export_path))
         print(f"exported to {export_path.rstrip('/')}/{inside}" if is_address(export_path) else f"exported to {folder}")

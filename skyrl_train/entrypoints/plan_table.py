@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.predicates import SlotCounts, Uses, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
-from skyrl_train.config.slots import SlotCounts, slots_per_engine
 
 if TYPE_CHECKING:
     from skyrl_train.assembly.memory_plan import SlotPlan

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.cluster.named import named_cluster_has_gpus, short_grace
+from skyrl_train.config.predicates import Uses, slots_of
 from skyrl_train.config.prepare import launch
-from skyrl_train.config.presence import Uses, slots_of
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import is_address
 from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.experiments.collecting import collecting_seldom
-from skyrl_train.experiments.restarts import rank_losses, with_restarts
+from skyrl_train.experiments.restarts import fit_to_what_is_left, rank_losses, with_restarts
 from skyrl_train.experiments.stopping import signals_leave, until_told
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.phases import phase, say
@@ -156,7 +156,17 @@ class Experiment:
 
     def run(self) -> None:
         """Start everything, train, stop everything."""
-        self._until_told(with_restarts(self, self._run))
+        self._until_told(self._with_restarts(self._run))
+
+    def _with_restarts(self, attempt: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        """Make an attempt at the run, and another one if a rank was lost, as often as trainer.restarts allows."""
+        return with_restarts(attempt, self.config, self.cluster, self._start_over)
+
+    async def _start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
+        self.restarts += 1
+        say("restart", f"RESTART {self.restarts} of the {configured.trainer.restarts} of trainer.restarts: {cause}")
+        self.adopt(await fit_to_what_is_left(goes_on, configured, self.uses, self.cluster))
+        return self.config
 
     def _until_told(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this experiment. A signal or the death of the cluster ends it in good order."""

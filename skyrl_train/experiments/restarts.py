@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.presence import slots_of
+from skyrl_train.config.predicates import Uses, slots_of
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp, why_fixed
 from skyrl_train.errors import ClusterLost, ConfigError, RewardModelLost, Stopped, WorkerDied
@@ -18,7 +18,7 @@ from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.run_directory import keep_locked, unlock
 
 if TYPE_CHECKING:
-    from skyrl_train.experiments.base import Experiment
+    from skyrl_train.cluster.runtime import Cluster
     from skyrl_train.learner.learner import Learner
 
 T = TypeVar("T")
@@ -26,36 +26,47 @@ _ANSWER_S = 30.0
 """Within this time a rank that lives answers a call that does nothing."""
 
 
-async def with_restarts(experiment: Experiment, attempt: Callable[[], Awaitable[T]]) -> T:
+async def with_restarts(
+    attempt: Callable[[], Awaitable[T]],
+    config: Config,
+    cluster: Cluster,
+    start_over: Callable[[Config, Config, str], Awaitable[Config]],
+) -> T:
     """What `attempt` returns, which is made again after a rank was lost, up to trainer.restarts times in the run.
 
     Each further attempt resumes from the run's newest checkpoint, with as many ranks as have room. Raises what the last
     attempt did, or NoRoom. One's own Ray that died ends the run in any case: it takes the driver with it.
+
+    Args:
+        config: The configuration of the first attempt.
+        start_over: Prepares another attempt. It gets the configuration to go on from, the one of the first attempt, and
+            why the last attempt ended; it returns the configuration that has room.
     """
-    configured = wanted = experiment.config
-    found = last_commit(configured)
-    cannot = experiment.cluster.is_client  # what is left of a cluster is not told behind a Ray client
-    folder = working_folder(configured.trainer.ckpt_path)
+    goes_on = running = config
+    restarts = 0
+    found = last_commit(config)
+    cannot = cluster.is_client  # what is left of a cluster is not told behind a Ray client
+    folder = working_folder(config.trainer.ckpt_path)
     try:
         while True:
-            unasked = _asked(configured)
+            unasked = _asked(config)
             try:
                 return await attempt()
             except Exception as error:
-                spent = experiment.restarts == configured.trainer.restarts
-                died = experiment.cluster.death() is not None
+                spent = restarts == config.trainer.restarts
+                died = cluster.death() is not None
                 if spent or cannot or _is_stopping() or not _lost_a_rank(error) or died:
                     raise
                 cause = f"{type(error).__name__}: {error}"
                 keep_locked(folder)
-            experiment.restarts += 1
+            restarts += 1
             with changing(folder):
-                if _asked(configured) != unasked:
-                    wanted = as_wanted(wanted, experiment.config)
+                if _asked(config) != unasked:
+                    goes_on = as_wanted(goes_on, running)
                 # It holds for the attempt that is over: who asks before the next has written its own is told to wait.
                 (folder / ENGINES_FILE).unlink(missing_ok=True)
-            goes_on = resuming(wanted) if last_commit(configured) != found else wanted
-            await _start_over(experiment, configured, goes_on, cause)
+            resumed = resuming(goes_on) if last_commit(config) != found else goes_on
+            running = await start_over(resumed, config, cause)
     finally:
         unlock(folder)
 
@@ -66,16 +77,14 @@ def _is_stopping() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _start_over(experiment: Experiment, configured: Config, goes_on: Config, cause: str) -> None:
-    """Change the experiment's configuration to the like of `goes_on` for what is left of the cluster."""
+async def fit_to_what_is_left(goes_on: Config, configured: Config, uses: Uses, cluster: Cluster) -> Config:
+    """The like of `goes_on` for what is left of the cluster. Raises NoRoom."""
     from skyrl_train.assembly.fewer_slots import fit_to_nodes
 
-    count = f"RESTART {experiment.restarts} of the {configured.trainer.restarts} of trainer.restarts"
-    say("restart", f"{count}: {cause}")
-    experiment.cluster.connect()
+    cluster.connect()
     added = goes_on.generator.num_inference_engines - configured.generator.num_inference_engines
-    config = await fit_to_nodes(goes_on, experiment.uses, experiment.cluster, max(0, added))
-    before, after = (slots_of(one, experiment.uses) for one in (configured, config))
+    config = await fit_to_nodes(goes_on, uses, cluster, max(0, added))
+    before, after = (slots_of(one, uses) for one in (configured, config))
     fewer = "" if after.policy == before.policy else f" ({before.policy} are configured)"
     engines = config.generator.num_inference_engines if after.engines else 0
     missing = configured.generator.num_inference_engines - engines if after.engines else 0
@@ -86,9 +95,9 @@ async def _start_over(experiment: Experiment, configured: Config, goes_on: Confi
         + (f" and {engines} engines" if engines else "")
         + (f" ({missing} fewer than configured)" if missing > 0 else "")
         + (f" and {hosts} hosts of environments ({configured.environment.hosts} are configured)" if hosts else "")
-        + f" on the {experiment.cluster.nodes} nodes that are left, from the newest checkpoint",
+        + f" on the {cluster.nodes} nodes that are left, from the newest checkpoint",
     )
-    experiment.adopt(config)
+    return config
 
 
 def as_wanted(config: Config, running: Config) -> Config:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.presence import Uses
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiments.base import Experiment, Session, used_by

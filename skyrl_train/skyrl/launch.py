@@ -11,10 +11,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.cluster.job import cluster_has_gpus
-from skyrl_train.config.command_line import read_command_line
 from skyrl_train.config.hydra import compose, plain
-from skyrl_train.config.prepare import prepare_composed
-from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.predicates import Uses, slots_of
+from skyrl_train.config.prepare import prepare_composed, read_command_line
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact

@@ -21,8 +21,8 @@ from skyrl_train.assembly.algorithm import (
 )
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from skyrl_train.config.hydra import load
+from skyrl_train.config.predicates import needs_reference
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.roles import needs_reference
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError

@@ -13,7 +13,7 @@ from skyrl_train.assembly.engines import build_engine
 from skyrl_train.assembly.layout import RoleSlots
 from skyrl_train.cluster.placement import Slots
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.trainer import TimeoutsConfig
+from skyrl_train.config.schema import TimeoutsConfig
 from skyrl_train.engines.base import Capabilities
 
 

@@ -7,7 +7,7 @@ import pytest
 from skyrl_train.assembly.fewer_slots import candidates, has_room
 from skyrl_train.cluster.room import FreeNode
 from skyrl_train.config.hydra import load
-from skyrl_train.config.presence import Uses, slots_of
+from skyrl_train.config.predicates import Uses, slots_of
 from skyrl_train.config.schema import Config
 
 

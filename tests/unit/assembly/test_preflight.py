@@ -21,8 +21,8 @@ from skyrl_train.assembly.names import check_plugins
 from skyrl_train.assembly.preflight import _check_trainable, _model, check_run
 from skyrl_train.assembly.storage import check_addresses
 from skyrl_train.cluster.sockets import free_address
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.presence import Uses
 from skyrl_train.data.rows import _python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp

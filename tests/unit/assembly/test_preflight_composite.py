@@ -9,7 +9,8 @@ import pytest
 
 from skyrl_train.assembly.preflight import _model
 from skyrl_train.config.hydra import load
-from skyrl_train.config.presence import Uses, model_paths
+from skyrl_train.config.machine import model_paths
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.sglang import models as sglang
 from skyrl_train.engines.vllm.composites import refuse_composite

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.presence import Uses
 from skyrl_train.errors import ConfigError
 
 SECRET = "wJalrXUtnFEMI"

@@ -5,15 +5,14 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.config.command_line import check_command_line
 from skyrl_train.config.hydra import flag_parser, load, show_information
-from skyrl_train.config.keys import leaves, nearest
-from skyrl_train.config.meanings import MEANT
+from skyrl_train.config.keys import MEANT, leaves, nearest
+from skyrl_train.config.prepare import read_command_line
 from skyrl_train.errors import ConfigError
 
 
 def said(*argv: str) -> str:
-    return "\n".join(str(problem) for problem in check_command_line(argv))
+    return "\n".join(str(problem) for problem in read_command_line(argv).problems)
 
 
 @pytest.mark.fault("F01")
@@ -92,7 +91,7 @@ def test_key_below_a_value_is_unknown():
     ],
 )
 def test_what_recipes_write_is_accepted(text: str):
-    assert check_command_line([text]) == []
+    assert read_command_line([text]).problems == []
 
 
 @pytest.mark.fault("F02")
@@ -134,7 +133,7 @@ def test_list_inside_quoted_text_is_not_taken_for_a_file_name():
 
 
 def test_all_problems_come_at_once_and_in_order():
-    problems = check_command_line(["trainer.epcohs=1", "trainer.seed=x", "trainer.epochs=2", "+nothing=3"])
+    problems = read_command_line(["trainer.epcohs=1", "trainer.seed=x", "trainer.epochs=2", "+nothing=3"]).problems
     assert [problem.key for problem in problems] == ["trainer.epcohs", "trainer.seed", "nothing"]
 
 
@@ -153,7 +152,7 @@ def test_other_name_of_a_key_works_and_contradiction_is_an_error(alias: str, nam
 
     assert value(load([f"{alias}=64"])) == 64
     assert value(load([f"+{alias}=64"])) == 64
-    assert check_command_line([f"{alias}=64", f"{name}=64"]) == []
+    assert read_command_line([f"{alias}=64", f"{name}=64"]).problems == []
     for pair in ((alias, name), (name, alias)):
         assert "They are one setting" in said(f"{pair[0]}=64", f"{pair[1]}=32")
 
@@ -176,7 +175,7 @@ def test_load_refuses_what_the_command_line_check_refuses():
 @settings(max_examples=300, deadline=None)
 def test_no_text_makes_the_check_raise(text: str):
     if not text.startswith("-"):
-        for problem in check_command_line([text, f"trainer.run_name={text}", f"+{text}=1"]):
+        for problem in read_command_line([text, f"trainer.run_name={text}", f"+{text}=1"]).problems:
             assert "\n" not in str(problem)
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.config.device import accelerator_present, resolve_device
 from skyrl_train.config.hydra import load
+from skyrl_train.config.machine import accelerator_present, resolve_device
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.section import freeze
 from skyrl_train.errors import ConfigError

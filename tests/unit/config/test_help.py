@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.documentation import help_text
-from skyrl_train.config.inert import IGNORED
 from skyrl_train.config.keys import leaves
+from skyrl_train.config.needs import IGNORED
 from skyrl_train.config.prepare import launch
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.presence import Uses
 from skyrl_train.errors import ConfigError
 
 LONGEST_S = 3.0
@@ -29,7 +29,7 @@ MISTAKES = {
     "trainer.train_batch_size=0": "trainer.train_batch_size=0: must be at least 1.",
     "trainer.train_batch_size=ten": "trainer.train_batch_size=ten: must be an integer.",
     f"{LR}=nan": f"{LR}=nan: must be a finite number.",
-    "generator.sampling_params.temperature=-1": "must be at least 0.",
+    "generator.sampling_params.temperature=-1": "must be 0 or at least 0.01.",
     "generator.sampling_params.top_p=1.5": "must be more than 0 and at most 1.",
     "generator.n_samples_per_prompt=1": "A group of one has no baseline, so grpo learns nothing: raise it",
     "generator.max_turns=0": "generator.max_turns=0: must be at least 1.",

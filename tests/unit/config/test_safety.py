@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from omegaconf.basecontainer import BaseContainer
 
+from skyrl_train.config.convert import ALLOWED_RESOLVERS, inspect, may_be_shown, unsafe
 from skyrl_train.config.hydra import load, plain, save_resolved
-from skyrl_train.config.inspection import inspect
 from skyrl_train.config.prepare import PreparedConfig, launch, prepare
-from skyrl_train.config.safety import ALLOWED_RESOLVERS, may_be_shown, unsafe
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
 

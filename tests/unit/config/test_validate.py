@@ -10,12 +10,11 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from skyrl_train.config.convert import Unfit, convert
-from skyrl_train.config.device import resolve_device
 from skyrl_train.config.hydra import compose as hydra_compose, finish, load, parse_override
 from skyrl_train.config.keys import arms, leaves
-from skyrl_train.config.ranges import Range
+from skyrl_train.config.machine import resolve_device
 from skyrl_train.config.schema import Config
-from skyrl_train.config.section import freeze
+from skyrl_train.config.section import Range, freeze
 from skyrl_train.config.validate import OPEN_TO_PLUGINS, validate
 from tests.support.each import check_each
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,6 @@ from skyrl_train.errors import (
     RewardModelLost,
     WorkerDied,
 )
-from skyrl_train.experiments import restarts
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.run_directory import LOCK_FILE, RunDirectory
@@ -34,10 +34,16 @@ class Ended:
 
     def __init__(self, errors: list[BaseException], allowed: int):
         self.config = with_value_at(Config(), "trainer.restarts", allowed)
-        self.restarts, self.attempts, self.errors = 0, 0, errors
+        self.attempts, self.errors = 0, errors
+        self.causes: list[str] = []
         self.cluster, self.is_client = self, False
         self.modes: list[str] = []
         """How each further attempt is to resume."""
+
+    async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
+        self.causes.append(cause)
+        self.modes.append(goes_on.trainer.resume_mode)
+        return goes_on
 
     def death(self) -> None:
         """Of Ray's own processes none has died."""
@@ -54,33 +60,26 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where the folders of runs are that name none
 
 
-@pytest.fixture
-def started_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    causes: list[str] = []
-
-    async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
-        causes.append(cause)
-        experiment.modes.append(goes_on.trainer.resume_mode)
-
-    monkeypatch.setattr(restarts, "_start_over", start_over)
-    return causes
-
-
 def caused(error: BaseException, cause: BaseException) -> BaseException:
     error.__cause__ = cause
     return error
 
 
 def run(experiment: Ended) -> str:
-    return asyncio.run(with_restarts(cast(Any, experiment), experiment.attempt))
+    return asyncio.run(attempts(experiment, experiment.attempt))
 
 
-def test_a_lost_rank_is_begun_again_after_as_often_as_configured(started_over: list[str]):
+def attempts(experiment: Ended, attempt: Callable[[], Awaitable[str]]) -> Coroutine[Any, Any, str]:
+    return with_restarts(attempt, experiment.config, cast(Any, experiment), experiment.start_over)
+
+
+def test_a_lost_rank_is_begun_again_after_as_often_as_configured():
     died = WorkerDied("learner 2 died during update: its node 10.0.0.7 was lost.")
     homeless = caused(EnginesLost("no engine is left"), NoRoom("a node was lost"))
     unrewarded = RewardModelLost("reward model 0.score did not finish within 5 s")
-    assert run(Ended([died, homeless, unrewarded], allowed=3)) == "done"
-    assert started_over == [
+    experiment = Ended([died, homeless, unrewarded], allowed=3)
+    assert run(experiment) == "done"
+    assert experiment.causes == [
         f"WorkerDied: {died}",
         "EnginesLost: no engine is left",
         f"RewardModelLost: {unrewarded}",
@@ -88,19 +87,19 @@ def test_a_lost_rank_is_begun_again_after_as_often_as_configured(started_over: l
     experiment = Ended([died, ClusterLost("a node died"), died], allowed=2)
     with pytest.raises(WorkerDied):
         run(experiment)
-    assert (experiment.attempts, experiment.restarts) == (3, 2)
+    assert (experiment.attempts, len(experiment.causes)) == (3, 2)
 
 
 @pytest.mark.parametrize("error", [ConfigError("k=1"), RuntimeError("a bug"), EnginesLost("restarts are spent")])
-def test_what_is_no_lost_rank_ends_the_run_at_once(started_over: list[str], error: Exception):
+def test_what_is_no_lost_rank_ends_the_run_at_once(error: Exception):
     experiment = Ended([error], allowed=5)
     with pytest.raises(type(error)):
         run(experiment)
-    assert (experiment.attempts, started_over) == (1, [])
+    assert (experiment.attempts, experiment.causes) == (1, [])
 
 
 @pytest.mark.defect("a-stop-was-lost-in-a-restart")
-def test_a_run_that_was_asked_to_stop_does_not_begin_again(started_over: list[str]):
+def test_a_run_that_was_asked_to_stop_does_not_begin_again():
     """The update that is under way goes to its end first, and may lose a rank there."""
     experiment = Ended([], allowed=2)
 
@@ -113,28 +112,29 @@ def test_a_run_that_was_asked_to_stop_does_not_begin_again(started_over: list[st
         return "done"
 
     async def stopped() -> None:
-        work = asyncio.ensure_future(with_restarts(cast(Any, experiment), attempt))
+        work = asyncio.ensure_future(attempts(experiment, attempt))
         await asyncio.sleep(0)
         work.cancel()
         with pytest.raises(WorkerDied):
             await asyncio.wait_for(work, 10)
 
     asyncio.run(stopped())
-    assert (experiment.attempts, started_over) == (1, [])
+    assert (experiment.attempts, experiment.causes) == (1, [])
 
 
-def test_a_run_behind_a_ray_client_does_not_begin_again(started_over: list[str]):
+def test_a_run_behind_a_ray_client_does_not_begin_again():
     experiment = Ended([WorkerDied("learner 0 died")], allowed=2)
     experiment.is_client = True
     with pytest.raises(WorkerDied):
         run(experiment)
-    assert started_over == []
+    assert experiment.causes == []
 
 
-def test_without_restarts_the_run_ends_as_ever(started_over: list[str]):
+def test_without_restarts_the_run_ends_as_ever():
+    experiment = Ended([WorkerDied("learner 0 died")], allowed=0)
     with pytest.raises(WorkerDied):
-        run(Ended([WorkerDied("learner 0 died")], allowed=0))
-    assert started_over == []
+        run(experiment)
+    assert experiment.causes == []
 
 
 class Ranks:
@@ -165,7 +165,7 @@ def test_what_follows_from_a_rank_that_does_not_answer_is_its_loss():
 @pytest.mark.parametrize("address", [False, True])
 @pytest.mark.parametrize("mode", ["none", "from_path", "latest"])
 def test_it_goes_on_from_what_it_has_committed_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_over: list[str], mode: str, address: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, address: bool
 ):
     """Until then it begins as it did: what `from_path` leaves behind is newer than where it went back to."""
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
@@ -189,18 +189,10 @@ def test_it_goes_on_from_what_it_has_committed_itself(
 
 @pytest.mark.defect("engines-that-were-added-are-forgotten")
 def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ):
     """Where one of three found no room after the first restart, all are looked for again after the second."""
     numbers: list[int] = []
-
-    async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
-        numbers.append(goes_on.generator.num_inference_engines)
-        assert configured.generator.num_inference_engines == 1
-        fitting = min(2, numbers[-1])
-        experiment.config = with_value_at(goes_on, "generator.num_inference_engines", fitting)
-
-    monkeypatch.setattr(restarts, "_start_over", start_over)
 
     class Announces(Ended):
         """Writes how many engines it has when it begins, if it gets that far; somebody asks the first one for three."""
@@ -211,6 +203,12 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
             if not self.attempts:
                 write_wanted(tmp_path, 3)
             return await super().attempt()
+
+        async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
+            numbers.append(goes_on.generator.num_inference_engines)
+            assert configured.generator.num_inference_engines == 1
+            self.config = with_value_at(goes_on, "generator.num_inference_engines", min(2, numbers[-1]))
+            return self.config
 
     experiment = Announces([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
     experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(tmp_path))
@@ -226,19 +224,10 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
 
 @pytest.mark.defect("a-folder-was-free-between-attempts")
 def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ):
     folder = tmp_path / "run"
     looked: list[str] = []
-
-    async def start_over(experiment: Any, configured: Config, goes_on: Config, cause: str) -> None:
-        with pytest.raises(ConfigError, match="only starting") as later:
-            change(folder, 1)
-        with (folder / LOCK_FILE).open() as another, pytest.raises(BlockingIOError):
-            fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        looked.append(str(later.value))
-
-    monkeypatch.setattr(restarts, "_start_over", start_over)
 
     class InItsFolder(Ended):
         async def attempt(self) -> str:
@@ -250,6 +239,14 @@ def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_
                 )
                 write_wanted(folder, 1)
                 return await super().attempt()
+
+        async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
+            with pytest.raises(ConfigError, match="only starting") as later:
+                change(folder, 1)
+            with (folder / LOCK_FILE).open() as another, pytest.raises(BlockingIOError):
+                fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            looked.append(str(later.value))
+            return goes_on
 
     experiment = InItsFolder([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
     experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(folder))

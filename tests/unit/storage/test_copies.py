@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.assembly.storage import check_addresses
+from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.presence import Uses
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.rows import read_rows
 from skyrl_train.errors import ConfigError, StorageError

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from skyrl_train.algorithms.advantages import Compared
-from skyrl_train.config.trainer import GuardsConfig
+from skyrl_train.config.schema import GuardsConfig
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.errors import EnginesLost, Unhealthy
 from skyrl_train.trainer.guards import Guards

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_train.config.trainer import GuardsConfig
+from skyrl_train.config.schema import GuardsConfig
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.learner import Learner

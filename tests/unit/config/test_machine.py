@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config import presence
-from skyrl_train.config.device import count_accelerators
+from skyrl_train.config import machine
+from skyrl_train.config.machine import count_accelerators, missing
+from skyrl_train.config.predicates import Uses, slots_of
 from skyrl_train.config.prepare import prepare
-from skyrl_train.config.presence import Uses, missing, slots_of
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_read_is_a_problem_and_no_crash(there: list[str]
     def refuse(folder: str) -> list[str]:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(presence.os, "listdir", refuse)
+    monkeypatch.setattr(machine.os, "listdir", refuse)
     (problem,) = found(*there, "data.train_data=[/secret/x.jsonl]")
     assert "/secret cannot be read: Permission denied." in problem
 
@@ -127,7 +127,7 @@ def test_models_and_data_that_nothing_reads_may_be_missing(there: list[str], tmp
 
 def test_an_engine_must_be_installed_unless_servers_have_it(there: list[str], monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     assert "generator.backend=vllm: must be an engine that is installed" in found(*there, "generator.backend=vllm")[0]
     servers = ["generator.run_engines_locally=false", "generator.backend=vllm"]
     monkeypatch.setenv("SKYRL_API_KEY", "token")
@@ -162,7 +162,7 @@ def test_more_slots_than_accelerators_are_refused_on_one_machine_and_left_to_a_c
     overrides = [*there, *overrides, "generator.backend=transformers"]
     if "parallel" in " ".join(overrides):
         overrides[-1] = "generator.run_engines_locally=true"
-        monkeypatch.setattr(presence.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
+        monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(needed))))
     assert count_accelerators() == needed
     assert found(*overrides, accelerator=True) == []

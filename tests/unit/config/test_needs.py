@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,10 @@ import pytest
 import skyrl_train
 from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses, sft_losses
 from skyrl_train.algorithms.selections import selection_of
-from skyrl_train.config import roles
+from skyrl_train.config import predicates
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
-from skyrl_train.config.conditions import CLIPPING_LOSSES
-from skyrl_train.config.inert import IGNORED
 from skyrl_train.config.keys import Key, all_keys, leaves
+from skyrl_train.config.needs import CLIPPING_LOSSES, IGNORED, NEEDS, needs_of
 from skyrl_train.config.prepare import prepare
 from skyrl_train.errors import ConfigError
 
@@ -22,7 +22,7 @@ SKYRL_KEYS = Path(__file__).with_name("skyrl_keys.tsv")
 
 
 CLIPPED = sorted(CLIPPING_LOSSES)
-UNCLIPPED = sorted(POLICY_LOSSES.keys() - CLIPPING_LOSSES)
+UNCLIPPED = sorted(POLICY_LOSSES.keys() - set(CLIPPING_LOSSES))
 
 
 def warnings(*overrides: str) -> list[str]:
@@ -201,6 +201,22 @@ def test_the_older_bound_is_named_where_the_key_that_replaced_it_rules():
     assert line.startswith("trainer.algorithm.tis_imp_ratio_cap=3.0 has no effect here. ")
 
 
+@pytest.mark.parametrize(("takes_values", "is_named"), [(True, False), (False, True)])
+def test_signature_of_registered_estimator_decides_about_critic_keys(takes_values: bool, is_named: bool):
+    def with_values(rewards: Any, group_ids: Any, valid: Any, *, values: Any = None) -> Any: ...
+
+    def without(rewards: Any, group_ids: Any, valid: Any) -> Any: ...
+
+    estimator: Callable[..., Any] = with_values if takes_values else without
+    advantage_estimators.register("mine")(estimator)
+    try:
+        own = ["trainer.algorithm.advantage_estimator=mine", "trainer.critic.model.path=/x"]
+        found = prepare(own, has_accelerator=False, own_code=True).warnings
+    finally:
+        advantage_estimators.forget("mine")
+    assert [line.partition("=")[0] for line in found] == ["trainer.critic.model.path"] * is_named
+
+
 def test_tables_of_who_reads_what_are_those_of_the_signatures():
     def asks(function: Any, name: str) -> bool:
         return function is not None and name in keywords_of(function)
@@ -208,12 +224,14 @@ def test_tables_of_who_reads_what_are_those_of_the_signatures():
     losses = {name: policy_losses.get(name) for name in POLICY_LOSSES}
     for bound in ("eps_low", "eps_high"):
         clipping = {name for name, f in losses.items() if asks(f, bound) or asks(selection_of(f), bound)}
-        assert clipping == CLIPPING_LOSSES
+        assert clipping == set(CLIPPING_LOSSES)
     estimators = {name: advantage_estimators.get(name) for name in ADVANTAGE_ESTIMATORS}
-    assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == roles.REFERENCE_ESTIMATORS
-    assert {name for name, f in estimators.items() if asks(f, "values")} == roles.CRITIC_ESTIMATORS
+    assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == predicates.REFERENCE_ESTIMATORS
+    assert {name for name, f in estimators.items() if asks(f, "values")} == predicates.CRITIC_ESTIMATORS
     assert {name for name, f in estimators.items() if asks(f, "norm_by_std")} == {"grpo"}
-    assert {name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")} == roles.REFERENCE_SFT_LOSSES
+    assert {
+        name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")
+    } == predicates.REFERENCE_SFT_LOSSES
 
 
 def source_of_readers() -> str:
@@ -221,7 +239,7 @@ def source_of_readers() -> str:
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
-    modules.append(PACKAGE / "config" / "roles.py")  # read on behalf of `assembly`
+    modules.append(PACKAGE / "config" / "predicates.py")  # read on behalf of `assembly`
     return "\n".join(path.read_text() for path in modules)
 
 
@@ -231,7 +249,7 @@ def below(names: set[str]) -> list[str]:
 
 
 def is_explained(key: Key) -> bool:
-    return bool(key.facts.needs) or (key.facts.choices is not None and len(key.facts.choices) == 1)
+    return bool(needs_of(key.name)) or (key.facts.choices is not None and len(key.facts.choices) == 1)
 
 
 def test_every_key_is_read_refused_or_named_as_having_no_effect():
@@ -258,8 +276,8 @@ def test_what_is_ignored_is_read_nowhere():
 
 
 def test_conditions_belong_to_keys_that_are_not_ignored():
-    assert [key for key in {*IGNORED, *below(set(IGNORED))} if all_keys()[key].facts.needs] == []
-    assert all(need.advice.endswith(".") for key in all_keys().values() for need in key.facts.needs)
+    assert [key for key in {*IGNORED, *below(set(IGNORED))} if needs_of(key)] == []
+    assert all(need.advice.endswith(".") and all_keys().keys() >= set(need.keys) for need in NEEDS)
 
 
 def test_experts_are_spread_over_all_ranks_of_an_engine_or_over_none():

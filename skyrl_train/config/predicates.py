@@ -1,0 +1,255 @@
+"""What a run needs, decided from several keys: models, corrections, slots.
+
+Each decision is made here once, for the checks, the plan and the builders of a run. Predicates take the sections that
+they read.
+
+A function of an algorithm asks for what a model computes by naming it as an argument: `ref_logprobs`, `values`. The
+built-in functions are known by name, so that nothing has to be imported; those of plugins once they are registered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
+from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
+from skyrl_train.registry import registered
+
+REFERENCE_ESTIMATORS = frozenset({"distillation"})
+"""Built-in advantage estimators whose functions ask for `ref_logprobs`."""
+REFERENCE_SFT_LOSSES = frozenset({"minor_sft"})
+"""Built-in SFT losses whose functions ask for `ref_logprobs`."""
+CRITIC_ESTIMATORS = frozenset({"gae"})
+"""Built-in advantage estimators whose functions ask for `values`."""
+
+
+class Argument(StrEnum):
+    """How a function takes an argument."""
+
+    REQUIRED = "required"
+    OPTIONAL = "optional"
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+    """A plugin's function that is not registered yet."""
+
+
+def _ref_logprobs(algorithm: AlgorithmConfig) -> Argument:
+    name = algorithm.advantage_estimator
+    return _argument("advantage estimator", name, "ref_logprobs", ADVANTAGE_ESTIMATORS, REFERENCE_ESTIMATORS)
+
+
+def _sft_ref_logprobs(algorithm: AlgorithmConfig) -> Argument:
+    return _argument("SFT loss", algorithm.sft.loss_type, "ref_logprobs", SFT_LOSSES, REFERENCE_SFT_LOSSES)
+
+
+def _values(algorithm: AlgorithmConfig) -> Argument:
+    name = algorithm.advantage_estimator
+    return _argument("advantage estimator", name, "values", ADVANTAGE_ESTIMATORS, CRITIC_ESTIMATORS)
+
+
+def _argument(kind: str, name: str, argument: str, table: dict[str, str], readers: frozenset[str]) -> Argument:
+    function = registered(kind, name)
+    if function is None:
+        if name in table:
+            return Argument.REQUIRED if name in readers else Argument.ABSENT
+        return Argument.UNKNOWN
+    parameter = inspect.signature(function).parameters.get(argument)
+    if parameter is None:
+        return Argument.ABSENT
+    return Argument.REQUIRED if parameter.default is parameter.empty else Argument.OPTIONAL
+
+
+# -- KL divergence and reference
+
+
+def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    """True if rewards include a KL penalty. One with a coefficient of 0 does not count."""
+    return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
+
+
+def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
+    """True if the loss has a KL term. One with a coefficient of 0 does not count."""
+    return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
+
+
+def measures_kl(algorithm: AlgorithmConfig) -> bool:
+    """True if anything measures the KL divergence from the reference."""
+    return kl_in_loss(algorithm) or kl_in_reward(algorithm)
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """True if training with rewards reads the reference model's log-probs."""
+    return measures_kl(algorithm) or _ref_logprobs(algorithm) in (Argument.REQUIRED, Argument.OPTIONAL)
+
+
+def sft_needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """True if supervised fine-tuning reads the reference model's log-probs."""
+    return _sft_ref_logprobs(algorithm) in (Argument.REQUIRED, Argument.OPTIONAL)
+
+
+def may_read_reference(algorithm: AlgorithmConfig) -> bool:
+    """True if a run may have a reference model: some kind of training reads it, or a plugin's function may."""
+    asked = Argument.UNKNOWN in (_ref_logprobs(algorithm), _sft_ref_logprobs(algorithm))
+    return asked or needs_reference(algorithm) or sft_needs_reference(algorithm)
+
+
+# -- Critic
+
+
+def needs_critic(trainer: TrainerConfig) -> bool:
+    """True if the advantage estimator gets values: it requires them, or accepts them and a critic is configured."""
+    values = _values(trainer.algorithm)
+    return values is Argument.REQUIRED or (values is Argument.OPTIONAL and bool(trainer.critic.model.path))
+
+
+def lacks_critic(trainer: TrainerConfig) -> bool:
+    """True if the advantage estimator requires values and no critic is configured."""
+    return _values(trainer.algorithm) is Argument.REQUIRED and not trainer.critic.model.path
+
+
+def may_read_values(algorithm: AlgorithmConfig) -> bool:
+    """True if the advantage estimator takes values, or is a plugin's that may."""
+    return _values(algorithm) is not Argument.ABSENT
+
+
+# -- Losses and estimators by name
+
+
+def loss_is(algorithm: AlgorithmConfig, *names: str) -> bool:
+    """True for one of these or a plugin's: nobody here knows what a plugin's loss asks for."""
+    return algorithm.policy_loss_type in names or algorithm.policy_loss_type not in POLICY_LOSSES
+
+
+def estimator_is(algorithm: AlgorithmConfig, *names: str) -> bool:
+    """True for one of these or a plugin's: nobody here knows what a plugin's estimator asks for."""
+    return algorithm.advantage_estimator in names or algorithm.advantage_estimator not in ADVANTAGE_ESTIMATORS
+
+
+# -- Off-policy correction
+
+
+def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
+    """The settings of the correction; SkyRL's older keys for token-level truncation (`use_tis`) are translated."""
+    correction = algorithm.off_policy_correction
+    if not algorithm.use_tis or correction.tis_ratio_type is not None:
+        return correction
+    return replace(correction, tis_ratio_type="token", token_tis_ratio_clip_high=algorithm.tis_imp_ratio_cap)
+
+
+def corrects(algorithm: AlgorithmConfig) -> bool:
+    """True if any off-policy correction is on."""
+    correction = correction_of(algorithm)
+    switches = (
+        correction.tis_ratio_type,
+        correction.sequence_mask_metric,
+        correction.outlier_token_is_threshold_low,
+        correction.outlier_token_is_threshold_high,
+        correction.token_mask_eps_low,
+        correction.token_mask_eps_high,
+        correction.token_mask_is_threshold_low,
+        correction.token_mask_is_threshold_high,
+    )
+    return any(switch is not None for switch in switches)
+
+
+# -- Parts of a run and their slots
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The parts of a configuration that an entrypoint uses, and that must therefore be there."""
+
+    train_data: bool = True
+    val_data: bool = True
+    learner: bool = True
+    engines: bool = True
+    rewards: bool = True
+    """The reward model, if one is named."""
+    tokenizer: bool = True
+    """The policy's tokenizer."""
+
+
+@dataclass(frozen=True)
+class SlotCounts:
+    """Dedicated slots of each role: 0 for a role that the run does not have, or that is colocated with another."""
+
+    policy: int
+    reference: int
+    critic: int
+    reward: int
+    engines: int
+    reference_colocated: bool
+    """Colocated with the policy."""
+    critic_colocated: bool
+    reward_colocated: bool
+    """Colocated with the policy, or with the engines if there is no policy."""
+    time_shared: bool
+    """Whether engines and learner take turns on the same slots."""
+
+    @property
+    def processes(self) -> int:
+        """Ranks and replicas, those included that share the policy's slots."""
+        sharing = self.reference_colocated + self.critic_colocated + self.reward_colocated
+        own = self.policy + self.reference + self.critic + self.reward + self.engines
+        return own + sharing * (self.policy or self.engines)
+
+    @property
+    def total(self) -> int:
+        if self.time_shared:
+            return max(self.policy, self.engines)
+        return self.policy + self.reference + self.critic + self.reward + self.engines
+
+
+def slots_per_engine(generator: GeneratorConfig) -> int:
+    """Accelerators of one engine: tensor x pipeline parallel."""
+    return generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
+
+
+def count_slots(
+    placement: PlacementConfig,
+    generator: GeneratorConfig,
+    *,
+    with_policy: bool = True,
+    with_reference: bool = False,
+    with_critic: bool = False,
+    with_reward: bool = False,
+    with_engines: bool = True,
+) -> SlotCounts:
+    """The slots of a run with these roles."""
+    reference_colocated = with_reference and (placement.colocate_policy_ref or placement.colocate_all)
+    critic_colocated = with_critic and placement.colocate_all
+    reward_colocated = with_reward and placement.colocate_all and (with_policy or with_engines)
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node if with_policy else 0
+    reference = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+    reward = placement.reward_num_nodes * placement.reward_num_gpus_per_node
+    engines = generator.num_inference_engines * slots_per_engine(generator) if with_engines else 0
+    return SlotCounts(
+        policy=policy,
+        reference=reference if with_reference and not reference_colocated else 0,
+        critic=critic if with_critic and not critic_colocated else 0,
+        reward=reward if with_reward and not reward_colocated else 0,
+        engines=engines,
+        reference_colocated=reference_colocated,
+        critic_colocated=critic_colocated,
+        reward_colocated=reward_colocated,
+        time_shared=placement.colocate_all and bool(policy) and bool(engines),
+    )
+
+
+def slots_of(config: Config, uses: Uses) -> SlotCounts:
+    """Return the slots of the run. What a plugin's algorithm needs counts once the plugin is imported."""
+    algorithm = config.trainer.algorithm
+    reference = needs_reference(algorithm) if uses.engines else sft_needs_reference(algorithm)
+    return count_slots(
+        config.trainer.placement,
+        config.generator,
+        with_policy=uses.learner,
+        with_reference=uses.learner and reference,
+        with_critic=uses.learner and uses.engines and needs_critic(config.trainer),
+        with_reward=uses.rewards and config.trainer.reward.model.path is not None,
+        with_engines=uses.engines and config.generator.run_engines_locally,
+    )
