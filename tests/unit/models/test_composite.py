@@ -110,7 +110,7 @@ def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
 
 
 def test_llama_4_without_chunks_is_limited_by_its_query_scales() -> None:
-    scaled = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+    scaled: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
     assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64)) == 63
     assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64, attn_temperature_tuning=False)) is None
     assert chunk_limit(Llama4TextConfig(**scaled | {"no_rope_layers": [1, 1]}, floor_scale=64)) is None
