@@ -118,12 +118,10 @@ class OptimizedModel:
         return self.optimizer_config.lr * float(self._lr_factor(self._updates))
 
     def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
-        """The result of `step`. Raises NonFiniteUpdate after `max_skipped_updates` consecutive updates that were not finite."""
+        """The result of `step`. Raises NonFiniteUpdate after `max_skipped_updates` in a row that were not finite."""
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if (
-            self._skipped_in_a_row >= self.max_skipped_updates
-        ):  # the norm is global, so all ranks stop at the same update
+        if self._skipped_in_a_row >= self.max_skipped_updates:  # on all ranks at once: the norm is global
             raise NonFiniteUpdate(
                 f"The gradient was not finite in {self.max_skipped_updates} updates in a row (trainer.guards."
                 "max_skipped_updates), so nothing is learnt any more. Lower the learning rate, or look for NaN in "

@@ -134,7 +134,7 @@ def test_every_proposed_split_is_valid():
     cfg, slow = config(**FOUR_SLOTS), {"timing/step_s": 12.0}
     found = compared(cfg, [taken(8, slow)] * 3)
     splits = [one.split for one in found.estimates]
-    assert splits[0] == configured_split(cfg) == Split(4, 4, colocated=True)
+    assert splits[0] == configured_split(cfg) == Split(4, 4, colocate_all=True)
     assert {(one.engines, one.trainers) for one in splits[1:]} == {(1, 3), (2, 2), (3, 1)}
     assert {one.staleness for one in splits} == {0, 1}
     for text in found.keys:
