@@ -92,7 +92,7 @@ class WeightSender:
         Floating-point tensors are sent as `wire_dtype` ("bfloat16", "float32"), others in their own dtype. With
         `weight_sync_only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read
         instead of `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter. `updates`
-        counts the optimizer steps that made the parameters. `sum_over_ranks` adds up int64 values of all ranks on the CPU.
+        counts the optimizer steps that made the parameters. `sum_over_ranks` adds up int64 CPU tensors of all ranks.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
