@@ -96,7 +96,7 @@ def _can_batch_turns(config: Config) -> bool:
 
 
 CLIPPING_LOSSES = ("clip_cov", "dual_clip", "gmpo", "gspo", "regular", "rollout_is")
-"""Losses that ask for `eps_low` and `eps_high`, or whose choice of tokens does."""
+"""Losses that ask for `eps_clip_low` and `eps_clip_high`, or whose choice of tokens does."""
 
 NEEDS = (
     # -- trainer.algorithm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.algorithm import AlgorithmConfig, DPPOConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, DPPOConfig, OverlongBufferConfig
 from skyrl_train.config.choices import STRATEGIES, TRACKERS
 from skyrl_train.config.environment import EnvironmentConfig
 from skyrl_train.config.generator import GeneratorConfig

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from skyrl_train.strategies.sharded_tensor import ShardedTensor
     from skyrl_train.strategies.shards import Shard
-
-
-class OptimizerSettings(Protocol):
-    """trainer.*.optimizer_config: the settings of AdamW and its schedule."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def adam_betas(self) -> Sequence[float]: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def num_warmup_steps(self) -> int: ...
-    @property
-    def scheduler(self) -> str: ...
 
 
 class LearningRates(NamedTuple):
@@ -37,32 +20,6 @@ class LearningRates(NamedTuple):
     """By the schedule of the run that saved the checkpoint."""
     now: float
     """By the schedule of this run."""
-
-
-class FSDPSettings(Protocol):
-    """trainer.*.fsdp_config."""
-
-    @property
-    def cpu_offload(self) -> bool: ...
-    @property
-    def reshard_after_forward(self) -> bool | int | None: ...
-    @property
-    def reduce_once(self) -> bool | None: ...
-    @property
-    def fsdp_size(self) -> int: ...
-
-
-class DeepSpeedSettings(Protocol):
-    """trainer.*.deepspeed_config."""
-
-    @property
-    def zero_stage(self) -> int: ...
-    @property
-    def offload_optimizer(self) -> bool: ...
-    @property
-    def offload_parameters(self) -> bool: ...
-    @property
-    def zero_optimization(self) -> Mapping[str, Any]: ...
 
 
 class TensorPart(Protocol):
@@ -104,7 +61,7 @@ class Strategy(Protocol):
 
     rank: int
     world_size: int
-    max_skipped: int
+    max_skipped_updates: int
     """After this many consecutive updates without a finite gradient `step` raises NonFiniteUpdate."""
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
