@@ -258,5 +258,5 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
                     "leave it false."
                 )
     batch = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
-    most_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
-    return EngineClient(engines, deadline_s=timeouts.rollout_s, most_calls=most_calls)
+    max_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
+    return EngineClient(engines, deadline_s=timeouts.rollout_s, max_calls=max_calls)

@@ -26,12 +26,11 @@ from transformers import PreTrainedModel
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
-from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
 from skyrl_train.engines.http.native_weights import CheckpointFolder
 from skyrl_train.engines.http.wire import GRACE_S
-from skyrl_train.engines.sampling import request_seed, with_stop_token
-from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids, request_seed, with_stop_token
+from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
 from skyrl_train.models.loading import load_tokenizer, meta_model
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens

@@ -9,8 +9,8 @@ from typing import Any
 
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.engines.base import SampleRequest
-from skyrl_train.engines.checks import SLEEPING
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
+from skyrl_train.engines.sampling import SLEEPING
 from skyrl_train.errors import EngineError, WeightSyncError
 
 _ANOTHER = "it is no SGLang server; see generator.backend."

@@ -7,8 +7,8 @@ from typing import Any
 
 from skyrl_train.data.arrays import Tokens, plain_ids, token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.checks import SLEEPING
 from skyrl_train.engines.http.native_server import NativeServer, Sampled
+from skyrl_train.engines.sampling import SLEEPING
 from skyrl_train.errors import EngineError, WeightSyncError
 
 _DEV_MODE = "this route needs a server that was started with VLLM_SERVER_DEV_MODE=1 in its environment."

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -33,7 +32,8 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.checks import Checks
+from skyrl_train.engines.in_process import Accelerator, compute, query
+from skyrl_train.engines.sampling import Checks
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.host import Host
 from skyrl_train.engines.sglang.traffic import Traffic

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -33,8 +32,8 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.checks import Checks
-from skyrl_train.engines.step_thread import StepThread
+from skyrl_train.engines.in_process import Accelerator, StepThread, compute, query
+from skyrl_train.engines.sampling import Checks
 from skyrl_train.engines.transformers.model import ServedModel
 from skyrl_train.engines.transformers.requests import GenerateCall
 from skyrl_train.engines.transformers.scheduler import Scheduler

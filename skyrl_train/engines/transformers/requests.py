@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.engines.transformers.cache import Key
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from skyrl_train.data.arrays import plain_ids
 from skyrl_train.data.vocabulary import token_text
-from skyrl_train.engines.checks import check_logprobs, check_new_ids
-from skyrl_train.engines.run_clock import RunClock
-from skyrl_train.engines.stop_strings import StopStrings
-from skyrl_train.engines.token_sampler import RowSampler
+from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.sampling import check_logprobs, check_new_ids
+from skyrl_train.engines.token_sampler import RowSampler, StopStrings
 from skyrl_train.engines.transformers.adapters import adapted_rows
 from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
 from skyrl_train.engines.transformers.model import ServedModel

@@ -22,11 +22,9 @@ import torch
 
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.data.vocabulary import token_text
-from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
-from skyrl_train.engines.run_clock import RunClock
-from skyrl_train.engines.step_thread import StepThread
+from skyrl_train.engines.in_process import Accelerator, RunClock, StepThread
+from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.memory import peak_memory

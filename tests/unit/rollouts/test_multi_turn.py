@@ -14,8 +14,7 @@ from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
 from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
