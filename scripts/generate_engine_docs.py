@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_train.engines.base import SAMPLING
-from skyrl_train.engines.http.native_sglang import SGLangServer
-from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.sampling import RULES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "engines.md"

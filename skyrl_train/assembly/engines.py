@@ -22,8 +22,7 @@ from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
-from skyrl_train.engines.http.native_sglang import SGLangServer
-from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
 from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError

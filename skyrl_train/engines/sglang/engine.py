@@ -2,8 +2,7 @@
 
 - engine.py        the interface: asynchronous, validates, never blocks the event loop
 - host.py          the thread and the processes
-- arguments.py     SGLang's start arguments
-- models.py        which models it cannot serve
+- arguments.py     start arguments, and which models it cannot serve
 - traffic.py       on that thread: requests, pausing, sleeping
 - weight_store.py  loads full tensors into SGLang's model
 - scheduler.py     in SGLang's process: aborts and scores while paused, prompt cache
