@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from skyrl_train.config.model import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, LearningRates, OptimizerSettings
+from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
+from skyrl_train.strategies.base import LearningRates, Strategy, widest_dtype
 from skyrl_train.strategies.fill import fill_whole
-from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
-from skyrl_train.strategies.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.shards import Slice
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,7 +36,7 @@ class _Piece:
         return tensor.narrow(0, self.offset, self.slice.stop - self.slice.start)
 
 
-class DeepSpeedStrategy(OptimizedModel):
+class DeepSpeedStrategy(Strategy):
     """Call `init_process_group` first, even for one rank. The model is on the CPU or the meta device.
 
     With a compute dtype narrower than the parameters', the model's parameters get that dtype, and the optimizer has
@@ -48,9 +48,9 @@ class DeepSpeedStrategy(OptimizedModel):
     def __init__(
         self,
         *,
-        optimizer: OptimizerSettings | None,
-        deepspeed: DeepSpeedSettings,
-        fsdp: FSDPSettings | None = None,
+        optimizer: OptimizerConfig | None,
+        deepspeed: DeepSpeedConfig,
+        fsdp: FSDPConfig | None = None,
         device: torch.device | str,
         rank: int,
         world_size: int,

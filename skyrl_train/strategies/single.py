@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from skyrl_train.config.model import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import DeepSpeedSettings, FSDPSettings, OptimizerSettings
+from skyrl_train.strategies.base import Strategy, widest_dtype
 from skyrl_train.strategies.fill import fill_whole
-from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 
 
-class SingleStrategy(OptimizedModel):
+class SingleStrategy(Strategy):
     """One rank. A compute dtype narrower than the parameters' is used by autocast; parameters and gradients stay."""
 
     def __init__(
         self,
         *,
-        optimizer: OptimizerSettings | None,
-        fsdp: FSDPSettings | None = None,
-        deepspeed: DeepSpeedSettings | None = None,
+        optimizer: OptimizerConfig | None,
+        fsdp: FSDPConfig | None = None,
+        deepspeed: DeepSpeedConfig | None = None,
         device: torch.device | str = "cpu",
         compute_dtype: torch.dtype = torch.float32,
         rank: int = 0,

@@ -393,7 +393,7 @@ TORCH = {
         torch.distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms(self, enable)
         torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync(self, requires_gradient_sync)
     """,
-    "strategies/optimizer.py": """
+    "strategies/base.py": """
         torch.distributed.tensor.DTensor._spec
         torch.nn.Module._apply(self, fn)
         torch._foreach_mul_

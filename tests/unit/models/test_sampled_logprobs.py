@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.models import sampled_logprobs as module
-from skyrl_train.models.sampled_logprobs import LogitShape
+from skyrl_train.models.logit_chunks import LogitShape
 
 ROWS, SIZE, VOCABULARY = 7, 5, 11
 sampled_logprobs: Any = module.sampled_logprobs
