@@ -121,7 +121,7 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
         for rank in range(RANKS)
     ]
     group = WorkerGroup(ranks)
-    sizes = BatchSizes(1 << 30, max_tokens=16_384)
+    sizes = BatchSizes(1 << 30, max_tokens_per_microbatch=16_384)
     return Learner(group, group if scores else None, sizes, needs_old_logprobs=True if scores else None)
 
 
@@ -136,7 +136,7 @@ async def learned(learner: Any, groups: list[Any], with_arrays: bool, watch: Wat
     from skyrl_train.data import batch as module
     from skyrl_train.metrics import Metrics
 
-    step = AdvantageStep(partial(grpo, norm_by_std=True))
+    step = AdvantageStep(partial(grpo, grpo_norm_by_std=True))
     in_thread = asyncio.to_thread if with_arrays else at_once
     without: dict[str, Any] = (
         {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}

@@ -48,7 +48,7 @@ class AdvantageStep:
 
     estimator: AdvantageEstimator
     """Takes only keywords that are in TENSORS."""
-    normalise_batch: bool = False
+    advantage_batch_normalize: bool = False
     kl: KLInReward | None = None
 
     @property
@@ -83,7 +83,7 @@ class AdvantageStep:
             numbers = result if result.is_floating_point() else result.float()
             numbers = numbers[episodes.of_sequence]
             batch = replace(batch, advantages=None, returns=None, sequence_advantages=numbers)
-        if self.normalise_batch and (advantages := batch.token_advantages) is not None:
+        if self.advantage_batch_normalize and (advantages := batch.token_advantages) is not None:
             advantages = batch_normalised(advantages, batch.loss_mask)
             batch = replace(batch, advantages=advantages, sequence_advantages=None)
         describe(batch, metrics)

@@ -37,15 +37,15 @@ class TokenAdvantages(NamedTuple):
     """The critic's targets."""
 
 
-def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool) -> Tensor:
-    """A = r - mean(r of its group), over (std + 1e-6) with `norm_by_std` (arXiv:2402.03300, section 4.1.2).
+def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, grpo_norm_by_std: bool) -> Tensor:
+    """A = r - mean(r of its group), over (std + 1e-6) with `grpo_norm_by_std` (arXiv:2402.03300, section 4.1.2).
 
     The standard deviation is the unbiased one. A group without information (one valid sample, or equal rewards) gets
     exactly 0.
     """
     group = _Groups(group_ids, valid)
     centred = group.centred(rewards)
-    if norm_by_std:
+    if grpo_norm_by_std:
         variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + EPSILON)
     return centred.to(rewards.dtype)
@@ -53,7 +53,7 @@ def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, norm_by_std: bool
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """A = r - mean(r of its group) (Dr. GRPO, arXiv:2503.20783), to be used with `seq_mean_token_sum_norm`."""
-    return grpo(rewards, group_ids, valid, norm_by_std=False)
+    return grpo(rewards, group_ids, valid, grpo_norm_by_std=False)
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ def _difference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 class FixedKLController:
     """A constant coefficient (`kl_ctrl.type=fixed`)."""
 
-    def __init__(self, coef: float):
-        self.coef = coef
+    def __init__(self, kl_loss_coef: float):
+        self.coef = kl_loss_coef
 
     def update(self, observed_kl: float, num_sequences: int) -> None:
         """Does nothing."""
@@ -85,15 +85,15 @@ class FixedKLController:
 class AdaptiveKLController:
     """Proportional control of the coefficient towards a target KL (`kl_ctrl.type=adaptive`; arXiv:1909.08593, 2.2).
 
-    coef <- coef * (1 + clip(observed / target - 1, -0.2, 0.2) * min(num_sequences / horizon, 1))
+    coef <- coef * (1 + clip(observed / kl_target - 1, -0.2, 0.2) * min(num_sequences / horizon, 1))
     """
 
-    def __init__(self, coef: float, target: float, horizon: float):
-        self.coef = coef
-        self.target = target
+    def __init__(self, kl_loss_coef: float, *, kl_target: float, horizon: float):
+        self.coef = kl_loss_coef
+        self.kl_target = kl_target
         self.horizon = horizon
 
     def update(self, observed_kl: float, num_sequences: int) -> None:
         """observed_kl in nats: the mean over sequences of their mean over tokens."""
-        error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
+        error = min(max(observed_kl / self.kl_target - 1, -0.2), 0.2)
         self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)  # beyond 1, the sign could flip

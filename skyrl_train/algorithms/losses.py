@@ -25,13 +25,19 @@ from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov, se
 
 
 def clipped_surrogate(
-    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, eps_low: float, eps_high: float
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    old_logprobs: Tensor,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """`regular`: -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
+    """`regular`: -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A).
 
     PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO, arXiv:2503.14476, eq. 10).
     """
-    return _clipped(importance_ratios(logprobs, old_logprobs, mask), advantages, mask, eps_low, eps_high)
+    return _clipped(importance_ratios(logprobs, old_logprobs, mask), advantages, mask, eps_clip_low, eps_clip_high)
 
 
 def dual_clip(
@@ -40,13 +46,13 @@ def dual_clip(
     mask: Tensor,
     *,
     old_logprobs: Tensor,
-    eps_low: float,
-    eps_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, Tensor]:
     """`regular`, but at most -c A if A < 0, so that a huge ratio gives no huge loss (arXiv:1912.09729, eq. 5)."""
     values, clipped = clipped_surrogate(
-        logprobs, advantages, mask, old_logprobs=old_logprobs, eps_low=eps_low, eps_high=eps_high
+        logprobs, advantages, mask, old_logprobs=old_logprobs, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
     )
     ceiling = -clip_ratio_c * torch.where(mask, advantages, 0.0)
     beyond = mask & (advantages < 0) & (values > ceiling)
@@ -61,8 +67,8 @@ def gspo(
     old_logprobs: Tensor,
     frozen_logprobs: Tensor,
     sequence_ids: Tensor,
-    eps_low: float,
-    eps_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """`regular` with one ratio per sequence: s = exp(mean of log r over the sequence's tokens) instead of r.
 
@@ -71,7 +77,7 @@ def gspo(
     """
     mean = _sequence_mean(frozen_logprobs - old_logprobs, mask, sequence_ids)
     ratio = torch.where(mask, mean + (logprobs - frozen_logprobs), 0.0)
-    return _clipped(ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantages, mask, eps_low, eps_high)
+    return _clipped(ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantages, mask, eps_clip_low, eps_clip_high)
 
 
 def gmpo(
@@ -81,17 +87,17 @@ def gmpo(
     *,
     old_logprobs: Tensor,
     sequence_ids: Tensor,
-    eps_low: float,
-    eps_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """-A exp(mean over the sequence's tokens of the clipped log r), on every token of the sequence.
 
     GMPO (arXiv:2507.20673): the geometric instead of the arithmetic mean. The bounds are on the log-ratio,
-    log r in [-eps_low, eps_high] (the paper uses 0.4 for both, and mirrors them if A < 0), and apply only in the
-    direction in which A pushes. A is the sequence's mean advantage. Meant for `sequence_mean`.
+    log r in [-eps_clip_low, eps_clip_high] (the paper uses 0.4 for both, and mirrors them if A < 0), and apply only in
+    the direction in which A pushes. A is the sequence's mean advantage. Meant for `sequence_mean`.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    bounded = log_ratio.clamp(-eps_low, eps_high)
+    bounded = log_ratio.clamp(-eps_clip_low, eps_clip_high)
     pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
     ratio = _sequence_mean(pessimistic, mask, sequence_ids).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     values = -_sequence_mean(advantages, mask, sequence_ids) * ratio
@@ -105,12 +111,12 @@ def cispo(
     *,
     old_logprobs: Tensor,
     frozen_logprobs: Tensor,
-    cispo_eps_low: float,
-    cispo_eps_high: float,
+    cispo_eps_clip_low: float,
+    cispo_eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-sg[clip(r, 1 - eps_low, 1 + eps_high)] A logprobs: every token keeps a gradient (arXiv:2506.13585, eq. 4-5)."""
+    """-sg[clip(r, 1 - low, 1 + high)] A logprobs: every token keeps a gradient (arXiv:2506.13585, eq. 4-5)."""
     ratio = importance_ratios(frozen_logprobs, old_logprobs, mask)
-    weight = ratio.clamp(1 - cispo_eps_low, 1 + cispo_eps_high)
+    weight = ratio.clamp(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)
     return _reinforce(weight, logprobs, advantages, mask), (mask & (weight != ratio)).to(logprobs.dtype)
 
 
@@ -121,8 +127,8 @@ def cispo_rollout(
     *,
     rollout_logprobs: Tensor,
     frozen_logprobs: Tensor,
-    cispo_eps_low: float,
-    cispo_eps_high: float,
+    cispo_eps_clip_low: float,
+    cispo_eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """`cispo` with r = exp(logprobs - rollout_logprobs) (SkyRL's `cispo_anchor: rollout`).
 
@@ -135,8 +141,8 @@ def cispo_rollout(
         mask,
         old_logprobs=rollout_logprobs,
         frozen_logprobs=frozen_logprobs,
-        cispo_eps_low=cispo_eps_low,
-        cispo_eps_high=cispo_eps_high,
+        cispo_eps_clip_low=cispo_eps_clip_low,
+        cispo_eps_clip_high=cispo_eps_clip_high,
     )
 
 
@@ -147,15 +153,15 @@ def rollout_is(
     *,
     frozen_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    eps_low: float,
-    eps_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs); 0 if u is not in (1 - eps_low, 1 + eps_high).
+    """-sg[u] A logprobs with u = exp(logprobs - rollout_logprobs); 0 outside (1 - eps_clip_low, 1 + eps_clip_high).
 
     The ratio is to the policy that actually sampled (SkyRL's `rollout_is`; double-sided masking as in IcePop).
     """
     ratio = importance_ratios(frozen_logprobs, rollout_logprobs, mask)
-    inside = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)
+    inside = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
     weight = torch.where(inside, ratio, 0.0)
     return _reinforce(weight, logprobs, advantages, mask), (mask & ~inside).to(logprobs.dtype)
 
@@ -195,17 +201,20 @@ def dppo_tv(
     *,
     frozen_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    dppo_delta_low: float,
-    dppo_delta_high: float,
+    delta_low: float,
+    delta_high: float,
+    tv_threshold: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-u A, but 0 if p - q is not in [-delta_low, delta_high] and the gradient would move it further out.
 
     p, q are the trainer's and the engine's probability of the sampled token. DPPO with the binary total variation
     (arXiv:2602.04879, eq. 12-13, which has one bound): the trust region around the policy that sampled bounds
-    probabilities instead of ratios; u = exp(logprobs - rollout_logprobs).
+    probabilities instead of ratios; u = exp(logprobs - rollout_logprobs). `tv_threshold` replaces both bounds.
     """
+    if tv_threshold is not None:
+        delta_low = delta_high = tv_threshold
     moved = frozen_logprobs.exp() - rollout_logprobs.exp()
-    outside = (moved < -dppo_delta_low) | (moved > dppo_delta_high)
+    outside = (moved < -delta_low) | (moved > delta_high)
     return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, outside)
 
 
@@ -216,12 +225,12 @@ def dppo_kl(
     *,
     frozen_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    dppo_kl_threshold: float,
+    kl_threshold: float,
 ) -> tuple[Tensor, Tensor]:
     """Like `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
     p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
     divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
-    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > dppo_kl_threshold)
+    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > kl_threshold)
 
 
 @selects(choose_clip_cov)
@@ -232,29 +241,31 @@ def clip_cov(
     *,
     old_logprobs: Tensor,
     selected: Tensor,
-    eps_low: float,
-    eps_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """`regular` without gradient on the tokens that `choose_clip_cov` selected (Clip-Cov, arXiv:2505.22617)."""
     values, _ = clipped_surrogate(
-        logprobs, advantages, mask, old_logprobs=old_logprobs, eps_low=eps_low, eps_high=eps_high
+        logprobs, advantages, mask, old_logprobs=old_logprobs, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high
     )
     return torch.where(selected, 0.0, values), (mask & selected).to(logprobs.dtype)
 
 
 @selects(choose_kl_cov)
 def kl_cov(
-    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, selected: Tensor, kl_cov_coef: float
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, selected: Tensor, ppo_kl_coef: float
 ) -> tuple[Tensor, Tensor]:
-    """-r A, plus kl_cov_coef |log r| on the tokens that `choose_kl_cov` selected (KL-Cov, arXiv:2505.22617)."""
+    """-r A, plus ppo_kl_coef |log r| on the tokens that `choose_kl_cov` selected (KL-Cov, arXiv:2505.22617)."""
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     values, none = importance_sampling(logprobs, advantages, mask, old_logprobs=old_logprobs)
-    return values + torch.where(selected & mask, kl_cov_coef * log_ratio.abs(), 0.0), none
+    return values + torch.where(selected & mask, ppo_kl_coef * log_ratio.abs(), 0.0), none
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
+def _clipped(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, eps_clip_low: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
     advantages = torch.where(mask, advantages, 0.0)
-    plain, clipped = ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    plain, clipped = ratio * advantages, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages
     return -torch.minimum(plain, clipped), ((clipped < plain) & mask).to(ratio.dtype)
 
 

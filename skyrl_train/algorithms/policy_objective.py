@@ -20,7 +20,7 @@ TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "seq
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """loss = sum_t w_t (c_t policy_loss_t + kl_coef kl_t - entropy_coef H_t).
+    """loss = sum_t w_t (c_t policy_loss_t + kl_loss_coef kl_t - entropy_loss_coef H_t).
 
     w are the batch's `token_weights`, c its `importance_weights`, if any. It can be pickled and sent to workers, as
     module-level functions pickle by name.
@@ -30,8 +30,8 @@ class PolicyObjective:
     """Takes only keywords that are in TENSORS."""
     kl_estimator: KLEstimator | None = None
     """None: no KL in the loss, and no reference model needed."""
-    kl_coef: float = 0.0
-    entropy_coef: float | None = None
+    kl_loss_coef: float = 0.0
+    entropy_loss_coef: float | None = None
     """None: no entropy bonus; entropy is still reported."""
     reports_mismatch: bool = True
     """Whether to report mismatch/*; False where a correction does, of the whole batch before it masks any of it."""
@@ -69,14 +69,14 @@ class PolicyObjective:
         if self.kl_estimator is not None:
             assert batch.ref_logprobs is not None, "KL in the loss needs the reference's log-probs"
             kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask, **asked_for(self.kl_estimator, tensors))
-            terms.append(self.kl_coef * (kl * weights).sum())
+            terms.append(self.kl_loss_coef * (kl * weights).sum())
             token_sums["policy/kl"] = kl.detach()
         if entropy is not None:
             entropy = torch.where(mask, entropy, 0.0)
             token_sums["policy/entropy"] = entropy.detach()
-        if self.entropy_coef is not None:
+        if self.entropy_loss_coef is not None:
             assert entropy is not None, "an entropy bonus needs the entropy"
-            terms.append(-self.entropy_coef * (entropy * weights).sum())
+            terms.append(-self.entropy_loss_coef * (entropy * weights).sum())
         loss = torch.stack(terms).sum()
         with torch.no_grad():
             losses = {"policy/policy_loss": policy_loss, "policy/loss": loss}

@@ -68,12 +68,14 @@ def token_mean(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, max_s
 
 
 @SequenceReduction
-def token_mean_legacy(tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, micro_batch_size: int) -> Tensor:
-    """Every `micro_batch_size` sequences in a row have the same weight: 1 / (their tokens * micro-batches).
+def token_mean_legacy(
+    tokens: Tensor, sequence_ids: Tensor, group_ids: Tensor, *, micro_train_batch_size_per_gpu: int
+) -> Tensor:
+    """Every micro-batch of sequences in a row has the same weight: 1 / (its tokens * micro-batches).
 
     SkyRL 0.4 averages the means of micro-batches and calls that `token_mean`. The last micro-batch may be smaller.
     """
-    return _mean_of_means(tokens, ((tokens > 0).cumsum(0) - 1).clamp(min=0) // micro_batch_size)
+    return _mean_of_means(tokens, ((tokens > 0).cumsum(0) - 1).clamp(min=0) // micro_train_batch_size_per_gpu)
 
 
 @SequenceReduction

@@ -28,14 +28,22 @@ KLEstimator = Callable[..., Tensor]
 SFTLoss = Callable[..., Tensor]
 """(logprobs, mask, *, ...), all [T], to loss [T]; see sft.py."""
 Reduction = Callable[..., Tensor]
-"""(mask [T], sequence_ids [T], group_ids [T], *, max_seq_len, micro_batch_size) to the weight [T] of every token: see
-reductions.py."""
+"""(mask [T], sequence_ids [T], group_ids [T], *, max_seq_len, micro_train_batch_size_per_gpu) to the weight [T] of each
+token: see reductions.py."""
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator", ADVANTAGE_ESTIMATORS)
 policy_losses: Registry[PolicyLoss] = Registry("policy loss", POLICY_LOSSES)
 kl_estimators: Registry[KLEstimator] = Registry("KL estimator", KL_ESTIMATORS)
 reductions: Registry[Reduction] = Registry("loss reduction", REDUCTIONS)
 sft_losses: Registry[SFTLoss] = Registry("SFT loss", SFT_LOSSES)
+
+FORMER_NAMES = {
+    "eps_low": "eps_clip_low",
+    "eps_high": "eps_clip_high",
+    "norm_by_std": "grpo_norm_by_std",
+    "micro_batch_size": "micro_train_batch_size_per_gpu",
+}
+"""Keywords by which users' functions may still ask for a key."""
 
 
 def keywords_of(function: Callable[..., Any]) -> dict[str, bool]:
@@ -53,13 +61,14 @@ def bind(
     setting nor one of `tensors`.
     """
     keywords = keywords_of(function)
-    unknown = [name for name, required in keywords.items() if required and name not in settings.keys() | tensors]
+    values = {old: settings[name] for old, name in FORMER_NAMES.items() if name in settings} | dict(settings)
+    unknown = [name for name, required in keywords.items() if required and name not in values.keys() | tensors]
     if unknown:
         raise ConfigError(
             f"{what} asks for {', '.join(unknown)}, which nobody has; settings are {', '.join(sorted(settings))}; "
             f"tensors are {', '.join(sorted(tensors))}."
         )
-    return partial(function, **{name: settings[name] for name in keywords if name in settings})
+    return partial(function, **{name: values[name] for name in keywords if name in values})
 
 
 def asked_for(function: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,13 +49,13 @@ def choose_clip_cov(
     advantages: Tensor,
     mask: Tensor,
     *,
-    eps_low: float,
-    eps_high: float,
-    clip_cov_ratio: float,
-    clip_cov_low: float,
-    clip_cov_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
+    clip_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
 ) -> Tensor:
-    """[T] bool: a share `clip_cov_ratio` of all tokens, chosen among those with a covariance in bounds (see `_share`).
+    """[T] bool: a share `clip_ratio` of all tokens, chosen among those with a covariance in bounds (see `_share`).
 
     Tokens that PPO clips anyway are left out. The paper draws at random among the candidates; here the bits of their
     covariances decide, so that the choice depends neither on the order of rows nor, except for ties, on float32
@@ -63,19 +63,19 @@ def choose_clip_cov(
     """
     weights = covariance(logprobs, advantages, mask)
     ratio = (logprobs - old_logprobs).exp()
-    clipped = torch.where(advantages > 0, ratio > 1 + eps_high, ratio < 1 - eps_low)
-    candidates = mask & ~clipped & (weights > clip_cov_low) & (weights < clip_cov_high)
-    number = _share(clip_cov_ratio, mask)
+    clipped = torch.where(advantages > 0, ratio > 1 + eps_clip_high, ratio < 1 - eps_clip_low)
+    candidates = mask & ~clipped & (weights > clip_cov_lb) & (weights < clip_cov_ub)
+    number = _share(clip_ratio, mask)
     scrambled = (weights * 2.0**6).frac()
     return _largest(torch.where(candidates, scrambled, -torch.inf), number)
 
 
 def choose_kl_cov(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, kl_cov_fraction: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, kl_cov_frac: float
 ) -> Tensor:
-    """[T] bool: the share `kl_cov_fraction` of all tokens with the largest covariance (see `_share`)."""
+    """[T] bool: the share `kl_cov_frac` of all tokens with the largest covariance (see `_share`)."""
     weights = covariance(logprobs, advantages, mask)
-    number = _share(kl_cov_fraction, mask)
+    number = _share(kl_cov_frac, mask)
     return _largest(torch.where(mask, weights, -torch.inf), number)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,7 @@ from skyrl_train.config.roles import (
     sft_needs_reference,
 )
 from skyrl_train.config.schema import AlgorithmConfig, Config, OffPolicyCorrectionConfig, TrainerConfig
+from skyrl_train.config.section import Section
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.learner import Choose
 from skyrl_train.learner.worker import Objective
@@ -118,8 +119,8 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
     return PolicyObjective(
         policy_loss=bind(loss, f"policy_loss_type={algorithm.policy_loss_type}", settings(algorithm), policy.TENSORS),
         kl_estimator=_kl_estimator(algorithm) if kl_in_loss(algorithm) else None,
-        kl_coef=algorithm.kl_loss_coef,
-        entropy_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
+        kl_loss_coef=algorithm.kl_loss_coef,
+        entropy_loss_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
         reports_mismatch=not corrects(algorithm),
     )
 
@@ -168,7 +169,8 @@ def build_reduction(cfg: Config) -> Callable[..., Tensor]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     longest = algorithm.max_seq_len or generator.max_input_length + generator.sampling_params.max_generate_length
     what = f"loss_reduction={algorithm.loss_reduction}"
-    known = {"max_seq_len": longest, "micro_batch_size": cfg.trainer.micro_train_batch_size_per_gpu or 1}
+    micro_batch = cfg.trainer.micro_train_batch_size_per_gpu or 1
+    known = {"max_seq_len": longest, "micro_train_batch_size_per_gpu": micro_batch}
     return bind(reductions.get(algorithm.loss_reduction), what, known, frozenset())
 
 
@@ -186,7 +188,9 @@ def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageStep:
         control = algorithm.kl_ctrl
         controller: FixedKLController | AdaptiveKLController = FixedKLController(algorithm.kl_loss_coef)
         if control.type == "adaptive":
-            controller = AdaptiveKLController(algorithm.kl_loss_coef, control.kl_target, control.horizon)
+            controller = AdaptiveKLController(
+                algorithm.kl_loss_coef, kl_target=control.kl_target, horizon=control.horizon
+            )
         kl = KLInReward(_kl_estimator(algorithm), controller)
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
     if is_skyrl_style(estimator):
@@ -194,7 +198,7 @@ def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageStep:
     what = f"advantage_estimator={algorithm.advantage_estimator}"
     return AdvantageStep(
         estimator=bind(estimator, what, settings(algorithm), ADVANTAGE_TENSORS),
-        normalise_batch=algorithm.advantage_batch_normalize,
+        advantage_batch_normalize=algorithm.advantage_batch_normalize,
         kl=kl,
     )
 
@@ -213,30 +217,14 @@ def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
 
 
 def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Argument name -> value, for the arguments of functions in `algorithms/` that come from the configuration."""
-    both = algorithm.dppo.tv_threshold  # alone: see config/validate.py
-    return {
-        "config": algorithm,
-        "norm_by_std": algorithm.grpo_norm_by_std,
-        "gamma": algorithm.gamma,
-        "lambd": algorithm.lambd,
-        "eps_low": algorithm.eps_clip_low,
-        "eps_high": algorithm.eps_clip_high,
-        "clip_ratio_c": algorithm.clip_ratio_c,
-        "tau_pos": algorithm.sapo.tau_pos,
-        "tau_neg": algorithm.sapo.tau_neg,
-        "clip_cov_ratio": algorithm.clip_cov.clip_ratio,
-        "clip_cov_low": algorithm.clip_cov.clip_cov_lb,
-        "clip_cov_high": algorithm.clip_cov.clip_cov_ub,
-        "kl_cov_fraction": algorithm.kl_cov.kl_cov_frac,
-        "kl_cov_coef": algorithm.kl_cov.ppo_kl_coef,
-        "cispo_eps_low": algorithm.cispo.cispo_eps_clip_low,
-        "cispo_eps_high": algorithm.cispo.cispo_eps_clip_high,
-        "dppo_delta_low": algorithm.dppo.delta_low if both is None else both,
-        "dppo_delta_high": algorithm.dppo.delta_high if both is None else both,
-        "dppo_kl_threshold": algorithm.dppo.kl_threshold,
-        "minor_beta": algorithm.sft.minor_beta,
-    }
+    """What functions of `algorithms/` may ask for by name: the keys of trainer.algorithm and of its losses' sections.
+
+    All of it together is `config`.
+    """
+    losses = (algorithm.sapo, algorithm.clip_cov, algorithm.kl_cov, algorithm.cispo, algorithm.dppo, algorithm.sft)
+    sections: tuple[Section, ...] = (algorithm, *losses)
+    keys = {field.name: getattr(section, field.name) for section in sections for field in fields(section)}
+    return {"config": algorithm, **{name: value for name, value in keys.items() if not isinstance(value, Section)}}
 
 
 def read_before_loss(algorithm: AlgorithmConfig) -> bool:

@@ -19,10 +19,10 @@ def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, sched
         rollout,
         prompt_at=lambda position: dataset.prompts[order.row(position)],
         prompts_of_step=schedule.prompts_of_step,
-        max_staleness=ahead.max_staleness_steps if ahead.enabled else 0,
+        max_staleness_steps=ahead.max_staleness_steps if ahead.enabled else 0,
         max_failed_fraction=trainer.max_failed_fraction,
         samplers=build_samplers(cfg, ahead=ahead.enabled),
-        max_in_flight=ahead.num_parallel_generation_workers if ahead.enabled else None,
+        num_parallel_generation_workers=ahead.num_parallel_generation_workers if ahead.enabled else None,
     )
 
 
@@ -33,12 +33,11 @@ def build_samplers(cfg: Config, *, ahead: bool) -> Samplers:
         shaping=RewardShaping(
             zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
             apply_overlong_filtering=generator.apply_overlong_filtering,
-            overlong_buffer_tokens=algorithm.overlong_buffer.len,
-            overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
-            max_generate_tokens=generator.sampling_params.max_generate_length,
+            overlong_buffer=algorithm.overlong_buffer,
+            max_generate_length=generator.sampling_params.max_generate_length,
         ),
-        dynamic=_dynamic_sampling(cfg, ahead),
-        mask_equal_rewards=algorithm.zero_variance_filter,
+        dynamic_sampling=_dynamic_sampling(cfg, ahead),
+        zero_variance_filter=algorithm.zero_variance_filter,
         over_provisioning=generator.over_provisioning,
         curriculum=_curriculum(cfg),
     )
@@ -49,10 +48,10 @@ def _dynamic_sampling(cfg: Config, ahead: bool) -> DynamicSampling | None:
     if settings.type is None:
         full = ahead and cfg.trainer.fully_async.sample_full_batch
         off = "trainer.fully_async.sample_full_batch=false"
-        return DynamicSampling(max_batches=settings.max_sample_batches, off=off) if full else None
+        return DynamicSampling(max_sample_batches=settings.max_sample_batches, off=off) if full else None
     return DynamicSampling(
-        min_useful_fraction=settings.min_replace_ratio if settings.type == "replace" else 1.0,
-        max_batches=settings.max_sample_batches,
+        min_replace_ratio=settings.min_replace_ratio if settings.type == "replace" else 1.0,
+        max_sample_batches=settings.max_sample_batches,
     )
 
 

@@ -11,7 +11,15 @@ from skyrl_train.assembly.layout import Layout, RoleSlots
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import STRATEGIES
-from skyrl_train.config.schema import CriticConfig, LoraConfig, PolicyConfig, RefConfig, TimeoutsConfig, TrainerConfig
+from skyrl_train.config.schema import (
+    CriticConfig,
+    GeneratorConfig,
+    LoraConfig,
+    PolicyConfig,
+    RefConfig,
+    TimeoutsConfig,
+    TrainerConfig,
+)
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.worker import LearnerSpec
 from skyrl_train.storage.places import working_folder
@@ -37,10 +45,8 @@ def build_learner(
     *,
     learning: Learning,
     schedule: StepSchedule,
+    generator: GeneratorConfig,
     device: str,
-    wire_dtype: str,
-    bucket_bytes: int,
-    only_changed: bool,
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
     assert layout.policy is not None
@@ -51,20 +57,24 @@ def build_learner(
         dtype="bfloat16" if trainer.bf16 else "float32",
         seed=trainer.seed,
         threads=threads_per_process(cluster, layout.policy, device),
-        fsdp=trainer.policy.fsdp_config,
-        deepspeed=trainer.policy.deepspeed_config,
-        optimizer=trainer.policy.optimizer_config,
+        optimizer_config=trainer.policy.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
         objective=learning.objective,
-        **_execution(trainer),
-        **_changes(trainer),
-        **_limits(trainer),
-        wire_dtype=wire_dtype,
-        bucket_bytes=bucket_bytes,
-        only_changed=only_changed,
+        use_torch_compile=trainer.policy.use_torch_compile,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+        rendezvous_s=trainer.timeouts.rendezvous_s,
+        update_s=trainer.timeouts.update_s,
+        max_skipped_updates=trainer.guards.max_skipped_updates,
+        model_dtype=generator.model_dtype,
+        weight_transfer_threshold_cuda_ipc_GB=generator.weight_transfer_threshold_cuda_ipc_GB,
+        weight_sync_only_changed=generator.weight_sync_only_changed,
         lora=_lora(trainer.policy.model.lora),
-        **_parallel_sizes(trainer.policy),
-        **_of_routers(trainer),
+        router_aux_loss_coef=trainer.algorithm.router_aux_loss_coef,
+        moe_routing_replay=trainer.moe_routing_replay,
+        **_of_section(trainer.policy),
         shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
         memory_folder=_memory_folder(trainer),
     )
@@ -85,44 +95,9 @@ def build_learner(
         reduction=learning.reduction,
         choose=learning.choose,
         needs_old_logprobs=learning.needs_old_logprobs,
-        routing_replay=trainer.moe_routing_replay,
+        moe_routing_replay=trainer.moe_routing_replay,
         stacks_file=working_folder(trainer.ckpt_path) / "stacks.txt",
     )
-
-
-def _execution(trainer: TrainerConfig) -> dict[str, Any]:
-    """Return how layers are executed: compiled, and with which activations recomputed in the backward pass."""
-    return {
-        "compile_layers": trainer.policy.use_torch_compile,
-        "gradient_checkpointing": trainer.gradient_checkpointing,
-        "gradient_checkpointing_use_reentrant": trainer.gradient_checkpointing_use_reentrant,
-    }
-
-
-def _changes(trainer: TrainerConfig) -> dict[str, Any]:
-    """What differs from the configuration of the policy's checkpoint."""
-    return {
-        "model_config_kwargs": trainer.policy.model_config_kwargs,
-        "rope_scaling": trainer.rope_scaling,
-        "rope_theta": trainer.rope_theta,
-    }
-
-
-def _of_routers(trainer: TrainerConfig | None) -> dict[str, Any]:
-    """What is asked of the policy's routers; None: nothing, as of the other models'."""
-    if trainer is None:
-        return {"router_aux_loss_coef": 0.0, "replays_routing": False}
-    coef, replay = trainer.algorithm.router_aux_loss_coef, trainer.moe_routing_replay
-    return {"router_aux_loss_coef": coef, "replays_routing": replay is not None}
-
-
-def _limits(trainer: TrainerConfig) -> dict[str, Any]:
-    """How long ranks wait for each other, and how many updates without a finite gradient they skip."""
-    return {
-        "rendezvous_s": trainer.timeouts.rendezvous_s,
-        "collective_s": trainer.timeouts.update_s,
-        "max_skipped_updates": trainer.guards.max_skipped_updates,
-    }
 
 
 def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
@@ -131,16 +106,14 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
         policy,
         model_path=trainer.ref.model.path,
         model_key="trainer.ref.model.path",
-        fsdp=trainer.ref.fsdp_config,
-        deepspeed=trainer.ref.deepspeed_config,
-        optimizer=None,
+        optimizer_config=None,
         total_steps=None,
         objective=None,
         threads=threads,
-        model_config_kwargs=trainer.ref.model_config_kwargs,
         lora=None,
-        **_parallel_sizes(trainer.ref),
-        **_of_routers(None),
+        router_aux_loss_coef=0.0,
+        moe_routing_replay=None,
+        **_of_section(trainer.ref),
         memory_folder=None,
     )
 
@@ -155,23 +128,29 @@ def _critic(
         policy,
         model_path=critic.model.path,
         model_key="trainer.critic.model.path",
-        fsdp=critic.fsdp_config,
-        deepspeed=critic.deepspeed_config,
-        optimizer=critic.optimizer_config,
+        optimizer_config=critic.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
         objective=learning.critic,
         threads=threads,
-        model_config_kwargs=critic.model_config_kwargs,
-        value_head=trainer.algorithm.value_head_prefix,
+        value_head_prefix=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
-        **_parallel_sizes(critic),
-        **_of_routers(None),
+        router_aux_loss_coef=0.0,
+        moe_routing_replay=None,
+        **_of_section(critic),
         memory_folder=None,
     )
 
 
-def _parallel_sizes(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
-    names = ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+def _of_section(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
+    """Return the keys that policy, reference and critic each have of their own."""
+    names = (
+        "fsdp_config",
+        "deepspeed_config",
+        "model_config_kwargs",
+        "sequence_parallel_size",
+        "tensor_parallel_size",
+        "expert_parallel_size",
+    )
     return {name: getattr(section, name) for name in names}
 
 
@@ -191,12 +170,12 @@ def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_s
 
 def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
     return BatchSizes(
-        mini_batch_groups=trainer.policy_mini_batch_size,
-        critic_mini_batch_groups=trainer.critic_mini_batch_size,
-        update_epochs=trainer.update_epochs_per_batch,
-        micro_train_sequences=trainer.micro_train_batch_size_per_gpu or 1,
-        micro_forward_sequences=trainer.micro_forward_batch_size_per_gpu or 1,
-        max_tokens=trainer.max_tokens_per_microbatch,
+        policy_mini_batch_size=trainer.policy_mini_batch_size,
+        critic_mini_batch_size=trainer.critic_mini_batch_size,
+        update_epochs_per_batch=trainer.update_epochs_per_batch,
+        micro_train_batch_size_per_gpu=trainer.micro_train_batch_size_per_gpu or 1,
+        micro_forward_batch_size_per_gpu=trainer.micro_forward_batch_size_per_gpu or 1,
+        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         share_prompt=trainer.share_prompt,
     )
 

@@ -199,7 +199,7 @@ def _check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
     refuse_unscorable(model, values=key == CRITIC_PATH)
     if key == POLICY_PATH:
         replay, coef = cfg.trainer.moe_routing_replay, cfg.trainer.algorithm.router_aux_loss_coef
-        Routers(model).check_needed(model, replay is not None, coef)
+        Routers(model).check_needed(model, replay, coef)
     if key != REFERENCE_PATH and section.model.lora.rank:
         adapted_layers(model, section.model.lora, f"{key.removesuffix('path')}lora")
     keys = {name: key.replace("model.path", f"{name}_parallel_size") for name in ("sequence", "tensor", "expert")}

@@ -162,19 +162,19 @@ def build_generator(
     the same holds for later turns; without it no conversation waits for another.
     """
     generator = cfg.generator
-    sampling = normalise(generator.eval_sampling_params if evaluation else generator.sampling_params)
+    sampling_params = normalise(generator.eval_sampling_params if evaluation else generator.sampling_params)
     settings = RolloutSettings(
-        sampling=with_stop_token(sampling, end_of_turn_token(tokenizer, generator.chat_template_kwargs)),
-        num_samples=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
+        sampling_params=with_stop_token(sampling_params, end_of_turn_token(tokenizer, generator.chat_template_kwargs)),
+        n_samples_per_prompt=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
         seed=cfg.trainer.seed,
-        max_prompt_tokens=generator.max_input_length,
-        deadline_s=cfg.trainer.timeouts.rollout_s,
+        max_input_length=generator.max_input_length,
+        rollout_s=cfg.trainer.timeouts.rollout_s,
         chat_template_kwargs=dict(generator.chat_template_kwargs),
         max_turns=generator.max_turns,
-        one_message=not generator.use_conversation_multi_turn,
-        ends_stopped_turns=generator.append_eos_token_after_stop_str_in_multi_turn,
-        step_wise=generator.step_wise_trajectories,
-        retokenize=generator.retokenize_chat_history,
+        use_conversation_multi_turn=generator.use_conversation_multi_turn,
+        append_eos_token_after_stop_str_in_multi_turn=generator.append_eos_token_after_stop_str_in_multi_turn,
+        step_wise_trajectories=generator.step_wise_trajectories,
+        retokenize_chat_history=generator.retokenize_chat_history,
         namespace="evaluation." if evaluation else "",
     )
     limit = generator.rate_limit

@@ -157,10 +157,8 @@ async def learner_services(
                 layout,
                 learning=learning,
                 schedule=schedule,
+                generator=cfg.generator,
                 device=cfg.device,
-                wire_dtype=cfg.generator.model_dtype,
-                bucket_bytes=int(cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 2**30),
-                only_changed=cfg.generator.weight_sync_only_changed,
             )
         yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
 

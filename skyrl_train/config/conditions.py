@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.schema import Config
 
 CLIPPING_LOSSES = frozenset({"regular", "dual_clip", "gspo", "gmpo", "rollout_is", "clip_cov"})
-"""Losses that ask for `eps_low` and `eps_high`, or whose choice of tokens does."""
+"""Losses that ask for `eps_clip_low` and `eps_clip_high`, or whose choice of tokens does."""
 
 
 def only_with(key: str, value: Any) -> Needs:

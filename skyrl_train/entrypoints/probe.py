@@ -334,7 +334,7 @@ async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: floa
     groups, asked = batch.group_ids.unique_consecutive(), learner.sizes
     fits = int(len(groups) * PASSES_S / max(1e-6, took_s * (MOST_SIZES + 1)))
     part = _first_groups(batch, min(len(groups), max(1, fits)))
-    mini = _first_groups(part, asked.mini_batch_groups)
+    mini = _first_groups(part, asked.policy_mini_batch_size)
     most = len(mini.input_ids) / learner.policy.num_parts
     limits = []
     if not _depends_on_sizes(cfg) and bool(part.loss_mask.any()):

@@ -149,16 +149,16 @@ class LocalWorker:
 class BatchSizes:
     """How a step's sequences are divided into optimizer steps and micro-batches."""
 
-    mini_batch_groups: int
+    policy_mini_batch_size: int
     """Prompts per optimizer step; the last optimizer step of a training step may have fewer."""
-    critic_mini_batch_groups: int = 1
+    critic_mini_batch_size: int = 1
     """The same for the critic's optimizer steps."""
-    update_epochs: int = 1
-    micro_train_sequences: int | None = 1
-    """Sequences per micro-batch of one rank in updates; None if `max_tokens` alone decides."""
-    micro_forward_sequences: int | None = 1
+    update_epochs_per_batch: int = 1
+    micro_train_batch_size_per_gpu: int | None = 1
+    """Sequences per micro-batch of one rank in updates; None if `max_tokens_per_microbatch` alone decides."""
+    micro_forward_batch_size_per_gpu: int | None = 1
     """The same for passes without gradient."""
-    max_tokens: int | None = None
+    max_tokens_per_microbatch: int | None = None
     """Tokens per micro-batch of one rank; if given, it decides alone."""
     attention_tokens: int = 6 * 1024
     """Length at which attention costs as much as the linear layers (about 6 hidden sizes); used to balance ranks."""
@@ -180,13 +180,13 @@ class Learner:
         choose: Choose | None = None,
         needs_old_logprobs: bool | None = None,
         stacks_file: Path | None = None,
-        routing_replay: str | None = None,
+        moe_routing_replay: str | None = None,
     ):
         """`reduction` weighs the tokens of a mini-batch (None: equally); `choose` selects tokens for losses that ask.
 
         `needs_old_logprobs`: whether anything reads the policy's log-probs from before the update. None: only the loss
         does, and it computes them itself if the update is a single optimizer step. `stacks_file`: written by `explain`.
-        `routing_replay`: see trainer.moe_routing_replay.
+        `moe_routing_replay`: see trainer.moe_routing_replay.
         """
         self.policy = policy
         self.reference = reference
@@ -208,8 +208,8 @@ class Learner:
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
         self.choose = choose
-        self.routing_replay = routing_replay
-        needs = choose is not None or routing_replay == "old_policy"
+        self.moe_routing_replay = moe_routing_replay
+        needs = choose is not None or moe_routing_replay == "old_policy"
         self.needs_old_logprobs = True if needs else needs_old_logprobs
         self.stacks_file = stacks_file
 
@@ -235,12 +235,12 @@ class Learner:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
         needs_old = self.needs_old_logprobs
-        if self.routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
+        if self.moe_routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
             raise ConfigError(
                 "trainer.moe_routing_replay=rollout: no completion tells which experts its tokens went to: the model"
                 " has none, or its engine does not keep them. Use old_policy, or null."
             )
-        if self.routing_replay == "old_policy":
+        if self.moe_routing_replay == "old_policy":
             old_logprobs, routing = await self._token_results(
                 self.policy, batch, "score_and_route", await self._shards(self.policy, batch)
             )
@@ -276,7 +276,7 @@ class Learner:
 
         Sequences without tokens to score have 0, or -1 in a tensor of integers.
         """
-        limits = self._limits(self.sizes.micro_forward_sequences)
+        limits = self._limits(self.sizes.micro_forward_batch_size_per_gpu)
         passes, arguments = await asyncio.to_thread(shards.scores, group.store, limits, only)
         parts = await group.scatter(method, arguments)
         found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
@@ -286,7 +286,7 @@ class Learner:
         """The batch as the ranks of a group have it: the same for all groups that divide it alike."""
         known = {key: one for key, one in self._known_shards.items() if one.has_tokens_of(batch)}
         routed = batch.routing is not None and group is self.policy
-        groups = self.sizes.critic_mini_batch_groups if group is self.critic else self.sizes.mini_batch_groups
+        groups = self.sizes.critic_mini_batch_size if group is self.critic else self.sizes.policy_mini_batch_size
         key = (group.num_parts, groups, routed)
         if key not in known or (routed and not known[key].has_routing_of(batch)):
             mini_batches = await asyncio.to_thread(mini_batch_rows, batch, groups)
@@ -297,11 +297,11 @@ class Learner:
     def _divided(self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> Shards:
         if group is not self.policy:
             batch = batch.with_tokens(routing=None)  # other models have other experts
-        return Shards(batch, mini_batches, group.num_parts, self._limits(self.sizes.micro_train_sequences))
+        return Shards(batch, mini_batches, group.num_parts, self._limits(self.sizes.micro_train_batch_size_per_gpu))
 
     async def _several_steps(self, batch: TrainBatch) -> bool:
         """Whether the policy takes more than one optimizer step on a batch."""
-        return len((await self._shards(self.policy, batch)).mini_batches) * self.sizes.update_epochs > 1
+        return len((await self._shards(self.policy, batch)).mini_batches) * self.sizes.update_epochs_per_batch > 1
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
@@ -339,7 +339,7 @@ class Learner:
             await self._update_critic(self.critic, batch, metrics)
         shards = await self._shards(self.policy, batch)
         self._known_shards = {}  # each is let go of after its last step, and those of other models now
-        steps = shards.mini_batches * self.sizes.update_epochs
+        steps = shards.mini_batches * self.sizes.update_epochs_per_batch
         metrics.count("policy/optimizer_steps", len(steps))
         self.logprobs = None
         tells = len(steps) == 1 and batch.old_logprobs is None
@@ -370,7 +370,7 @@ class Learner:
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
         shards = await self._shards(critic, batch)
-        for one in shards.mini_batches * self.sizes.update_epochs:
+        for one in shards.mini_batches * self.sizes.update_epochs_per_batch:
             mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, partial(token_mean, max_seq_len=1))
             await self._step(critic, shards, one, mini_batch.to_update("critic"), metrics)
 
@@ -452,7 +452,7 @@ class Learner:
 
     def _limits(self, sequences: int | None) -> PassLimits:
         sizes = self.sizes
-        return PassLimits(sequences, sizes.max_tokens, sizes.attention_tokens, sizes.share_prompt)
+        return PassLimits(sequences, sizes.max_tokens_per_microbatch, sizes.attention_tokens, sizes.share_prompt)
 
 
 def mini_batch_rows(batch: TrainBatch, num_groups: int) -> list[list[int]]:

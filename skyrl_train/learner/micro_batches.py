@@ -19,8 +19,8 @@ class PassLimits:
     """The limits of one pass of one rank."""
 
     sequences: int | None
-    """None if `tokens` alone decides."""
-    tokens: int | None
+    """None if `max_tokens_per_microbatch` alone decides."""
+    max_tokens_per_microbatch: int | None
     """If given, it decides alone."""
     attention_tokens: int
     """Length at which attention costs as much as the linear layers; used to balance the ranks."""
@@ -30,7 +30,7 @@ class PassLimits:
 
 def shares_prompts(batch: TrainBatch, limits: PassLimits) -> bool:
     """Whether equal prompts of adjacent sequences in a pass are run once."""
-    if limits.tokens is None and limits.sequences == 1:
+    if limits.max_tokens_per_microbatch is None and limits.sequences == 1:
         return False  # whatever was configured: a pass of one sequence has nothing to share
     if limits.share_prompt is not None:
         return limits.share_prompt
@@ -63,7 +63,10 @@ def _packed(rows: Sequence[int], costs: _Costs, limits: PassLimits, share: bool)
         costs.prompts[row] if at and share and costs.groups[row] == costs.groups[ordered[at - 1]] else 0
         for at, row in enumerate(ordered)
     ]
-    return [[ordered[at] for at in one] for one in pack(lengths, costs.sequences, limits.tokens, repeated)]
+    return [
+        [ordered[at] for at in one]
+        for one in pack(lengths, costs.sequences, limits.max_tokens_per_microbatch, repeated)
+    ]
 
 
 class _Costs:
@@ -71,7 +74,7 @@ class _Costs:
 
     def __init__(self, batch: TrainBatch, limits: PassLimits, share: bool):
         self.lengths: list[int] = batch.lengths.tolist()
-        self.sequences = None if limits.tokens else limits.sequences
+        self.sequences = None if limits.max_tokens_per_microbatch else limits.sequences
         self._attention_tokens = limits.attention_tokens
         rows = range(len(batch))
         self.prompts: list[int] = batch.prompt_lengths.tolist()

@@ -75,8 +75,8 @@ class LearnerSpec:
     seed: int
     threads: int | None
     """CPU threads of this process; None for torch's default."""
-    fsdp: FSDPConfig
-    optimizer: OptimizerConfig | None
+    fsdp_config: FSDPConfig
+    optimizer_config: OptimizerConfig | None
     """None for a frozen model."""
     total_steps: int | None
     """Optimizer steps of the whole run, for the schedule."""
@@ -87,16 +87,18 @@ class LearnerSpec:
     rope_scaling: Mapping[str, Any] | None
     rope_theta: float | None
     rendezvous_s: float
-    collective_s: float
+    update_s: float
     """Deadline of one collective; it must allow for one rank taking longer than the others to write a file."""
-    wire_dtype: str
-    bucket_bytes: int
-    only_changed: bool = False
+    model_dtype: str
+    """Data type of the engines' weights, in which they travel."""
+    weight_transfer_threshold_cuda_ipc_GB: float
+    """Size (GiB) of the buckets in which weights travel."""
+    weight_sync_only_changed: bool = False
     """Weight syncs skip tensors that have not changed."""
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     model_key: str = POLICY_PATH
     """Where `model_path` was configured, for messages."""
-    value_head: str | None = None
+    value_head_prefix: str | None = None
     """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
     lora: LoraConfig | None = None
     """Train only adapters (and a critic's output layer); None trains the whole model."""
@@ -108,9 +110,9 @@ class LearnerSpec:
     """Neighbouring ranks that share out the experts of every layer."""
     router_aux_loss_coef: float = 0.0
     """Of the loss that keeps the load of experts even."""
-    replays_routing: bool = False
-    """Tokens go to the experts that a batch's `routing` says."""
-    compile_layers: bool = False
+    moe_routing_replay: str | None = None
+    """Tokens go to the experts that a batch's `routing` says; None if routers choose."""
+    use_torch_compile: bool = False
     """Run the decoder layers through torch.compile."""
     max_skipped_updates: int = 5
     """After this many consecutive updates without a finite gradient it raises NonFiniteUpdate."""
@@ -182,12 +184,12 @@ class LearnerWorker:
             file = Path(spec.memory_folder) / f"policy_rank_{self.rank}.pickle"
             self.record = AllocationRecord(file, torch.cuda.memory)
         backend = "nccl" if spec.device == "cuda" else "gloo"
-        init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.collective_s)
+        init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.update_s)
         if spec.parallel_size > 1:
             name, kind = ("tensor", TensorParallel) if spec.tensor_parallel_size > 1 else ("sequence", SequenceParallel)
-            self.parallel_group = kind(neighbours(spec.parallel_size, spec.collective_s), spec.key_of_size(name))
+            self.parallel_group = kind(neighbours(spec.parallel_size, spec.update_s), spec.key_of_size(name))
         if spec.expert_parallel_size > 1:
-            group = neighbours(spec.expert_parallel_size, spec.collective_s)
+            group = neighbours(spec.expert_parallel_size, spec.update_s)
             self.expert_parallel = ExpertParallel(group, spec.key_of_size("expert"))
         return self._build(spec.model_path)
 
@@ -202,18 +204,18 @@ class LearnerWorker:
         spec = self.spec
         model, saved = open_causal_lm(
             path,
-            dtype=torch.float32 if spec.optimizer and not spec.lora else getattr(torch, spec.dtype),
+            dtype=torch.float32 if spec.optimizer_config and not spec.lora else getattr(torch, spec.dtype),
             model_config_kwargs=spec.model_config_kwargs,
             rope_scaling=spec.rope_scaling,
             rope_theta=spec.rope_theta,
             key=spec.model_key,
         )
-        if spec.gradient_checkpointing and spec.optimizer:
+        if spec.gradient_checkpointing and spec.optimizer_config:
             model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
             if spec.lora and spec.gradient_checkpointing_use_reentrant:
                 model.enable_input_require_grads()  # or layers would run without gradients
         self._hf_config = checkpoint_config(model)
-        if spec.optimizer:
+        if spec.optimizer_config:
             self._fingerprints = tensor_fingerprints(model, saved, self.rank, self.world_size)
         self.adapters = None
         if spec.lora:
@@ -221,7 +223,7 @@ class LearnerWorker:
             self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
         scorer = self._scorer(model, saved)
         self.routers = scorer.routers
-        self.routers.check_needed(model, spec.replays_routing, spec.router_aux_loss_coef)
+        self.routers.check_needed(model, spec.moe_routing_replay, spec.router_aux_loss_coef)
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -229,26 +231,26 @@ class LearnerWorker:
             parameter.numel() * (part.size if (part := scorer.parts.get(scorer.hf_name(name))) else 1)
             for name, parameter in scorer.named_parameters()
         )
-        if spec.compile_layers:
+        if spec.use_torch_compile:
             compile_layers(scorer, spec.device)
         self.strategy = load_object(spec.strategy)(
-            optimizer=spec.optimizer,
-            fsdp=spec.fsdp,
-            deepspeed=spec.deepspeed,
+            optimizer_config=spec.optimizer_config,
+            fsdp_config=spec.fsdp_config,
+            deepspeed_config=spec.deepspeed_config,
             device=spec.device,
             compute_dtype=getattr(torch, spec.dtype),
             rank=self.rank,
             world_size=self.world_size,
         )
-        self.strategy.max_skipped = spec.max_skipped_updates
+        self.strategy.max_skipped_updates = spec.max_skipped_updates
         self.scorer = self.strategy.prepare(scorer, spec.total_steps)
         scorer.saved = None  # its files are closed
         self.sender = WeightSender(
             self.sharded_parameters,
-            wire_dtype=spec.wire_dtype,
-            bucket_bytes=spec.bucket_bytes,
+            wire_dtype=spec.model_dtype,
+            bucket_bytes=int(spec.weight_transfer_threshold_cuda_ipc_GB * 2**30),
             rank=self.rank,
-            only_changed=spec.only_changed,
+            only_changed=spec.weight_sync_only_changed,
             adapted=self._adapted_model(),
             updates=lambda: self.strategy.updates,
             sum_over_ranks=self._sum_over_ranks,
@@ -264,9 +266,9 @@ class LearnerWorker:
         return AdaptedModel(adapter, lambda trained: adapters.separate(self.strategy.sharded_parameters(trained)))
 
     def _scorer(self, model: PreTrainedModel, saved: SavedWeights) -> RaggedModel:
-        if self.spec.value_head is None:
+        if self.spec.value_head_prefix is None:
             return TokenScorer(model, None, self.parallel_group, saved, self.expert_parallel)
-        return ValueScorer(model, self.spec.value_head, self.parallel_group, saved, self.expert_parallel)
+        return ValueScorer(model, self.spec.value_head_prefix, self.parallel_group, saved, self.expert_parallel)
 
     def sharded_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, ShardedTensor]]:
         """(checkpoint name, this rank's part) of the model with adapters merged, which are also put into `adapters`.
@@ -348,7 +350,7 @@ class LearnerWorker:
                 self.strategy.backward(loss, last=index == count - 1)
         finally:  # a pass without gradient has no such loss
             self.scorer.balance_weight, self.routers.balance = 0.0, None
-        role = "policy" if self.spec.value_head is None else "critic"
+        role = "policy" if self.spec.value_head_prefix is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
         for name, value in self.routers.load(self._sum_over_ranks).items():
@@ -498,7 +500,7 @@ class LearnerWorker:
             score_mask=batch.loss_mask,
             wants_entropy=wants_entropy,
             repeated=repeated,
-            routing=batch.routing if self.spec.replays_routing else None,
+            routing=batch.routing if self.spec.moe_routing_replay else None,
         )
 
 

@@ -59,10 +59,10 @@ class Routers:
         for layer, router in enumerate(self.modules):
             router.forward = self._routed(layer, router, router.forward)
 
-    def check_needed(self, model: PreTrainedModel, replays_routing: bool, loss_coef: float) -> None:
+    def check_needed(self, model: PreTrainedModel, moe_routing_replay: str | None, router_aux_loss_coef: float) -> None:
         """Raise ConfigError naming the key that needs routers, if `model` has none that are known here."""
-        if (replays_routing or loss_coef) and not self.modules:
-            key = "trainer.moe_routing_replay" if replays_routing else "trainer.algorithm.router_aux_loss_coef"
+        if (moe_routing_replay or router_aux_loss_coef) and not self.modules:
+            key = "trainer.moe_routing_replay" if moe_routing_replay else "trainer.algorithm.router_aux_loss_coef"
             raise ConfigError(f"{key}: {type(model).__name__} has no routers that are known here.")
 
     @property

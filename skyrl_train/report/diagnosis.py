@@ -389,19 +389,19 @@ NO_DIFFERENCE = Rule(
 """For algorithms that compare the samples of a prompt."""
 
 
-def async_rules(max_staleness: int) -> tuple[Rule, ...]:
+def async_rules(max_staleness_steps: int) -> tuple[Rule, ...]:
     """For asynchronous training: in synchronous training one side waits for the other by design.
 
     Where rollouts run ahead, steps come in bursts: a slow one, then as many fast ones as rollouts are ahead. So each of
     several bursts is looked at as a whole, up to a staleness of 20.
     """
-    burst = min(max_staleness + 1, LOOKED_AT // 3)
+    burst = min(max_staleness_steps + 1, LOOKED_AT // 3)
     bursts = 3 if burst > 1 else 5
     idle = in_each("async/engines_idle", burst, bursts, 0.6, "engines had no request {:.0%} of the time")
 
     def engines_starved(seen: History) -> str | None:
         """While there is something left to sample: in a run's last steps what runs ahead has ended."""
-        end = seen.total_steps - max_staleness if seen.total_steps else math.inf
+        end = seen.total_steps - max_staleness_steps if seen.total_steps else math.inf
         return idle(replace(seen, steps=[row for row in seen.steps if row["step"] < end]))
 
     return (

@@ -13,10 +13,10 @@ G = TypeVar("G")
 class RolloutQueue(Generic[G]):
     """Holds the rollouts in progress.
 
-    A rollout needs a granted slot. The slots of step j are granted when the weights of step j - max_staleness are live,
-    and groups are taken in admission order. So the rollouts that step j trains on were begun with weights at most
-    `max_staleness` versions old, by construction. If groups were taken in completion order, one slow group could age
-    without bound. A dropped group gives its slot back: the groups behind it move up, which makes none of them older.
+    A rollout needs a granted slot. The slots of step j are granted when the weights of step j - max_staleness_steps are
+    live, and groups are taken in admission order. So the rollouts that step j trains on were begun with weights at most
+    `max_staleness_steps` versions old, by construction. If groups were taken in completion order, one slow group could
+    age without bound. A dropped group gives its slot back: the groups behind it move up, and none of them gets older.
 
     consumes: granted slots · produces: groups · waits for: the oldest rollout · unblocked by: its deadline
     """

@@ -33,11 +33,10 @@ class Samplers:
     """The settings that decide which rollouts a step trains on; all are off by default."""
 
     shaping: RewardShaping = field(default_factory=RewardShaping)
-    dynamic: DynamicSampling | None = None
-    mask_equal_rewards: bool = False
-    """`trainer.algorithm.zero_variance_filter`"""
+    dynamic_sampling: DynamicSampling | None = None
+    zero_variance_filter: bool = False
     over_provisioning: float = 0.0
-    """Extra rollouts begun, as a fraction of those that a step needs; requires max_staleness 0."""
+    """Extra rollouts begun, as a fraction of those that a step needs; requires max_staleness_steps 0."""
     curriculum: Curriculum | None = None
 
 
@@ -49,7 +48,7 @@ class _Drawn:
 
 
 class RolloutCollector:
-    """Admits prompts in the run's order, as far ahead as `max_staleness` allows, and returns groups in that order.
+    """Admits prompts in the run's order, as far ahead as `max_staleness_steps` allows; returns groups in that order.
 
     Without staleness all rollouts of a step begin at once, and so do the rollouts that replace dropped ones. So timing
     does not affect which prompts are drawn, nor which of them share a batch (except with `over_provisioning`).
@@ -60,20 +59,20 @@ class RolloutCollector:
         rollout: Rollout,
         prompt_at: Callable[[int], Prompt],
         prompts_of_step: Callable[[int], int],
-        max_staleness: int,
+        max_staleness_steps: int,
         max_failed_fraction: float,
         samplers: Samplers | None = None,
-        max_in_flight: int | None = None,
+        num_parallel_generation_workers: int | None = None,
     ):
-        """`max_in_flight`: the most rollouts that are under way at a time; None for no other bound than their slots."""
+        """`num_parallel_generation_workers`: maximum number of groups in flight; None for no other bound than slots."""
         self._rollout = rollout
         self._prompt_at = prompt_at
         self._prompts_of_step = prompts_of_step
-        self._max_staleness = max_staleness
+        self._max_staleness_steps = max_staleness_steps
         self._max_failed_fraction = max_failed_fraction
         self._samplers = samplers or Samplers()
-        assert not (self._samplers.over_provisioning and max_staleness), "cutting the slow ones is synchronous"
-        self._max_in_flight = max_in_flight
+        assert not (self._samplers.over_provisioning and max_staleness_steps), "cutting the slow ones is synchronous"
+        self._num_parallel_generation_workers = num_parallel_generation_workers
         self._queue: RolloutQueue[_Drawn] = RolloutQueue()
         self._replaced: set[int] = set()
         """Positions of groups that were dropped, and replaced at once, and that no step has drawn yet."""
@@ -97,15 +96,15 @@ class RolloutCollector:
     def start(self, step: int) -> None:
         """Begin at `step`, whose weights are live; prompts continue from position `consumed`."""
         self._admitted = self.consumed
-        self._queue.grant(sum(self._prompts_of_step(step + ahead) for ahead in range(self._max_staleness + 1)))
+        self._queue.grant(sum(self._prompts_of_step(step + ahead) for ahead in range(self._max_staleness_steps + 1)))
 
     def weights_live(self, step: int) -> None:
-        """To be called when the weights of `step` are live: rollouts for step + max_staleness may then begin.
+        """To be called when the weights of `step` are live: rollouts for step + max_staleness_steps may then begin.
 
         They do at once if they may run ahead; without staleness only when they are asked for.
         """
-        self._queue.grant(self._prompts_of_step(step + self._max_staleness))
-        if self._max_staleness:
+        self._queue.grant(self._prompts_of_step(step + self._max_staleness_steps))
+        if self._max_staleness_steps:
             self.admit()
 
     def state(self) -> dict[str, Any]:
@@ -128,7 +127,7 @@ class RolloutCollector:
         Raises RolloutsFailed if more than `max_failed_fraction` of the trajectories drawn failed, or if dynamic
         sampling found too few useful groups within its bound.
         """
-        size, dynamic = self._prompts_of_step(step), self._samplers.dynamic
+        size, dynamic = self._prompts_of_step(step), self._samplers.dynamic_sampling
         least = size if dynamic is None else dynamic.least_useful(size)
         drawn: list[_Drawn] = []
         surplus: list[_Drawn] = []
@@ -146,10 +145,10 @@ class RolloutCollector:
         groups = _filled(useful, others)
         self._count_failures([*drawn, *surplus], metrics)
         self._describe(drawn, groups, metrics)
-        if self._max_staleness or self._max_in_flight is not None:
+        if self._max_staleness_steps or self._num_parallel_generation_workers is not None:
             self._check_staleness(step, groups)
             self._describe_staleness(step, groups, metrics)
-        if self._samplers.mask_equal_rewards:
+        if self._samplers.zero_variance_filter:
             _mask_equal_rewards(groups, metrics)
         self._end_step(drawn, metrics)
         return groups
@@ -166,11 +165,17 @@ class RolloutCollector:
                 self._queue.submit(partial(self._begin, position)).add_done_callback(self._ended)
 
     def _may_begin(self) -> bool:
-        return self._max_in_flight is None or self._queue.running < self._max_in_flight
+        return (
+            self._num_parallel_generation_workers is None or self._queue.running < self._num_parallel_generation_workers
+        )
 
     def _ended(self, rollout: asyncio.Task[_Drawn]) -> None:
         """Begin another one where their number is bounded; not if they are being cancelled, or the run ends."""
-        if self._max_in_flight is not None and not rollout.cancelled() and rollout.exception() is None:
+        if (
+            self._num_parallel_generation_workers is not None
+            and not rollout.cancelled()
+            and rollout.exception() is None
+        ):
             self.admit()
 
     def _leaves_out(self, curriculum: Curriculum, position: int) -> bool:
@@ -183,7 +188,7 @@ class RolloutCollector:
 
     async def _begin(self, position: int) -> _Drawn:
         group = self._samplers.shaping(await self._rollout(self._prompt_at(position), position))
-        one = _Drawn(position, group, self._samplers.dynamic is None or is_useful(group))
+        one = _Drawn(position, group, self._samplers.dynamic_sampling is None or is_useful(group))
         if not one.useful and self._replaces_now():
             self._replaced.add(position)
             self._queue.grant(1)
@@ -193,10 +198,10 @@ class RolloutCollector:
     def _replaces_now(self) -> bool:
         """Whether a dropped group is replaced at once; without staleness all dropped ones are replaced at a time, and
         so are those beyond what a step may draw: nobody knows yet whether it is all in vain."""
-        dynamic, size = self._samplers.dynamic, self._prompts_of_step(0)
-        if not self._max_staleness or dynamic is None or not dynamic.drops_at_once:
+        dynamic, size = self._samplers.dynamic_sampling, self._prompts_of_step(0)
+        if not self._max_staleness_steps or dynamic is None or not dynamic.drops_at_once:
             return False
-        return dynamic.max_batches < 0 or len(self._replaced) < dynamic.max_batches * size
+        return dynamic.max_sample_batches < 0 or len(self._replaced) < dynamic.max_sample_batches * size
 
     async def _draw(self, count: int, metrics: Metrics) -> tuple[list[_Drawn], list[_Drawn]]:
         """The next `count` groups, in admission order, and the surplus groups that over-provisioning completed."""
@@ -226,15 +231,15 @@ class RolloutCollector:
 
     def _check_bound(self, step: int, drawn: list[_Drawn], useful: list[_Drawn]) -> None:
         """Raises RolloutsFailed if dynamic sampling may not draw any more groups."""
-        dynamic, size = self._samplers.dynamic, self._prompts_of_step(step)
-        if dynamic is None or dynamic.max_batches < 0:
+        dynamic, size = self._samplers.dynamic_sampling, self._prompts_of_step(step)
+        if dynamic is None or dynamic.max_sample_batches < 0:
             return
-        if len(drawn) >= dynamic.max_batches * size:
+        if len(drawn) >= dynamic.max_sample_batches * size:
             raise RolloutsFailed(
                 f"Step {step + 1} found {len(useful)} groups with different rewards among {len(drawn)} prompts, and "
                 f"needs {dynamic.least_useful(size)} of {size}: trainer.algorithm.dynamic_sampling.max_sample_batches="
-                f"{dynamic.max_batches} allows no more. Give it prompts that are neither too hard nor too easy, raise "
-                f"generator.n_samples_per_prompt or the bound (-1 has none), or set {dynamic.off}."
+                f"{dynamic.max_sample_batches} allows no more. Give it prompts that are neither too hard nor too easy, "
+                f"raise generator.n_samples_per_prompt or the bound (-1 has none), or set {dynamic.off}."
             )
 
     def _check_failures(self, drawn: list[_Drawn]) -> None:
@@ -252,11 +257,11 @@ class RolloutCollector:
     def _check_staleness(self, step: int, groups: list[TrajectoryGroup]) -> None:
         """What admission promises, of every token. Raises StaleRollout."""
         for item in (item for group in groups for item in group.trajectories if item.status == OK):
-            if item.sampled_turns and step - item.min_version > self._max_staleness:
+            if item.sampled_turns and step - item.min_version > self._max_staleness_steps:
                 raise StaleRollout(
                     f"step {step + 1} was given a token of prompt {item.prompt.uid} that weights of version "
                     f"{item.min_version} sampled, {step - item.min_version} steps old: the bound is "
-                    f"{self._max_staleness}. This is a bug: please report it."
+                    f"{self._max_staleness_steps}. This is a bug: please report it."
                 )
 
     def _count_failures(self, seen: list[_Drawn], metrics: Metrics) -> None:
@@ -280,7 +285,7 @@ class RolloutCollector:
 
     def _describe(self, drawn: list[_Drawn], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
         """With dynamic sampling, add metrics of the groups drawn, dropped and repeated."""
-        if self._samplers.dynamic is None:
+        if self._samplers.dynamic_sampling is None:
             return
         kept = {id(group) for group in groups}
         dropped = [one.group for one in drawn if id(one.group) not in kept]

@@ -91,23 +91,24 @@ class Environments(Protocol):
 class RolloutSettings:
     """The settings of one kind of rollouts: those for training, or those for evaluation."""
 
-    sampling: SamplingParams
-    num_samples: int
+    sampling_params: SamplingParams
+    n_samples_per_prompt: int
     seed: int
-    max_prompt_tokens: int
+    max_input_length: int
     """Limit for the whole conversation before each turn is sampled."""
-    deadline_s: float
+    rollout_s: float
     """For all turns of an episode while they run in an engine's batch. Environment steps have their own."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     max_turns: int = 1
-    one_message: bool = False
-    """All turns form one message of the assistant, in which the environment's text is embedded as it is."""
-    ends_stopped_turns: bool = True
+    use_conversation_multi_turn: bool = True
+    """Whether every turn is a message of its own; else all turns form one message of the assistant, in which the
+    environment's text is embedded as it is."""
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
     """Whether an end-of-turn token is appended to a turn that ended at a stop string."""
-    step_wise: bool = False
+    step_wise_trajectories: bool = False
     """Whether the chat template may rewrite earlier turns, which begins a new sequence."""
-    retokenize: bool = False
-    """With step_wise: before every turn the whole conversation is rendered and tokenised again."""
+    retokenize_chat_history: bool = False
+    """With step_wise_trajectories: before every turn the whole conversation is rendered and tokenised again."""
     namespace: str = ""
     """What the ids of its requests begin with, where others of the same prompts may be under way."""
 
@@ -133,7 +134,7 @@ class ConversationGenerator:
         self._tokenizing = tokenizing_of(tokenizer)
         self._settings = settings
         self._limiter = limiter or RateLimiter()
-        self._opens = PerTurn(max(1, _OPENED_PER_TURN // settings.num_samples))
+        self._opens = PerTurn(max(1, _OPENED_PER_TURN // settings.n_samples_per_prompt))
         self._metric_names = NameLimit(MAX_METRICS, MAX_METRIC_LENGTH)
         self._refused_metric = False
 
@@ -142,8 +143,8 @@ class ConversationGenerator:
 
         When this returns, raises or is cancelled, its environments are closed, and the engines abort its requests.
         """
-        temperature = self._settings.sampling.temperature
-        samples, states = self._settings.num_samples, list[_EpisodeState]()
+        temperature = self._settings.sampling_params.temperature
+        samples, states = self._settings.n_samples_per_prompt, list[_EpisodeState]()
         await self._limiter.admit(samples)
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -201,7 +202,7 @@ class ConversationGenerator:
             state.trajectory.fail("chat_template", str(error))
             await state.close()
             return
-        if len(state.trajectory.prompt_ids) > self._settings.max_prompt_tokens:
+        if len(state.trajectory.prompt_ids) > self._settings.max_input_length:
             state.trajectory.fail("prompt_too_long", f"{len(state.trajectory.prompt_ids)} tokens")
             await state.close()
 
@@ -238,7 +239,7 @@ class ConversationGenerator:
             text = str(item.messages[-1]["content"])
         state.answers.append(len(item.messages) - 1)
         state.running_s += completion.running_s
-        state.by_stop_string = completion.stop_text in self._settings.sampling.stop
+        state.by_stop_string = completion.stop_text in self._settings.sampling_params.stop
         if completion.stop_reason == "abort":
             raise EnvironmentFailure(CUT, f"its turns ran for {state.running_s:.3g} s in the engine without an end")
         del completion  # the environment may take its time
@@ -273,14 +274,14 @@ class ConversationGenerator:
         """Append what the model reads before its next turn; False if that makes the conversation too long."""
         item, ledger = state.trajectory, state.ledger
         try:
-            render = self._render_in_message if self._settings.one_message else self._render_turn
+            render = self._render_turn if self._settings.use_conversation_multi_turn else self._render_in_message
             rendered = await self._tokenizing.run(self._size(state), render, state)
         except DataError as error:
             raise EnvironmentFailure("chat_template", str(error)) from error
         state.opened = rendered.opened
         context = ledger.context
         kept = 0 if rendered.replaces_context else len(context) - rendered.drops_last_token
-        if kept + len(rendered.ids) > self._settings.max_prompt_tokens:
+        if kept + len(rendered.ids) > self._settings.max_input_length:
             item.stop_reason = "length"
             return False
         if rendered.drops_last_token:
@@ -293,7 +294,7 @@ class ConversationGenerator:
 
     def _size(self, state: _EpisodeState) -> int:
         """How many characters are encoded before the next turn, at most."""
-        whole = self._settings.retokenize or self._settings.step_wise
+        whole = self._settings.retokenize_chat_history or self._settings.step_wise_trajectories
         begin = 0 if whole else state.answers[-1] + 1
         return sum(len(plain_text(message)) for message in state.trajectory.messages[begin:])
 
@@ -301,24 +302,24 @@ class ConversationGenerator:
         """Render every turn as a message of its own, with the chat template."""
         settings, item, ledger = self._settings, state.trajectory, state.ledger
         kwargs, ids = state.template_kwargs, None
-        messages = _as_rendered(tokenizer, state) if settings.step_wise else item.messages
-        if not settings.retokenize:
+        messages = _as_rendered(tokenizer, state) if settings.step_wise_trajectories else item.messages
+        if not settings.retokenize_chat_history:
             ids = render_continuation(
                 tokenizer,
                 messages,
                 state.answers,
                 kwargs,
-                verbatim=settings.step_wise,
+                verbatim=settings.step_wise_trajectories,
                 last=state.last_rendered,
             )
-        if ids is None and not settings.step_wise:
+        if ids is None and not settings.step_wise_trajectories:
             detail = "the chat template wrote earlier turns anew: set generator.step_wise_trajectories=true"
             raise EnvironmentFailure("history_rewritten", detail)
         if ids is None:
             ids = render_prompt(tokenizer, messages, kwargs, continue_final_message=False)
             return _RenderedTurn(ids, opened_reasoning(tokenizer, ids), replaces_context=True)
         if ids and is_control(tokenizer, ids[0]):  # the end of the turn, which the model may have written itself
-            stays_open = state.by_stop_string and not settings.ends_stopped_turns
+            stays_open = state.by_stop_string and not settings.append_eos_token_after_stop_str_in_multi_turn
             ids = ids[1:] if stays_open or ledger.last_sampled == ids[0] else ids
         return _RenderedTurn(ids, opened_reasoning(tokenizer, ids))
 
@@ -353,11 +354,11 @@ class ConversationGenerator:
         return SampleRequest(
             request_id=f"{session}.{turn}" if turn else session,
             token_ids=state.ledger.context,
-            sampling=self._settings.sampling,
+            sampling=self._settings.sampling_params,
             seed=request_seed(self._settings.seed, uid, item.sample, turn, position),
             session=session,
             group=f"{space}{position}.{uid}",
-            deadline_s=max(self._settings.deadline_s - state.running_s, _LEAST_S),
+            deadline_s=max(self._settings.rollout_s - state.running_s, _LEAST_S),
         )
 
 

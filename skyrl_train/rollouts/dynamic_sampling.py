@@ -31,20 +31,20 @@ class DynamicSampling:
     groups in place of the others.
     """
 
-    min_useful_fraction: float = 1.0
-    max_batches: int = -1
+    min_replace_ratio: float = 1.0
+    max_sample_batches: int = -1
     """A step may draw at most this many times its size; -1 is no bound."""
     off: str = "trainer.algorithm.dynamic_sampling.type=null"
     """What turns it off, for an error."""
 
     def least_useful(self, size: int) -> int:
         """How many of a step's `size` groups must be useful: at least one, as otherwise there is nothing to repeat."""
-        return max(1, math.ceil(round(self.min_useful_fraction * size, 6))) if size else 0
+        return max(1, math.ceil(round(self.min_replace_ratio * size, 6))) if size else 0
 
     @property
     def drops_at_once(self) -> bool:
         """Whether a group that is not useful is dropped from every step, whatever the other groups are like."""
-        return self.min_useful_fraction >= 1
+        return self.min_replace_ratio >= 1
 
 
 class Curriculum:

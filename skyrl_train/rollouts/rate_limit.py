@@ -8,12 +8,12 @@ import asyncio
 class RateLimiter:
     """`generator.rate_limit`: groups of episodes are admitted in the order in which they ask, each as a whole.
 
-    per_second: at most this many episodes begin per second. max_concurrency: at most this many episodes run at a time,
-    unless a single group is larger. None is no limit.
+    trajectories_per_second: at most this many episodes begin per second. max_concurrency: at most this many episodes
+    run at a time, unless a single group is larger. None is no limit.
     """
 
-    def __init__(self, per_second: float | None = None, max_concurrency: int | None = None):
-        self._seconds_each = 0.0 if per_second is None else 1.0 / per_second
+    def __init__(self, trajectories_per_second: float | None = None, max_concurrency: int | None = None):
+        self._seconds_each = 0.0 if trajectories_per_second is None else 1.0 / trajectories_per_second
         self._most = max_concurrency
         self._running = 0
         self._next_start = 0.0

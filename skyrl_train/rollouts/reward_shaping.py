@@ -7,8 +7,9 @@ it is not worth more than a wrong answer, unless the environment itself rewards 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 
 
@@ -22,21 +23,17 @@ class RewardShaping:
 
     zero_reward_on_non_stop: bool = False
     apply_overlong_filtering: bool = False
-    overlong_buffer_tokens: int = 0
-    """0 disables the penalty."""
-    overlong_penalty_factor: float = 1.0
-    max_generate_tokens: int = 1
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    max_generate_length: int = 1
     """The maximum number of tokens of a turn."""
 
     def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
         valid = [item for item in group.trajectories if item.status == OK]
         if self.zero_reward_on_non_stop:
             zero_unfinished(valid)
-        if self.overlong_buffer_tokens:
+        if self.overlong_buffer.len:
             for item in valid:
-                punish_overlong(
-                    item, self.max_generate_tokens, self.overlong_buffer_tokens, self.overlong_penalty_factor
-                )
+                punish_overlong(item, self.max_generate_length, self.overlong_buffer)
         if self.apply_overlong_filtering:
             mask_truncated(valid)
         return group
@@ -58,24 +55,26 @@ def zero_unfinished(valid: Sequence[Trajectory]) -> None:
             item.reward = reward
 
 
-def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
+def overlong_penalty(length: int, max_generate_length: int, overlong_buffer: OverlongBufferConfig) -> float:
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): the amount to subtract from the reward.
 
-    0 up to max_tokens - buffer_tokens, from there growing linearly to `factor` at max_tokens, and `factor` beyond.
+    0 up to max_generate_length - len, from there growing linearly to `penalty_factor` at max_generate_length, and
+    `penalty_factor` beyond.
     """
-    return factor * min(max(length - (max_tokens - buffer_tokens), 0) / buffer_tokens, 1.0)
+    over = max(length - (max_generate_length - overlong_buffer.len), 0)
+    return overlong_buffer.penalty_factor * min(over / overlong_buffer.len, 1.0)
 
 
-def punish_overlong(item: Trajectory, max_tokens: int, buffer_tokens: int, factor: float) -> None:
+def punish_overlong(item: Trajectory, max_generate_length: int, overlong_buffer: OverlongBufferConfig) -> None:
     """Subtract the penalty for the longest turn from that turn; `item.raw_reward` keeps the original reward.
 
-    A turn that was cut pays the full penalty, even if something other than max_tokens cut it.
+    A turn that was cut pays the full penalty, even if something other than max_generate_length cut it.
     """
     item.raw_reward = item.reward
-    lengths = [max_tokens if turn.stop_reason == "length" else turn.stop - turn.start for turn in item.turns]
+    lengths = [max_generate_length if turn.stop_reason == "length" else turn.stop - turn.start for turn in item.turns]
     if lengths:
         longest = lengths.index(max(lengths))
-        penalty = overlong_penalty(lengths[longest], max_tokens, buffer_tokens, factor)
+        penalty = overlong_penalty(lengths[longest], max_generate_length, overlong_buffer)
         turn = item.turns[longest]
         item.turns[longest] = replace(turn, reward=turn.reward - penalty)
         item.reward -= penalty

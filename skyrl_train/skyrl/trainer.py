@@ -211,7 +211,7 @@ class RayPPOTrainer:
         self._batch = batch = self._changed(data, name, rewards=False)
         rectangles = Rectangles(batch)
         rewarded = with_token_rewards(batch, rectangles, data["rewards"])
-        done = replace(step, kl=None, normalise_batch=False)(rewarded, Metrics())
+        done = replace(step, kl=None, advantage_batch_normalize=False)(rewarded, Metrics())
         advantages = done.token_advantages
         assert advantages is not None
         data["advantages"] = rectangles.responses(advantages)
@@ -370,7 +370,7 @@ class RayPPOTrainer:
         if advantages is None:
             name = self._name("compute_advantages_and_returns")
             raise ConfigError(f"{name} returned a batch without data['advantages']: must be a tensor, (B, R).")
-        if step.normalise_batch:
+        if step.advantage_batch_normalize:
             advantages = batch_normalised(advantages, batch.loss_mask)
         batch = replace(batch, sequence_advantages=None)
         batch = batch.with_tokens(advantages=advantages, returns=returns if batch.values is not None else None)

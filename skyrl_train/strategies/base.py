@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from skyrl_train.config.model import OptimizerConfig
+from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
 from skyrl_train.strategies.host_copies import HostCopies
@@ -49,12 +49,14 @@ class Strategy(ABC):
     (`prepare`) and define how a number is summed over ranks (`_sum_over_ranks`).
     """
 
-    def __init__(self, optimizer: OptimizerConfig | None, device: torch.device | str, rank: int, world_size: int):
-        self.settings = optimizer
+    def __init__(
+        self, optimizer_config: OptimizerConfig | None, device: torch.device | str, rank: int, world_size: int
+    ):
+        self.optimizer_config = optimizer_config
         self.device = torch.device(device)
         self.rank = rank
         self.world_size = world_size
-        self.max_skipped = 5
+        self.max_skipped_updates = 5
         """After this many consecutive updates without a finite gradient the run stops: trainer.guards."""
         self._updates = 0
         self._skipped_in_a_row = 0
@@ -92,7 +94,7 @@ class Strategy(ABC):
 
     def _schedule(self, total_steps: int) -> OptimizerConfig:
         """Check and store the schedule; returns the optimizer's settings, which a trained model must have."""
-        settings = self.settings
+        settings = self.optimizer_config
         if settings is None:
             raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
         if settings.scheduler not in SCHEDULES:
@@ -113,14 +115,14 @@ class Strategy(ABC):
         If the gradient is not finite on any rank, all ranks skip: parameters stay bit-equal and `skipped` is 1. The
         schedule also counts skipped updates, so that it ends with the run.
         """
-        assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
+        assert self._optimizer is not None and self.optimizer_config is not None, "a frozen model does not step"
         lr = self._next_lr()
         held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norm = self._global_norm(held)
         gradients = list(held.values())
         finite = bool(torch.isfinite(norm))
         if finite:
-            limit = self.settings.max_grad_norm
+            limit = self.optimizer_config.max_grad_norm
             if limit > 0 and norm > limit:
                 torch._foreach_mul_(gradients, float(limit / norm))
             for name, view in self._views.items():
@@ -137,16 +139,17 @@ class Strategy(ABC):
 
     def _next_lr(self) -> float:
         """Return the learning rate of the next update."""
-        assert self.settings is not None
-        return self.settings.lr * float(self._lr_factor(self._updates))
+        assert self.optimizer_config is not None
+        return self.optimizer_config.lr * float(self._lr_factor(self._updates))
 
     def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
-        """The result of `step`. Raises NonFiniteUpdate after `max_skipped` consecutive updates that were not finite."""
+        """Return the result of `step`. Raises NonFiniteUpdate after `max_skipped_updates` skipped updates in a row."""
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self.max_skipped:  # the norm is global, so all ranks stop at the same update
+        # The norm is global, so all ranks stop at the same update.
+        if self._skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteUpdate(
-                f"The gradient was not finite in {self.max_skipped} updates in a row (trainer.guards."
+                f"The gradient was not finite in {self.max_skipped_updates} updates in a row (trainer.guards."
                 "max_skipped_updates), so nothing is learnt any more. Lower the learning rate, or look for NaN in "
                 "rewards and log-probs."
             )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from skyrl_train.config.model import DeepSpeedConfig, FSDPConfig, OptimizerConfig
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.base import LearningRates, Strategy, widest_dtype
@@ -48,16 +48,16 @@ class DeepSpeedStrategy(Strategy):
     def __init__(
         self,
         *,
-        optimizer: OptimizerConfig | None,
-        deepspeed: DeepSpeedConfig,
-        fsdp: FSDPConfig | None = None,
+        optimizer_config: OptimizerConfig | None,
+        deepspeed_config: DeepSpeedConfig,
+        fsdp_config: FSDPConfig | None = None,
         device: torch.device | str,
         rank: int,
         world_size: int,
         compute_dtype: torch.dtype = torch.float32,
     ):
-        super().__init__(optimizer, device, rank, world_size)
-        self.zero = deepspeed
+        super().__init__(optimizer_config, device, rank, world_size)
+        self.deepspeed_config = deepspeed_config
         self.compute_dtype = compute_dtype
         self.library = _import_deepspeed(self.device.type)
 
@@ -72,7 +72,7 @@ class DeepSpeedStrategy(Strategy):
         self._dtype = self.compute_dtype if narrower else widest_dtype(scorer)
         for parameter in scorer.parameters():
             parameter.data = parameter.data.to(self._dtype)
-        if total_steps is None and self.zero.zero_stage < 3:
+        if total_steps is None and self.deepspeed_config.zero_stage < 3:
             fill_whole(scorer)
             self._place_whole(self.device)
             return scorer
@@ -83,7 +83,8 @@ class DeepSpeedStrategy(Strategy):
         config = self._config()
         self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise it makes one without our deadline
         model: Any = scorer
-        if self.zero.zero_stage == 3:  # module by module, so that neither host nor device ever has the whole model
+        if self.deepspeed_config.zero_stage == 3:
+            # Module by module, so that neither host nor device ever has the whole model.
             for module in (*(one for one in scorer.modules() if one._parameters), scorer):
                 fill_whole(scorer, module)
                 self.library.zero.Init(module=module, config_dict_or_path=config)
@@ -112,25 +113,25 @@ class DeepSpeedStrategy(Strategy):
     def _config(self) -> dict[str, Any]:
         """DeepSpeed's own configuration."""
         on_host = {"device": "cpu", "pin_memory": self.device.type != "cpu"}
-        stage: dict[str, Any] = {"stage": self.zero.zero_stage, "overlap_comm": self.device.type != "cpu"}
-        if self.zero.offload_optimizer:
+        stage: dict[str, Any] = {"stage": self.deepspeed_config.zero_stage, "overlap_comm": self.device.type != "cpu"}
+        if self.deepspeed_config.offload_optimizer:
             stage["offload_optimizer"] = on_host
-        if self.zero.offload_parameters:
+        if self.deepspeed_config.offload_parameters:
             stage["offload_param"] = on_host
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # `backward` decides when an update ends
-            "gradient_clipping": self.settings.max_grad_norm if self.settings else 0.0,
+            "gradient_clipping": self.optimizer_config.max_grad_norm if self.optimizer_config else 0.0,
             "bf16": {"enabled": self._dtype == torch.bfloat16},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": stage | dict(self.zero.zero_optimization),
+            "zero_optimization": stage | dict(self.deepspeed_config.zero_optimization),
         }
 
     def _piece(self, parameter: Any, zero: Any) -> _Piece:
-        if self.zero.zero_stage == 3:
+        if self.deepspeed_config.zero_stage == 3:
             group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
             return _partition(parameter, zero.fp32_partitioned_groups_flat[group], offset, self.rank)
         shape, fragment = tuple(parameter.shape), parameter._hp_mapping
@@ -145,13 +146,13 @@ class DeepSpeedStrategy(Strategy):
         self.scorer.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self) -> dict[str, float]:
-        assert self._optimizer is not None and self.settings is not None, "a frozen model does not step"
+        assert self._optimizer is not None and self.optimizer_config is not None, "a frozen model does not step"
         lr = self._next_lr()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self.scorer.step()
         stepped = self.scorer.was_step_applied()
-        if self.zero.zero_stage < 3 and not stepped:
+        if self.deepspeed_config.zero_stage < 3 and not stepped:
             # With the optimizer in host memory DeepSpeed would add the next gradients to the non-finite ones.
             averaged = self.scorer.optimizer.averaged_gradients
             averaged.update(dict.fromkeys(averaged))
@@ -169,14 +170,14 @@ class DeepSpeedStrategy(Strategy):
         self._pieces = {name: _Piece(p.detach().view(-1), 0, Slice.of(p)) for name, p in self._saved.items()}
 
     def _leave_device(self) -> None:
-        if self.zero.zero_stage < 3 and self._optimizer is None:
+        if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
             self._place_whole("cpu")
             return
-        if self.zero.zero_stage < 3:
+        if self.deepspeed_config.zero_stage < 3:
             states = self.library.zero.offload_config.OffloadStateTypeEnum
             others = [state for state in states if state is not states.optim_states]
             self.scorer.offload_states(include=others, pin_memory=False)
-        elif self._optimizer is None or self.zero.offload_parameters:
+        elif self._optimizer is None or self.deepspeed_config.offload_parameters:
             self.scorer.optimizer.empty_partition_cache()
         else:
             states = self.library.zero.offload_config.OffloadStateTypeEnum
@@ -184,13 +185,15 @@ class DeepSpeedStrategy(Strategy):
         self._move_rest("cpu")
 
     def _return_to_device(self) -> None:
-        if self.zero.zero_stage < 3 and self._optimizer is None:
+        if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
             self._place_whole(self.device)
             return
-        if self._optimizer is not None and (self.zero.zero_stage < 3 or not self.zero.offload_parameters):
+        if self._optimizer is not None and (
+            self.deepspeed_config.zero_stage < 3 or not self.deepspeed_config.offload_parameters
+        ):
             self.scorer.reload_states()
         self._move_rest(self.device)
-        if self.zero.zero_stage < 3:
+        if self.deepspeed_config.zero_stage < 3:
             return
         zero = self.scorer.optimizer
         if zero.persistent_parameters:
@@ -198,21 +201,21 @@ class DeepSpeedStrategy(Strategy):
 
     def _move_rest(self, device: torch.device | str) -> None:
         """Move what DeepSpeed does not move: frozen parameters, and in stage 3 the weights of a foreign optimizer."""
-        sharded = self.zero.zero_stage == 3
-        if not (sharded and self.zero.offload_parameters):
+        sharded = self.deepspeed_config.zero_stage == 3
+        if not (sharded and self.deepspeed_config.offload_parameters):
             for parameter in self._parameters.values():
                 if not parameter.requires_grad:
                     held: Any = parameter.ds_tensor if sharded else parameter  # type: ignore[attr-defined]
                     held.data = held.data.to(device)
             if sharded and self._optimizer is not None:
                 self._move_partitions(device)
-        if not sharded or self._optimizer is None or self.zero.offload_optimizer:
+        if not sharded or self._optimizer is None or self.deepspeed_config.offload_optimizer:
             return
         for piece in self._pieces.values():
             piece.flat.data = piece.flat.data.to(device)
 
     def _move_state(self, device: torch.device | str) -> None:
-        if self._optimizer is None or self.zero.offload_optimizer:
+        if self._optimizer is None or self.deepspeed_config.offload_optimizer:
             return
         for state in self._optimizer.state.values():
             state |= {key: value.to(device) for key, value in state.items()}
@@ -232,11 +235,11 @@ class DeepSpeedStrategy(Strategy):
     def _sharded(self, name: str, parameter: Any) -> ShardedTensor:
         """See `Strategy.sharded_parameters`: trained ones are in float32."""
         trained = parameter.requires_grad
-        if self.zero.zero_stage < 3 and not (trained and parameter.dtype != torch.float32):
+        if self.deepspeed_config.zero_stage < 3 and not (trained and parameter.dtype != torch.float32):
             return super()._sharded(name, parameter)
         piece = self._pieces[name] if name in self._pieces else _partition(parameter, None, 0, self.rank)
         shape, start = piece.slice.shape, piece.slice.start
-        if self.zero.zero_stage == 3:
+        if self.deepspeed_config.zero_stage == 3:
             gather = partial(gather_equal_ranges, shape, parameter.partition_numel(), self.world_size)
         else:
             gather = partial(gather_ranges, shape, start)
@@ -277,7 +280,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _publish(self) -> None:
         """Copy the loaded parameters to those that the model computes with."""
-        if self.zero.zero_stage < 3:
+        if self.deepspeed_config.zero_stage < 3:
             if self._optimizer is not None:
                 self.scorer.optimizer.update_lp_params()
             return

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.config.model import DeepSpeedConfig, FSDPConfig, OptimizerConfig
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.parts import Part
 from skyrl_train.models.rank_group import RankGroup
@@ -28,7 +28,7 @@ class FSDP2Strategy(Strategy):
     """Shards decoder layers one by one, and the rest as the root. Call `init_process_group` first, even for one rank.
 
     Parameters and gradients keep the dtype that the model was loaded in; `compute_dtype` is that of gathered weights
-    and activations. Gradients are summed over ranks in the parameters' dtype: once per update (`fsdp.reduce_once`; null
+    and activations. Gradients are summed over ranks in the parameters' dtype: once per update (`reduce_once`; null
     does so on CPUs, and without reshard_after_forward), else after every micro-batch, so that a whole gradient never
     exists.
     A model on the meta device is sharded first, and read row by row; one on the CPU is moved layer by layer.
@@ -37,30 +37,30 @@ class FSDP2Strategy(Strategy):
     def __init__(
         self,
         *,
-        optimizer: OptimizerConfig | None,
-        fsdp: FSDPConfig,
-        deepspeed: DeepSpeedConfig | None = None,
+        optimizer_config: OptimizerConfig | None,
+        fsdp_config: FSDPConfig,
+        deepspeed_config: DeepSpeedConfig | None = None,
         device: torch.device | str,
         rank: int,
         world_size: int,
         compute_dtype: torch.dtype = torch.float32,
     ):
-        super().__init__(optimizer, device, rank, world_size)
-        if fsdp.fsdp_size != -1 and (fsdp.fsdp_size < 1 or world_size % fsdp.fsdp_size):
-            raise ConfigError(_no_divisor(fsdp.fsdp_size, world_size, "ranks of the model"))
-        self.fsdp = fsdp
+        super().__init__(optimizer_config, device, rank, world_size)
+        if fsdp_config.fsdp_size != -1 and (fsdp_config.fsdp_size < 1 or world_size % fsdp_config.fsdp_size):
+            raise ConfigError(_no_divisor(fsdp_config.fsdp_size, world_size, "ranks of the model"))
+        self.fsdp_config = fsdp_config
         self.tensor_parallel: RankGroup | None = None
         self.expert_parallel: RankGroup | None = None
         self.parts: Mapping[str, Part] = {}
         self._alike: frozenset[str] = frozenset()
         """Names of the layers' parameters that are replicated over the ranks of `tensor_parallel`."""
         self.compute_dtype = compute_dtype
-        self._reshards = True if fsdp.reshard_after_forward is None else fsdp.reshard_after_forward
+        self._reshards = True if fsdp_config.reshard_after_forward is None else fsdp_config.reshard_after_forward
         frugal = self.device.type != "cpu" and bool(self._reshards)
-        self.reduce_once = not frugal if fsdp.reduce_once is None else fsdp.reduce_once
+        self.reduce_once = not frugal if fsdp_config.reduce_once is None else fsdp_config.reduce_once
 
     def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
-        """See `Strategy.prepare`. A scorer that is divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
+        """See `Strategy.prepare`. A scorer divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
 
         Layers are then sharded over the ranks that have the same part, and the rest over all ranks. If it is divided
         over `scorer.expert_parallel`, that is so of its experts, and all else is sharded over all ranks.
@@ -99,14 +99,16 @@ class FSDP2Strategy(Strategy):
 
     @property
     def _offloads(self) -> bool:
-        return self.fsdp.cpu_offload and self.device.type != "cpu"
+        return self.fsdp_config.cpu_offload and self.device.type != "cpu"
 
     def _meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """The meshes of ranks that have the same part, and of all. Those that have different ones are neighbours."""
         parts = 1 if self._divided_over is None else self._divided_over.size
         ranks = self.world_size // parts
-        size = ranks if self.fsdp.fsdp_size == -1 else self.fsdp.fsdp_size
-        if self.expert_parallel is not None and self.fsdp.fsdp_size != -1:  # which counts ranks of the other layers
+        size = ranks if self.fsdp_config.fsdp_size == -1 else self.fsdp_config.fsdp_size
+        if (
+            self.expert_parallel is not None and self.fsdp_config.fsdp_size != -1
+        ):  # which counts ranks of the other layers
             if size % parts:
                 raise ConfigError(f"fsdp_config.fsdp_size={size} is not divided by {self.expert_parallel.key}={parts}.")
             size //= parts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skyrl_train.config.model import DeepSpeedConfig, FSDPConfig, OptimizerConfig
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.strategies.base import Strategy, widest_dtype
 from skyrl_train.strategies.fill import fill_whole
@@ -19,9 +19,9 @@ class SingleStrategy(Strategy):
     def __init__(
         self,
         *,
-        optimizer: OptimizerConfig | None,
-        fsdp: FSDPConfig | None = None,
-        deepspeed: DeepSpeedConfig | None = None,
+        optimizer_config: OptimizerConfig | None,
+        fsdp_config: FSDPConfig | None = None,
+        deepspeed_config: DeepSpeedConfig | None = None,
         device: torch.device | str = "cpu",
         compute_dtype: torch.dtype = torch.float32,
         rank: int = 0,
@@ -29,7 +29,7 @@ class SingleStrategy(Strategy):
     ):
         if world_size != 1:
             raise ConfigError(f"trainer.strategy='single' runs one rank, got {world_size}; use trainer.strategy=fsdp2.")
-        super().__init__(optimizer, device, rank, world_size)
+        super().__init__(optimizer_config, device, rank, world_size)
         self.compute_dtype = compute_dtype
 
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:

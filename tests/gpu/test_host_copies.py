@@ -76,7 +76,7 @@ def _seconds(work: Any) -> float:
 def test_a_model_leaves_keeps_its_parameters_for_a_sync_and_trains_on():
     strategies: list[Any] = []
     for _ in range(2):
-        strategy = SingleStrategy(optimizer=OptimizerConfig(lr=1e-2), fsdp=FSDPConfig(), device="cuda")
+        strategy = SingleStrategy(optimizer_config=OptimizerConfig(lr=1e-2), fsdp_config=FSDPConfig(), device="cuda")
         strategy.prepare(TokenScorer(tiny_model()), 10)
         strategies.append(strategy)
     moved, stayed = strategies

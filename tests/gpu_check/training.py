@@ -116,9 +116,9 @@ def measure(path: str, device: str, recompute: bool, length: int, steps: int) ->
         strategy=STRATEGIES["fsdp2"],
         device=device,
         dtype="bfloat16",
-        objective=PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2)),
+        objective=PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2)),
         gradient_checkpointing=recompute,
-        fsdp=FSDPConfig(reshard_after_forward=False, reduce_once=True),  # what a run chooses: see memory_fit.py
+        fsdp_config=FSDPConfig(reshard_after_forward=False, reduce_once=True),  # what a run chooses: see memory_fit.py
     )
     worker = LearnerWorker(spec, 0, 1)
     try:

@@ -90,7 +90,9 @@ def course(
     report: Report | None = None,
 ) -> Course:
     threads = min(CPU_THREADS, os.cpu_count() or 1) if device == "cpu" else None
-    spec = tiny_spec(path, strategy=STRATEGIES[strategy], device=device, dtype=dtype, threads=threads, fsdp=WAYS[way])
+    spec = tiny_spec(
+        path, strategy=STRATEGIES[strategy], device=device, dtype=dtype, threads=threads, fsdp_config=WAYS[way]
+    )
     worker = LearnerWorker(spec, 0, 1)
     try:
         worker.setup(*worker.address())

@@ -17,7 +17,7 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerSpec
 from tests.support.padded_reference import ragged_batch
 
-FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, 0.1, 0.01)
+FULL_OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), k3, 0.1, 0.01)
 """All terms on: policy loss, KL and entropy."""
 
 
@@ -30,8 +30,8 @@ def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
         "dtype": "float32",
         "seed": 0,
         "threads": 1,
-        "fsdp": FSDPConfig(),
-        "optimizer": OptimizerConfig(lr=1e-3),
+        "fsdp_config": FSDPConfig(),
+        "optimizer_config": OptimizerConfig(lr=1e-3),
         "total_steps": 10,
         "objective": FULL_OBJECTIVE,
         "gradient_checkpointing": False,
@@ -40,9 +40,9 @@ def tiny_spec(model_path: str, **changes: Any) -> LearnerSpec:
         "rope_scaling": None,
         "rope_theta": None,
         "rendezvous_s": 60.0,
-        "collective_s": 60.0,
-        "wire_dtype": "float32",
-        "bucket_bytes": 1 << 20,
+        "update_s": 60.0,
+        "model_dtype": "float32",
+        "weight_transfer_threshold_cuda_ipc_GB": 1 / 1024,
     }
     return LearnerSpec(**fields | changes)
 

@@ -146,7 +146,7 @@ class GRPOLoss(TensorDictModuleBase):
     def policy_loss(self, logprobs: Tensor, advantages: Tensor, mask: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
         """(values, was_clipped), all [T]; variants of GRPO override it."""
         low, high = self.clip_epsilon
-        return clipped_surrogate(logprobs, advantages, mask, old_logprobs=old, eps_low=low, eps_high=high)
+        return clipped_surrogate(logprobs, advantages, mask, old_logprobs=old, eps_clip_low=low, eps_clip_high=high)
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Losses and statistics of the sequences in a tensordict of any batch size, which is not changed.
@@ -236,8 +236,8 @@ class CISPO(GRPOLoss):
             mask,
             old_logprobs=old,
             frozen_logprobs=logprobs.detach(),
-            cispo_eps_low=low,
-            cispo_eps_high=high,
+            cispo_eps_clip_low=low,
+            cispo_eps_clip_high=high,
         )
 
 

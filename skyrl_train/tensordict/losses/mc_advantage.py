@@ -113,7 +113,7 @@ class MCAdvantage(GroupTransform):
     def _write(self, group: list[CompleteTrajectory], returns: Tensor) -> None:
         """Write advantages in the shape of the rewards."""
         ids, valid = torch.zeros(len(group), dtype=torch.int64), torch.ones(len(group), dtype=torch.bool)
-        for trajectory, advantage in zip(group, grpo(returns, ids, valid, norm_by_std=True), strict=True):
+        for trajectory, advantage in zip(group, grpo(returns, ids, valid, grpo_norm_by_std=True), strict=True):
             for step in trajectory.steps:
                 reward = step.get(self.rewards_key)
                 value = float(advantage)

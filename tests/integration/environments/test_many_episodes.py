@@ -32,7 +32,7 @@ def test_hundreds_of_conversations_at_once_lose_those_that_fail_or_hang_and_no_o
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
     tokenizer = byte_tokenizer()
     engine = ScriptedEngine(lambda request: [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id], delay_s=0.001)
-    settings = RolloutSettings(SamplingParams(9), 1, 3, max_prompt_tokens=500, deadline_s=400.0, max_turns=5)
+    settings = RolloutSettings(SamplingParams(9), 1, 3, max_input_length=500, rollout_s=400.0, max_turns=5)
     prompts = [
         Prompt(str(number), [{"role": "user", "content": "go"}], "talking", {"behaviour": behaviour(number)})
         for number in range(EPISODES)

@@ -36,7 +36,7 @@ class Way:
     """How an update is run."""
 
     ranks: int = 1
-    sizes: dict[str, Any] = field(default_factory=lambda: {"micro_train_sequences": 100})
+    sizes: dict[str, Any] = field(default_factory=lambda: {"micro_train_batch_size_per_gpu": 100})
     spec: dict[str, Any] = field(default_factory=dict)
     chunk_rows: int | None = None
 
@@ -45,35 +45,37 @@ class Way:
         return "lora" in self.spec
 
 
-SHARED = {"share_prompt": True, "max_tokens": 10_000}
+SHARED = {"share_prompt": True, "max_tokens_per_microbatch": 10_000}
 WAYS = {
     "packed": Way(),
-    "one sequence a pass": Way(sizes={"micro_train_sequences": 1}),
-    "three sequences a pass": Way(sizes={"micro_train_sequences": 3}),
-    "a budget of tokens": Way(sizes={"max_tokens": 30, "share_prompt": False}),
+    "one sequence a pass": Way(sizes={"micro_train_batch_size_per_gpu": 1}),
+    "three sequences a pass": Way(sizes={"micro_train_batch_size_per_gpu": 3}),
+    "a budget of tokens": Way(sizes={"max_tokens_per_microbatch": 30, "share_prompt": False}),
     "shared prompts": Way(sizes=SHARED),
-    "shared prompts in a budget": Way(sizes={"share_prompt": True, "max_tokens": 30}),
+    "shared prompts in a budget": Way(sizes={"share_prompt": True, "max_tokens_per_microbatch": 30}),
     "a head in chunks": Way(chunk_rows=3),
     "activations computed again": Way(sizes=SHARED, spec={"gradient_checkpointing": True}),
     "two ranks": Way(ranks=2),
     "two ranks, shared prompts": Way(ranks=2, sizes=SHARED),
-    "two ranks, small passes": Way(ranks=2, sizes={"micro_train_sequences": 1}),
+    "two ranks, small passes": Way(ranks=2, sizes={"micro_train_batch_size_per_gpu": 1}),
     "sequences over two ranks": Way(ranks=2, spec={"sequence_parallel_size": 2}),
     "sequences over two ranks, shared prompts": Way(
-        2, {"share_prompt": True, "max_tokens": 30}, {"sequence_parallel_size": 2}
+        2, {"share_prompt": True, "max_tokens_per_microbatch": 30}, {"sequence_parallel_size": 2}
     ),
     "layers over two ranks": Way(ranks=2, spec={"tensor_parallel_size": 2}),
     "layers over two ranks, shared prompts": Way(
-        2, {"share_prompt": True, "max_tokens": 30}, {"tensor_parallel_size": 2, "gradient_checkpointing": True}
+        2,
+        {"share_prompt": True, "max_tokens_per_microbatch": 30},
+        {"tensor_parallel_size": 2, "gradient_checkpointing": True},
     ),
     "adapters": Way(spec={"lora": LORA}),
     "adapters, two ranks, shared prompts": Way(2, SHARED, {"lora": LORA}),
     "adapters, sequences over two ranks": Way(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
 }
 
-COMPILED = {"compile_layers": True}
+COMPILED = {"use_torch_compile": True}
 COMPILED_WAYS = {
-    "a budget of tokens": Way(sizes={"max_tokens": 30}, spec=COMPILED),
+    "a budget of tokens": Way(sizes={"max_tokens_per_microbatch": 30}, spec=COMPILED),
     "two ranks, activations computed again": Way(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
     "adapters, sequences over two ranks": Way(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
 }
@@ -133,13 +135,13 @@ def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | 
         for rank, process in enumerate(processes):
             process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
     group = WorkerGroup(workers, spec.parallel_size)
-    learner = Learner(group, None, BatchSizes(mini_batch_groups=100, **way.sizes))
+    learner = Learner(group, None, BatchSizes(policy_mini_batch_size=100, **way.sizes))
 
     async def run() -> dict[str, Tensor]:
         await learner.setup()
         await learner.update(batch())
         found: dict[str, Tensor] = (await group.all("gradients"))[0]
-        assert not spec.compile_layers or min(await group.all("graphs")) > 0
+        assert not spec.use_torch_compile or min(await group.all("graphs")) > 0
         await learner.close()
         return found
 

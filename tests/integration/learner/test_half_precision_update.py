@@ -21,7 +21,7 @@ from tests.support.padded_reference import grouped_batch, padded_scores
 
 GROUPS = 4 * ((7, (15, 20, 13)), (4, (16, 16)), (12, (14, 18, 15, 12)), (3, (20,)), (5, (9, 11)))
 """Prompt length and lengths of responses: 716 tokens are scored."""
-OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), entropy_coef=0.01)
+OBJECTIVE = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), entropy_loss_coef=0.01)
 """On-policy and without KL: rounding takes no token over a bound, where its gradient would jump in any of the runs."""
 
 

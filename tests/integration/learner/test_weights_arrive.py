@@ -31,8 +31,10 @@ async def pair(
     model_path: str, route: str, adapter_only: bool = False, **changes: Any
 ) -> AsyncIterator[tuple[Learner, TransformersEngine, WeightPublisher]]:
     """A learner that moves its weights visibly in one step, an engine, and what connects them."""
-    spec = tiny_spec(model_path, **{"optimizer": OptimizerConfig(lr=1e-2), "total_steps": 10, **changes})
-    learner = Learner(WorkerGroup([LocalWorker(LearnerWorker(spec, 0, 1))]), None, BatchSizes(100, max_tokens=1000))
+    spec = tiny_spec(model_path, **{"optimizer_config": OptimizerConfig(lr=1e-2), "total_steps": 10, **changes})
+    learner = Learner(
+        WorkerGroup([LocalWorker(LearnerWorker(spec, 0, 1))]), None, BatchSizes(100, max_tokens_per_microbatch=1000)
+    )
     engine = TransformersEngine(model_path, threads=1, name="one")
     probe = Probe(PROBE_IDS, partial(score_sequences, learner, learner.policy))
     publisher = WeightPublisher(
@@ -86,7 +88,7 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
     options: dict[str, Any] = {
         "lora": LoraConfig(rank=4),
         "only_changed": True,
-        "optimizer": OptimizerConfig(lr=1e-1),
+        "optimizer_config": OptimizerConfig(lr=1e-1),
     }
 
     async def run() -> None:
@@ -107,7 +109,7 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
 @pytest.mark.parametrize("route", ["in_process", "broadcast"])
 def test_separate_adapters_arrive_after_the_model_alone(tmp_path, route: str):  # type: ignore[no-untyped-def]
     model_path = save_tiny_model(tmp_path / "model")
-    options = {"lora": LoraConfig(rank=4, exclude_modules=["down_proj"]), "optimizer": OptimizerConfig(lr=1e-1)}
+    options = {"lora": LoraConfig(rank=4, exclude_modules=["down_proj"]), "optimizer_config": OptimizerConfig(lr=1e-1)}
 
     async def run() -> None:
         async with pair(model_path, route, adapter_only=True, **options) as (learner, engine, publisher):

@@ -35,7 +35,7 @@ updates = 0
 
 
 @sk.register.policy_loss("large")
-def large(logprobs, advantages, mask, *, eps_low, eps_high):
+def large(logprobs, advantages, mask, *, eps_clip_low, eps_clip_high):
     global updates
     updates += 1
     if updates == 4:

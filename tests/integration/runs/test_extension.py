@@ -23,12 +23,12 @@ from skyrl_train.environments.registry import register
 
 
 @sk.register.advantage("centred")
-def centred(rewards, group_ids, valid, *, norm_by_std):
+def centred(rewards, group_ids, valid, *, grpo_norm_by_std):
     return torch.where(valid, rewards - rewards[valid].mean(), 0.0)
 
 
 @sk.register.policy_loss("reinforce")
-def reinforce(logprobs, advantages, mask, *, eps_low, eps_high):
+def reinforce(logprobs, advantages, mask, *, eps_clip_low, eps_clip_high):
     return -logprobs * advantages * mask, torch.zeros_like(mask)
 
 

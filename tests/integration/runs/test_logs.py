@@ -25,7 +25,7 @@ updates = 0
 
 
 @sk.register.policy_loss("talkative")
-def talkative(logprobs, advantages, mask, *, eps_low, eps_high):
+def talkative(logprobs, advantages, mask, *, eps_clip_low, eps_clip_high):
     global updates
     updates += 1
     print("a loss prints", updates, os.environ.get("SOME_API_KEY"))
@@ -40,7 +40,7 @@ def divide(mask):
 
 
 @sk.register.advantage("warning")
-def warning(rewards, group_ids, valid, *, norm_by_std):
+def warning(rewards, group_ids, valid, *, grpo_norm_by_std):
     if "GOOD_UPDATES" in os.environ:
         warnings.warn_explicit("a library would be outdated", UserWarning, json.__file__, 1)
         warnings.warn("a person should look at this")

@@ -55,13 +55,13 @@ CASES: dict[str, dict[str, Any]] = {
     "few_shared_tokens": {"share": True, "kinds": ["qwen2"]},
 }
 SPEC = {
-    "objective": PolicyObjective(partial(gspo, eps_low=0.2, eps_high=0.2), k3, 0.1, 0.01),
+    "objective": PolicyObjective(partial(gspo, eps_clip_low=0.2, eps_clip_high=0.2), k3, 0.1, 0.01),
     "gradient_checkpointing": True,
 }
 """A loss that looks at whole sequences, of which every rank has a part."""
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=10.0)
 STEPPED = ("qwen2", "three_experts", "adapted")
-LIMITS = PassLimits(sequences=2, tokens=None, attention_tokens=6144, share_prompt=False)
+LIMITS = PassLimits(sequences=2, max_tokens_per_microbatch=None, attention_tokens=6144, share_prompt=False)
 
 
 def make_model(kind: str) -> PreTrainedModel:
@@ -118,8 +118,8 @@ def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
 
 def strategy_of(scorer: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
     strategy = FSDP2Strategy(
-        optimizer=OPTIMIZER,
-        fsdp=FSDPConfig(**fsdp),
+        optimizer_config=OPTIMIZER,
+        fsdp_config=FSDPConfig(**fsdp),
         device="cpu",
         rank=dist.get_rank(),
         world_size=world,

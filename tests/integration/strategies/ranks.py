@@ -116,9 +116,9 @@ class Ranks:
         kind = FSDP2Strategy if self.name == "fsdp2" else DeepSpeedStrategy
         stage: dict[str, Any] = {"zero_stage": int(self.name[-1])} if self.name != "fsdp2" else {}
         strategy: Strategy = kind(
-            optimizer=optimizer,
-            fsdp=FSDPConfig(**fsdp or {}),
-            deepspeed=DeepSpeedConfig(**stage, **zero or {}),
+            optimizer_config=optimizer,
+            fsdp_config=FSDPConfig(**fsdp or {}),
+            deepspeed_config=DeepSpeedConfig(**stage, **zero or {}),
             device="cpu",
             rank=self.rank,
             world_size=self.world,

@@ -23,7 +23,7 @@ from tests.support.learner_specs import tiny_spec
 from tests.support.loading_memory import RANKS, peak_of_loading
 from tests.support.rank_processes import run_ranks
 
-FROZEN = {"optimizer": None, "total_steps": None, "objective": None, "dtype": "bfloat16"}
+FROZEN = {"optimizer_config": None, "total_steps": None, "objective": None, "dtype": "bfloat16"}
 LORA = LoraConfig(rank=4, alpha=8)
 Ways = dict[str, tuple[str, dict[str, Any]]]
 WAYS: Ways = {
@@ -36,19 +36,19 @@ WAYS: Ways = {
         "qwen2",
         {"model_config_kwargs": {"num_hidden_layers": 1}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ),
-    "a critic": ("llama", {"value_head": "value_head"}),
+    "a critic": ("llama", {"value_head_prefix": "value_head"}),
     "a frozen reference": ("qwen3_moe", FROZEN),
     "adapters": ("qwen2", {"lora": LORA, "dtype": "bfloat16"}),
-    "adapters of a critic": ("llama", {"lora": LORA, "value_head": "value_head"}),
+    "adapters of a critic": ("llama", {"lora": LORA, "value_head_prefix": "value_head"}),
 }
 GROUPS: Ways = {
-    "replicas": ("qwen3_moe", {"fsdp": FSDPConfig(fsdp_size=2)}),
+    "replicas": ("qwen3_moe", {"fsdp_config": FSDPConfig(fsdp_size=2)}),
     "parts of layers": ("llama", {"tensor_parallel_size": 2}),
     "parts of experts": ("qwen3_moe", {"tensor_parallel_size": 2}),
     "parts of sequences": ("qwen2", {"sequence_parallel_size": 2}),
 }
 ZERO: Ways = {
-    "ZeRO 2": ("qwen2", {"strategy": STRATEGIES["deepspeed"], "deepspeed": DeepSpeedConfig(zero_stage=2)}),
+    "ZeRO 2": ("qwen2", {"strategy": STRATEGIES["deepspeed"], "deepspeed_config": DeepSpeedConfig(zero_stage=2)}),
     "ZeRO 3": ("qwen3_moe", {"strategy": STRATEGIES["deepspeed"]}),
     "ZeRO 3, frozen": ("qwen2", {"strategy": STRATEGIES["deepspeed"], **FROZEN}),
 }
@@ -59,7 +59,7 @@ def loaded_whole(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[
     """Parameters by name and buffers of the model, loaded in one piece."""
     model = load_causal_lm(
         path,
-        dtype=torch.float32 if spec.optimizer and not spec.lora else getattr(torch, spec.dtype),
+        dtype=torch.float32 if spec.optimizer_config and not spec.lora else getattr(torch, spec.dtype),
         model_config_kwargs=spec.model_config_kwargs,
         rope_scaling=spec.rope_scaling,
         rope_theta=spec.rope_theta,
@@ -68,9 +68,9 @@ def loaded_whole(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[
         torch.manual_seed(spec.seed)
         Adapters(model, spec.lora, "lora")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if spec.value_head is not None:
+    if spec.value_head_prefix is not None:
         parameters = {name: one for name, one in parameters.items() if name.startswith(model.base_model_prefix)}
-        parameters[f"{spec.value_head}.weight"] = torch.zeros(1, model.config.hidden_size)
+        parameters[f"{spec.value_head_prefix}.weight"] = torch.zeros(1, model.config.hidden_size)
     return parameters, dict(model.named_buffers())
 
 
@@ -97,7 +97,7 @@ def load_every_way(rank: int, world: int, ways: Ways, folders: dict[str, str], p
         worker.setup("127.0.0.1", port)
         try:
             assert_bits(worker, folders[folder])
-            if spec.optimizer is None:
+            if spec.optimizer_config is None:
                 worker.reload(folders["another"])
                 assert_bits(worker, folders["another"])
         except AssertionError as error:

@@ -81,7 +81,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def single(kind: str) -> SingleStrategy:
-    strategy = SingleStrategy(optimizer=OPTIMIZER, compute_dtype=torch.float64)
+    strategy = SingleStrategy(optimizer_config=OPTIMIZER, compute_dtype=torch.float64)
     strategy.prepare(TokenScorer(make_model(kind)), 20).train()
     return strategy
 
@@ -119,7 +119,7 @@ def one_rank(folder: Path) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of the same update in one process."""
     recording = "tests.support.recording_strategies:RecordingSingle"
     worker = RecordingWorker(tiny_spec(str(folder / "model"), strategy=recording, **SPEC), 0, 1)
-    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100, micro_train_sequences=2))
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(100, micro_train_batch_size_per_gpu=2))
 
     async def run() -> dict[str, float]:
         await learner.setup()

@@ -22,7 +22,7 @@ def test_layers_that_a_pass_gathered_are_given_up_where_others_need_the_room(tmp
 
 def scores_twice(path: str) -> None:
     """In a process of its own: a mesh and its store live as long as that does."""
-    options = {"strategy": STRATEGIES["fsdp2"], "fsdp": FSDPConfig(reshard_after_forward=False)}
+    options = {"strategy": STRATEGIES["fsdp2"], "fsdp_config": FSDPConfig(reshard_after_forward=False)}
     for shares in (False, True):
         worker = LearnerWorker(tiny_spec(path, **options, shares_accelerator=shares), 0, 1)
         worker.setup(*worker.address())

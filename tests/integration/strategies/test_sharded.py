@@ -94,7 +94,7 @@ def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
 
 def run_single(updates: int, dtype: torch.dtype, start: int = 0, load: Path | None = None) -> SingleStrategy:
     """The same updates as ranks.py makes, in one process and in one micro-batch."""
-    strategy = SingleStrategy(optimizer=LINEAR, compute_dtype=dtype)
+    strategy = SingleStrategy(optimizer_config=LINEAR, compute_dtype=dtype)
     scorer = strategy.prepare(TokenScorer(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
     if load:
         strategy.load(load)
@@ -214,7 +214,7 @@ def test_merged_adapters_are_those_of_one_process(found: Found) -> None:
     model = tiny_model("qwen2")
     adapters = Adapters(model, ranks.LORA, "trainer.policy.model.lora")
     fill_adapters(model)
-    alone = SingleStrategy(optimizer=LINEAR)
+    alone = SingleStrategy(optimizer_config=LINEAR)
     alone.prepare(TokenScorer(model), 20)
     merged = load_file(found.folder / "merged.safetensors")
     for name, tensor in adapters.merged(alone.sharded_parameters()):
@@ -312,14 +312,14 @@ def test_deepspeed_adds_no_process_group_without_deadline(found: Found) -> None:
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"fsdp_config\.fsdp_size=3 does not divide the 4 ranks"):
-        FSDP2Strategy(optimizer=None, fsdp=FSDPConfig(fsdp_size=3), device="cpu", rank=0, world_size=4)
+        FSDP2Strategy(optimizer_config=None, fsdp_config=FSDPConfig(fsdp_size=3), device="cpu", rank=0, world_size=4)
 
 
 def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(ConfigError, match=r"skyrl-train\[deepspeed\]"):
-        DeepSpeedStrategy(optimizer=None, deepspeed=DeepSpeedConfig(), device="cpu", rank=0, world_size=1)
+        DeepSpeedStrategy(optimizer_config=None, deepspeed_config=DeepSpeedConfig(), device="cpu", rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

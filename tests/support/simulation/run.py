@@ -87,10 +87,12 @@ def build_run(
         conversations.rollout,
         prompt_at=lambda position: Prompt(str(position), [], "simulated"),
         prompts_of_step=schedule.prompts_of_step,
-        max_staleness=shape.staleness,
+        max_staleness_steps=shape.staleness,
         max_failed_fraction=1.0,
         samplers=replace(build_samplers(cfg, ahead=shape.staleness > 0), over_provisioning=shape.over_provisioning),
-        max_in_flight=trainer_config.fully_async.num_parallel_generation_workers if shape.staleness else None,
+        num_parallel_generation_workers=trainer_config.fully_async.num_parallel_generation_workers
+        if shape.staleness
+        else None,
     )
     publisher: Any = SimulatedPublisher(client, timings.sync_s)
     trackers: Any = NoTracker()

@@ -96,7 +96,7 @@ def test_batch_normalisation_comes_after_the_estimator_and_leaves_returns_alone(
     batch = hard_batch("failed rows")
     estimator = partial(gae, gamma=0.9, lambd=0.8)
     plain = AdvantageStep(estimator)(batch, Metrics())
-    normalised = AdvantageStep(estimator, normalise_batch=True)(batch, Metrics())
+    normalised = AdvantageStep(estimator, advantage_batch_normalize=True)(batch, Metrics())
     assert plain.token_advantages is not None
     torch.testing.assert_close(normalised.token_advantages, batch_normalised(plain.token_advantages, batch.loss_mask))
     torch.testing.assert_close(normalised.returns, plain.returns)
@@ -105,7 +105,7 @@ def test_batch_normalisation_comes_after_the_estimator_and_leaves_returns_alone(
 def test_metrics_of_advantages_are_over_the_tokens_that_count():
     batch = hard_batch("failed rows")
     metrics = Metrics()
-    result = AdvantageStep(partial(grpo, norm_by_std=True))(batch, metrics)
+    result = AdvantageStep(partial(grpo, grpo_norm_by_std=True))(batch, metrics)
     assert result.token_advantages is not None
     chosen = result.token_advantages[batch.loss_mask]
     report = metrics.flush()
@@ -121,7 +121,7 @@ def test_an_adapted_coefficient_survives_a_resume():
     batch = batch.with_tokens(old_logprobs=zeros + 1.0, ref_logprobs=zeros)
 
     def made() -> AdvantageStep:
-        return AdvantageStep(dr_grpo, kl=KLInReward(k1, AdaptiveKLController(0.1, target=0.01, horizon=10)))
+        return AdvantageStep(dr_grpo, kl=KLInReward(k1, AdaptiveKLController(0.1, kl_target=0.01, horizon=10)))
 
     step, resumed = made(), made()
     step(batch, Metrics())

@@ -129,8 +129,8 @@ REFERENCES: dict[str, Callable[[list[Row]], Result]] = {
 ONE_VALUE_A_GROUP = ["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce++_baseline"]
 
 
-def step_of(name: str, *, norm_by_std: bool = True) -> AdvantageStep:
-    settings = {"gamma": GAMMA, "lambd": LAMBDA, "norm_by_std": norm_by_std}
+def step_of(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageStep:
+    settings = {"gamma": GAMMA, "lambd": LAMBDA, "grpo_norm_by_std": grpo_norm_by_std}
     return AdvantageStep(registry.bind(registry.advantage_estimators.get(name), name, settings, advantages.TENSORS))
 
 
@@ -158,7 +158,7 @@ def test_advantages_and_returns_are_those_of_the_paper(name: str):
 
 def test_grpo_without_the_standard_deviation_is_dr_grpo():
     for batch in batches():
-        one, other = step_of("grpo", norm_by_std=False), step_of("dr_grpo")
+        one, other = step_of("grpo", grpo_norm_by_std=False), step_of("dr_grpo")
         assert torch.equal(one(batch, Metrics()).token_advantages, other(batch, Metrics()).token_advantages)  # type: ignore[arg-type]
 
 
@@ -205,7 +205,7 @@ def test_a_whole_group_s_advantages_add_up_to_zero_whatever_its_size():
 def test_grpo_is_the_distance_from_the_groups_mean_over_its_unbiased_std():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 4.0, 2.0]), torch.tensor([7, 7, 7, 3, 3])
     expected = torch.cat([(part - part.mean()) / (part.std() + 1e-6) for part in (rewards[:3], rewards[3:])])
-    torch.testing.assert_close(grpo(rewards, groups, torch.ones(5).bool(), norm_by_std=True), expected)
+    torch.testing.assert_close(grpo(rewards, groups, torch.ones(5).bool(), grpo_norm_by_std=True), expected)
 
 
 def test_batch_normalised_has_mean_zero_and_variance_one_over_the_mask():
@@ -226,7 +226,7 @@ def test_batch_normalisation_is_the_same_however_much_padding_or_how_many_prompt
     plain = step(batch, Metrics()).token_advantages
     assert plain is not None
     (expected,) = whitened([plain[batch.loss_mask].tolist()], correction=0)
-    step.normalise_batch = True
+    step.advantage_batch_normalize = True
     found = step(batch, Metrics()).token_advantages
     assert found is not None
     assert found[batch.loss_mask].tolist() == pytest.approx(expected)

@@ -18,17 +18,17 @@ from skyrl_train.data.batch import TrainBatch
 from tests.support.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
 
 SETTINGS = {
-    "eps_low": 0.2,
-    "eps_high": 0.3,
+    "eps_clip_low": 0.2,
+    "eps_clip_high": 0.3,
     "clip_ratio_c": 1.5,
-    "cispo_eps_low": 0.25,
-    "cispo_eps_high": 0.45,
+    "cispo_eps_clip_low": 0.25,
+    "cispo_eps_clip_high": 0.45,
     "tau_pos": 1.1,
     "tau_neg": 1.7,
-    "dppo_delta_low": 0.015,
-    "dppo_delta_high": 0.025,
-    "dppo_kl_threshold": 0.004,
-    "kl_cov_coef": 0.7,
+    "delta_low": 0.015,
+    "delta_high": 0.025,
+    "kl_threshold": 0.004,
+    "ppo_kl_coef": 0.7,
     "minor_beta": 0.3,
 }
 SET = SimpleNamespace(**SETTINGS)
@@ -48,10 +48,10 @@ def per_token(equation: Callable[[SimpleNamespace], tuple[float, float]]) -> Ref
 
 def surrogate(ratio: float, advantage: float) -> tuple[float, float]:
     """PPO, eq. 7: pessimistic, so that only a move already rewarded is bounded."""
-    if advantage > 0 and ratio > 1 + SET.eps_high:
-        return -(1 + SET.eps_high) * advantage, 0.0
-    if advantage < 0 and ratio < 1 - SET.eps_low:
-        return -(1 - SET.eps_low) * advantage, 0.0
+    if advantage > 0 and ratio > 1 + SET.eps_clip_high:
+        return -(1 + SET.eps_clip_high) * advantage, 0.0
+    if advantage < 0 and ratio < 1 - SET.eps_clip_low:
+        return -(1 - SET.eps_clip_low) * advantage, 0.0
     return -ratio * advantage, -ratio * advantage
 
 
@@ -70,7 +70,7 @@ def gmpo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[floa
     logs, free = [], []
     for t in tokens:
         x = t.lp - t.old
-        bounded = min(x, SET.eps_high) if t.adv > 0 else max(x, -SET.eps_low)
+        bounded = min(x, SET.eps_clip_high) if t.adv > 0 else max(x, -SET.eps_clip_low)
         logs.append(bounded)
         free.append(bounded == x)
     n = max(len(tokens), 1)
@@ -79,12 +79,12 @@ def gmpo(tokens: list[SimpleNamespace], weights: list[float]) -> tuple[list[floa
 
 
 def cispo(t: SimpleNamespace, ratio: float) -> tuple[float, float]:
-    weight = min(max(ratio, 1 - SET.cispo_eps_low), 1 + SET.cispo_eps_high)
+    weight = min(max(ratio, 1 - SET.cispo_eps_clip_low), 1 + SET.cispo_eps_clip_high)
     return -weight * t.adv * t.lp, -weight * t.adv
 
 
 def rollout_is(t: SimpleNamespace) -> tuple[float, float]:
-    weight = t.u if 1 - SET.eps_low < t.u < 1 + SET.eps_high else 0.0
+    weight = t.u if 1 - SET.eps_clip_low < t.u < 1 + SET.eps_clip_high else 0.0
     return -weight * t.adv * t.lp, -weight * t.adv
 
 
@@ -102,13 +102,13 @@ def trusted(t: SimpleNamespace, is_far: bool) -> tuple[float, float]:
 
 def dppo_kl(t: SimpleNamespace) -> tuple[float, float]:
     p, q = exp(t.lp), exp(t.rollout)
-    return trusted(t, q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)) > SET.dppo_kl_threshold)
+    return trusted(t, q * log(q / p) + (1 - q) * log((1 - q) / (1 - p)) > SET.kl_threshold)
 
 
 def kl_cov(t: SimpleNamespace) -> tuple[float, float]:
     x = t.lp - t.old
     sign = 1 if x > 0 else -1
-    extra = SET.kl_cov_coef if t.selected else 0.0
+    extra = SET.ppo_kl_coef if t.selected else 0.0
     return -t.r * t.adv + extra * abs(x), -t.r * t.adv + extra * sign
 
 
@@ -135,9 +135,7 @@ POLICY: dict[str, Reference] = {
     "importance_sampling": per_token(lambda t: (-t.r * t.adv, -t.r * t.adv)),
     "cross_entropy": per_token(lambda t: (-t.lp, -1.0)),
     "sapo": per_token(sapo),
-    "dppo_tv": per_token(
-        lambda t: trusted(t, not -SET.dppo_delta_low <= exp(t.lp) - exp(t.rollout) <= SET.dppo_delta_high)
-    ),
+    "dppo_tv": per_token(lambda t: trusted(t, not -SET.delta_low <= exp(t.lp) - exp(t.rollout) <= SET.delta_high)),
     "dppo_kl": per_token(dppo_kl),
     "clip_cov": per_token(lambda t: (0.0, 0.0) if t.selected else surrogate(t.r, t.adv)),
     "kl_cov": per_token(kl_cov),

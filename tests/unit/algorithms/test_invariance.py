@@ -57,7 +57,7 @@ def policy_objective(name: str) -> PolicyObjective:
 
 def kl_objective(name: str) -> PolicyObjective:
     bound = registry.bind(registry.kl_estimators.get(name), name, SETTINGS, policy.TENSORS)
-    return PolicyObjective(cross_entropy, bound, kl_coef=0.3, entropy_coef=0.05)
+    return PolicyObjective(cross_entropy, bound, kl_loss_coef=0.3, entropy_loss_coef=0.05)
 
 
 def sft_objective(name: str) -> SFTObjective:

@@ -43,7 +43,7 @@ def test_k3_is_never_negative():
 
 
 def test_controllers_move_the_coefficient_towards_the_target():
-    fixed, adaptive = FixedKLController(0.01), AdaptiveKLController(0.01, target=0.1, horizon=1000)
+    fixed, adaptive = FixedKLController(0.01), AdaptiveKLController(0.01, kl_target=0.1, horizon=1000)
     fixed.update(5.0, num_sequences=100)
     assert fixed.coef == 0.01
     adaptive.update(5.0, num_sequences=100)  # far above: bounded to +0.2
@@ -53,6 +53,6 @@ def test_controllers_move_the_coefficient_towards_the_target():
 
 
 def test_a_coefficient_keeps_its_sign_however_many_sequences_a_step_has():
-    adaptive = AdaptiveKLController(0.01, target=0.1, horizon=1000)
+    adaptive = AdaptiveKLController(0.01, kl_target=0.1, horizon=1000)
     adaptive.update(0.0, num_sequences=100_000)
     assert adaptive.coef == pytest.approx(0.008)

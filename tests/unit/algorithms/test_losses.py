@@ -12,13 +12,13 @@ from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.values import clipped_value_loss
 
 SETTINGS = {
-    "eps_low": 0.2,
-    "eps_high": 0.3,
+    "eps_clip_low": 0.2,
+    "eps_clip_high": 0.3,
     "clip_ratio_c": 1.5,
-    "cispo_eps_low": 0.25,
-    "cispo_eps_high": 0.45,
-    "dppo_delta_low": 0.02,
-    "dppo_delta_high": 0.02,
+    "cispo_eps_clip_low": 0.25,
+    "cispo_eps_clip_high": 0.45,
+    "delta_low": 0.02,
+    "delta_high": 0.02,
 }
 
 
@@ -26,9 +26,9 @@ SETTINGS = {
     ("ratio", "advantage", "value", "clipped", "gradient"),
     [
         (1.0, 2.0, -2.0, 0.0, -2.0),
-        (1.5, 2.0, -2.6, 1.0, 0.0),  # better already: bounded by 1 + eps_high
+        (1.5, 2.0, -2.6, 1.0, 0.0),  # better already: bounded by 1 + eps_clip_high
         (0.5, 2.0, -1.0, 0.0, -1.0),  # worse: not bounded
-        (0.5, -2.0, 1.6, 1.0, 0.0),  # rarer already: bounded by 1 - eps_low
+        (0.5, -2.0, 1.6, 1.0, 0.0),  # rarer already: bounded by 1 - eps_clip_low
         (1.5, -2.0, 3.0, 0.0, 3.0),
     ],
 )
@@ -36,7 +36,7 @@ def test_value_clipping_and_gradient_in_every_regime(ratio, advantage, value, cl
     old = torch.tensor([-1.5], dtype=torch.float64)
     logprobs = (old + log(ratio)).requires_grad_()
     loss, was_clipped = clipped_surrogate(
-        logprobs, torch.tensor([advantage]), torch.tensor([True]), old_logprobs=old, eps_low=0.2, eps_high=0.3
+        logprobs, torch.tensor([advantage]), torch.tensor([True]), old_logprobs=old, eps_clip_low=0.2, eps_clip_high=0.3
     )
     (found,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (loss.item(), was_clipped.item(), found.item()) == pytest.approx((value, clipped, gradient))

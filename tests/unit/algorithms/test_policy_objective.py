@@ -22,7 +22,9 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from tests.support.hard_batches import current_logprobs, hard_batch
 
-FULL = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), k3, kl_coef=0.3, entropy_coef=0.05)
+FULL = PolicyObjective(
+    partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), k3, kl_loss_coef=0.3, entropy_loss_coef=0.05
+)
 SETTINGS = settings(AlgorithmConfig())
 
 
@@ -107,12 +109,12 @@ def test_what_stands_under_a_stop_gradient_has_none():
     mask, weights = batch.loss_mask, batch.token_weights
     assert batch.advantages is not None and batch.old_logprobs is not None and weights is not None
     log_ratio = (current_logprobs(batch).detach() - batch.old_logprobs) * mask
-    plain = PolicyObjective(partial(cispo, cispo_eps_low=10.0, cispo_eps_high=10.0))
+    plain = PolicyObjective(partial(cispo, cispo_eps_clip_low=10.0, cispo_eps_clip_high=10.0))
     expected = -weights * batch.advantages * log_ratio.exp()
     torch.testing.assert_close(gradients(plain, batch)[1], expected)
     lengths = batch.per_sequence_sum(mask.double()).clamp(min=1)
     ratio = batch.per_token(batch.per_sequence_sum(log_ratio) / lengths).exp()
-    of_sequences = PolicyObjective(partial(gspo, eps_low=10.0, eps_high=10.0))
+    of_sequences = PolicyObjective(partial(gspo, eps_clip_low=10.0, eps_clip_high=10.0))
     torch.testing.assert_close(gradients(of_sequences, batch)[1], -weights * batch.advantages * ratio)
 
 

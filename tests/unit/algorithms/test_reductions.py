@@ -13,7 +13,7 @@ from skyrl_train.data.batch import TrainBatch
 from tests.support.hard_batches import SHAPES, hard_batch, mask_only
 
 LONGEST, MICRO = 10, 2
-SETTINGS = {"max_seq_len": LONGEST, "micro_batch_size": MICRO}
+SETTINGS = {"max_seq_len": LONGEST, "micro_train_batch_size_per_gpu": MICRO}
 
 
 def mean(values: list[float]) -> float:

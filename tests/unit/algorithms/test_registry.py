@@ -31,7 +31,7 @@ def test_skyrls_names_mean_what_they_say():
 
 def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
     @registry.policy_losses.register("mine_for_this_test")
-    def mine(logprobs, advantages, mask, *, eps_low, eps_high):
+    def mine(logprobs, advantages, mask, *, eps_clip_low, eps_clip_high):
         return -logprobs * advantages * mask, mask.float()
 
     assert registry.policy_losses.get("mine_for_this_test") is mine
@@ -42,17 +42,27 @@ def test_a_users_loss_joins_under_its_own_name_and_cannot_replace_a_built_in():
 
 
 def test_bind_fills_in_settings_and_the_rest_is_asked_for_by_name():
-    def loss(logprobs, *, eps_low, rollout_logprobs, selected=None):
-        return logprobs, eps_low, rollout_logprobs, selected
+    def loss(logprobs, *, eps_clip_low, rollout_logprobs, selected=None):
+        return logprobs, eps_clip_low, rollout_logprobs, selected
 
-    bound = registry.bind(loss, "test", {"eps_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"}))
+    bound = registry.bind(loss, "test", {"eps_clip_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"}))
     tensors = {"rollout_logprobs": 5, "selected": 6, "unwanted": 7}
     assert bound(1, **registry.asked_for(bound, tensors)) == (1, 0.2, 5, 6)
 
 
 def test_what_nobody_has_is_refused_by_name_before_anything_runs():
-    def loss(logprobs, *, eps_low, temprature, optional=None):
+    def loss(logprobs, *, eps_clip_low, temprature, optional=None):
         return logprobs
 
-    with pytest.raises(ConfigError, match=r"my loss asks for temprature, which nobody has; .*eps_low.*old_logprobs"):
-        registry.bind(loss, "my loss", {"eps_low": 0.2}, frozenset({"old_logprobs"}))
+    with pytest.raises(
+        ConfigError, match=r"my loss asks for temprature, which nobody has; .*eps_clip_low.*old_logprobs"
+    ):
+        registry.bind(loss, "my loss", {"eps_clip_low": 0.2}, frozenset({"old_logprobs"}))
+
+
+def test_former_names_of_keys_still_fill_in():
+    def loss(logprobs, *, eps_low, norm_by_std):
+        return logprobs, eps_low, norm_by_std
+
+    bound = registry.bind(loss, "test", {"eps_clip_low": 0.2, "grpo_norm_by_std": False}, frozenset())
+    assert bound(1) == (1, 0.2, False)

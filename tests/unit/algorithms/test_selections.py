@@ -8,8 +8,10 @@ from torch import Tensor
 from skyrl_train.algorithms.losses import clip_cov, kl_cov, sapo
 from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov, selection_of
 
-CLIP_COV = partial(choose_clip_cov, eps_low=0.2, eps_high=0.2, clip_cov_ratio=0.01, clip_cov_low=0.5, clip_cov_high=3.0)
-KL_COV = partial(choose_kl_cov, kl_cov_fraction=0.02)
+CLIP_COV = partial(
+    choose_clip_cov, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio=0.01, clip_cov_lb=0.5, clip_cov_ub=3.0
+)
+KL_COV = partial(choose_kl_cov, kl_cov_frac=0.02)
 
 
 def tokens(count: int = 2000) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,8 +62,8 @@ def test_at_least_one_token_is_chosen_and_none_where_nothing_counts_or_nothing_i
 
 def test_a_share_of_0_chooses_nothing():
     logprobs, old, advantages, mask = tokens()
-    assert not CLIP_COV(logprobs, old, advantages, mask, clip_cov_ratio=0.0).any()
-    assert not KL_COV(logprobs, old, advantages, mask, kl_cov_fraction=0.0).any()
+    assert not CLIP_COV(logprobs, old, advantages, mask, clip_ratio=0.0).any()
+    assert not KL_COV(logprobs, old, advantages, mask, kl_cov_frac=0.0).any()
 
 
 def test_a_choice_depends_neither_on_order_nor_on_masked_tokens_nor_on_rounding():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses
 from skyrl_train.assembly.algorithm import (
     build_advantage_step,
@@ -17,7 +19,6 @@ from skyrl_train.assembly.algorithm import (
     correction_of,
     policy_learning,
     read_before_loss,
-    settings,
 )
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from skyrl_train.config.hydra import load
@@ -53,6 +54,11 @@ def own() -> Iterator[None]:
     yield
     for name in ("asks_too_much", "like_skyrl"):
         del policy_losses._items[name]
+
+
+def bound(objective: PolicyObjective) -> dict[str, Any]:
+    """The keys that the policy loss was given."""
+    return objective.policy_loss.keywords  # type: ignore[attr-defined, no-any-return]
 
 
 def rewarded(*of_groups: float) -> TrainBatch:
@@ -115,10 +121,12 @@ def test_what_the_keys_of_cispo_and_dppo_choose():
     against_engine = keywords_of(build_objective(algorithm("policy_loss_type=cispo", ANCHOR)).policy_loss)
     assert against_old.keys() - against_engine.keys() == {"old_logprobs"}
     assert against_engine.keys() - against_old.keys() == {"rollout_logprobs"}
-    both = settings(algorithm("dppo.delta_low=0.1", "dppo.delta_high=0.3"))
-    assert (both["dppo_delta_low"], both["dppo_delta_high"]) == (0.1, 0.3)
-    one = settings(algorithm("dppo.tv_threshold=0.05"))
-    assert (one["dppo_delta_low"], one["dppo_delta_high"]) == (0.05, 0.05)
+    both = build_objective(algorithm("policy_loss_type=dppo_tv", "dppo.delta_low=0.1", "dppo.delta_high=0.3"))
+    assert (bound(both)["delta_low"], bound(both)["delta_high"]) == (0.1, 0.3)
+    one = build_objective(algorithm("policy_loss_type=dppo_tv", "dppo.tv_threshold=0.05"))
+    logprobs, mask, seen = torch.tensor([0.5, 0.7]).log(), torch.ones(2, dtype=torch.bool), torch.tensor([0.4, 0.68])
+    _, blocked = one.policy_loss(logprobs, torch.ones(2), mask, frozen_logprobs=logprobs, rollout_logprobs=seen.log())
+    assert blocked.tolist() == [1.0, 0.0]  # 0.1 is inside the default bounds, and outside 0.05
     with pytest.raises(ConfigError, match=r"tv_threshold=0\.05: must be null with delta_low or delta_high"):
         prepare(["trainer.algorithm.dppo.tv_threshold=0.05", "trainer.algorithm.dppo.delta_low=0.1"])
 

@@ -68,8 +68,8 @@ def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
     full = "trainer.fully_async.sample_full_batch=true"
     filtered = config(*AHEAD, full, "trainer.algorithm.zero_variance_filter=true")
     off = "trainer.fully_async.sample_full_batch=false"
-    assert build_samplers(filtered, ahead=True).dynamic == DynamicSampling(max_batches=30, off=off)
-    assert build_samplers(filtered, ahead=False).dynamic is None
+    assert build_samplers(filtered, ahead=True).dynamic_sampling == DynamicSampling(max_sample_batches=30, off=off)
+    assert build_samplers(filtered, ahead=False).dynamic_sampling is None
     with pytest.raises(ConfigError, match=r"sample_full_batch.*false without trainer\.algorithm\.zero_variance_filter"):
         config(*AHEAD, full)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from skyrl_train.assembly.collector import build_samplers
 from skyrl_train.config.hydra import load
+from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.rollouts.collector import Samplers
 from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling
 from skyrl_train.rollouts.reward_shaping import RewardShaping
@@ -12,7 +13,7 @@ def samplers(*overrides: str) -> Samplers:
 
 
 def test_every_sampler_is_off_by_default():
-    assert samplers("generator.sampling_params.max_generate_length=8") == Samplers(RewardShaping(max_generate_tokens=8))
+    assert samplers("generator.sampling_params.max_generate_length=8") == Samplers(RewardShaping(max_generate_length=8))
 
 
 def test_keys_reach_their_samplers():
@@ -25,15 +26,15 @@ def test_keys_reach_their_samplers():
         "trainer.algorithm.overlong_buffer.penalty_factor=0.5",
         "trainer.algorithm.zero_variance_filter=true",
     )
-    assert found == Samplers(RewardShaping(True, True, 16, 0.5, 64), None, True, 0.25, None)
+    assert found == Samplers(RewardShaping(True, True, OverlongBufferConfig(16, 0.5), 64), None, True, 0.25, None)
 
 
 def test_filter_wants_all_groups_useful_and_replace_a_share():
     prefix = "trainer.algorithm.dynamic_sampling"
     filtered = samplers(f"{prefix}.type=filter", f"{prefix}.max_sample_batches=7")
-    assert filtered.dynamic == DynamicSampling(min_useful_fraction=1.0, max_batches=7)
+    assert filtered.dynamic_sampling == DynamicSampling(min_replace_ratio=1.0, max_sample_batches=7)
     replaced = samplers(f"{prefix}.type=replace", f"{prefix}.min_replace_ratio=0.5")
-    assert replaced.dynamic == DynamicSampling(min_useful_fraction=0.5, max_batches=30)
+    assert replaced.dynamic_sampling == DynamicSampling(min_replace_ratio=0.5, max_sample_batches=30)
 
 
 def test_a_narrower_range_of_pass_rates_makes_a_curriculum():

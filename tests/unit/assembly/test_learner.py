@@ -84,8 +84,8 @@ def test_only_what_is_trained_has_adapters_each_model_its_own():
 
 def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
     cfg = load(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
-    spec = tiny_spec("/x", compile_layers=True, memory_folder="/records")
+    spec = tiny_spec("/x", use_torch_compile=True, memory_folder="/records")
     critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), StepSchedule(8, 4, 1))
     for other in (_reference(spec, cfg.trainer, None), critic):
-        assert other.compile_layers
+        assert other.use_torch_compile
         assert other.memory_folder is None

@@ -206,14 +206,22 @@ def test_tables_of_who_reads_what_are_those_of_the_signatures():
         return function is not None and name in keywords_of(function)
 
     losses = {name: policy_losses.get(name) for name in POLICY_LOSSES}
-    for bound in ("eps_low", "eps_high"):
+    for bound in ("eps_clip_low", "eps_clip_high"):
         clipping = {name for name, f in losses.items() if asks(f, bound) or asks(selection_of(f), bound)}
         assert clipping == CLIPPING_LOSSES
     estimators = {name: advantage_estimators.get(name) for name in ADVANTAGE_ESTIMATORS}
     assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == roles.REFERENCE_ESTIMATORS
     assert {name for name, f in estimators.items() if asks(f, "values")} == roles.CRITIC_ESTIMATORS
-    assert {name for name, f in estimators.items() if asks(f, "norm_by_std")} == {"grpo"}
+    assert {name for name, f in estimators.items() if asks(f, "grpo_norm_by_std")} == {"grpo"}
     assert {name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")} == roles.REFERENCE_SFT_LOSSES
+
+
+def asked_by_algorithms() -> set[str]:
+    """Keywords of all losses, of what selects their tokens, and of all estimators and reductions."""
+    registries = (policy_losses, sft_losses, advantage_estimators, kl_estimators, reductions)
+    functions = [registry.get(name) for registry in registries for name in registry.names()]
+    chosen = [selection_of(function) for function in functions]
+    return {name for function in (*functions, *filter(None, chosen)) for name in keywords_of(function)}
 
 
 def source_of_readers() -> str:
@@ -235,7 +243,7 @@ def is_explained(key: Key) -> bool:
 
 
 def test_every_key_is_read_refused_or_named_as_having_no_effect():
-    read = set(re.findall(r"\.([A-Za-z_]\w*)", source_of_readers()))
+    read = set(re.findall(r"\.([A-Za-z_]\w*)", source_of_readers())) | asked_by_algorithms()
     explained = {name for name, key in all_keys().items() if is_explained(key)} | IGNORED.keys()
     explained.add("generator.weight_sync_backend")  # only what the device has is accepted
     assert [key for key in set(leaves()).difference(below(explained)) if key.rpartition(".")[2] not in read] == []

@@ -27,7 +27,7 @@ OBJECTIVE = ValueObjective(value_clip=0.2)
 
 
 def critic_worker(model_path: str, kind: type[LearnerWorker] = LearnerWorker, **changes: Any) -> LearnerWorker:
-    return kind(tiny_spec(model_path, objective=OBJECTIVE, value_head="value_head", **changes), 0, 1)
+    return kind(tiny_spec(model_path, objective=OBJECTIVE, value_head_prefix="value_head", **changes), 0, 1)
 
 
 def learner_of(model_path: str, critic: LearnerWorker | None, sizes: BatchSizes, **changes: Any) -> Learner:
@@ -66,7 +66,7 @@ def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every
 ) -> None:
     batch = valued_batch()
     worker = critic_worker(tiny_model_path, RecordingWorker, strategy=RECORDING)
-    sizes = BatchSizes(100, 100, micro_train_sequences=sequences, max_tokens=max_tokens)
+    sizes = BatchSizes(100, 100, micro_train_batch_size_per_gpu=sequences, max_tokens_per_microbatch=max_tokens)
     learner = learner_of(tiny_model_path, worker, sizes)
 
     async def run() -> None:
@@ -93,8 +93,10 @@ def test_the_gradient_of_a_critic_s_update_is_that_of_the_padded_batch_for_every
 
 def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_batches(tiny_model_path: str) -> None:
     batch = policy_batch().with_tokens(old_logprobs=None, ref_logprobs=policy_batch().ref_logprobs)  # 4 prompts
-    worker = critic_worker(tiny_model_path, optimizer=OptimizerConfig(lr=1e-2, scheduler="linear"))
-    learner = learner_of(tiny_model_path, worker, BatchSizes(4, 3, update_epochs=2, micro_forward_sequences=3))
+    worker = critic_worker(tiny_model_path, optimizer_config=OptimizerConfig(lr=1e-2, scheduler="linear"))
+    learner = learner_of(
+        tiny_model_path, worker, BatchSizes(4, 3, update_epochs_per_batch=2, micro_forward_batch_size_per_gpu=3)
+    )
 
     async def run() -> tuple[TrainBatch, dict[str, float], Tensor]:
         await setup(learner)
@@ -167,8 +169,8 @@ def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -
 
 
 def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model_path: str, tmp_path: Any) -> None:
-    worker = LearnerWorker(tiny_spec(tiny_model_path, optimizer=None, total_steps=None, objective=None), 0, 1)
-    policy = LearnerWorker(tiny_spec(tiny_model_path, optimizer=OptimizerConfig(lr=1e-2)), 0, 1)
+    worker = LearnerWorker(tiny_spec(tiny_model_path, optimizer_config=None, total_steps=None, objective=None), 0, 1)
+    policy = LearnerWorker(tiny_spec(tiny_model_path, optimizer_config=OptimizerConfig(lr=1e-2)), 0, 1)
     batch = policy_batch()
 
     async def run() -> list[Tensor]:

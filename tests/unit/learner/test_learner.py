@@ -70,24 +70,26 @@ def test_an_update_s_gradient_is_that_of_the_padded_batch_for_every_micro_batch_
     tiny_model_path: str, sequences: int | None, max_tokens: int | None
 ):
     batch = policy_batch()
-    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences, max_tokens=max_tokens)
+    sizes = BatchSizes(
+        policy_mini_batch_size=100, micro_train_batch_size_per_gpu=sequences, max_tokens_per_microbatch=max_tokens
+    )
     assert_same_tensors(gradients(tiny_model_path, batch, sizes), padded_gradients(tiny_model_path, batch), 1e-4)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 100])
 def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_model_path: str, sequences: int):
     batch, reduction = policy_batch(), partial(sequence_mean, max_seq_len=1)
-    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences)
+    sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=sequences)
     found = gradients(tiny_model_path, batch, sizes, reduction=reduction)
     assert_same_tensors(found, padded_gradients(tiny_model_path, batch, reduction=reduction), 1e-4)
 
 
 SELECTING = {
     "clip_cov": (
-        partial(clip_cov, eps_low=0.2, eps_high=0.2),
-        partial(choose_clip_cov, eps_low=0.2, eps_high=0.2, clip_cov_ratio=0.2, clip_cov_low=0.0, clip_cov_high=9.0),
+        partial(clip_cov, eps_clip_low=0.2, eps_clip_high=0.2),
+        partial(choose_clip_cov, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=9.0),
     ),
-    "kl_cov": (partial(kl_cov, kl_cov_coef=1.0), partial(choose_kl_cov, kl_cov_fraction=0.2)),
+    "kl_cov": (partial(kl_cov, ppo_kl_coef=1.0), partial(choose_kl_cov, kl_cov_frac=0.2)),
 }
 
 
@@ -102,7 +104,7 @@ def test_tokens_that_a_loss_treats_specially_are_chosen_over_the_mini_batch(
     selected = choose(batch.old_logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask)
     assert int(selected.sum()) == int(0.2 * int(batch.loss_mask.sum())) > 1
     expected = padded_gradients(tiny_model_path, batch.with_tokens(selected=selected), objective)
-    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=sequences)
+    sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=sequences)
     found = gradients(tiny_model_path, batch.with_tokens(selected=None), sizes, objective, choose=choose)
     assert_same_tensors(found, expected, 1e-4)
 
@@ -116,10 +118,10 @@ def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny
 
     learner = local_learner(
         tiny_model_path,
-        BatchSizes(mini_batch_groups=2),
+        BatchSizes(policy_mini_batch_size=2),
         choose=choose,
         objective=PolicyObjective(SELECTING["kl_cov"][0]),
-        optimizer=OptimizerConfig(lr=1e-2),
+        optimizer_config=OptimizerConfig(lr=1e-2),
     )
     unscored = policy_batch().with_tokens(old_logprobs=None)
 
@@ -139,7 +141,7 @@ def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny
 def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str):
     batch = policy_batch()
     shuffled = replace(batch.select([6, 7, 0, 1, 4, 5, 3, 2]))
-    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=2)
+    sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=2)
     assert_same_tensors(gradients(tiny_model_path, shuffled, sizes), padded_gradients(tiny_model_path, batch), 1e-4)
 
 
@@ -147,7 +149,7 @@ def test_failed_sequences_change_no_gradient(tiny_model_path: str):
     batch = policy_batch()
     keep = torch.tensor([True] * 6 + [False] * 2)
     masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.per_token(keep))
-    sizes = BatchSizes(mini_batch_groups=100, micro_train_sequences=3)
+    sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=3)
     without = padded_gradients(tiny_model_path, batch.select(range(6)))
     assert_same_tensors(gradients(tiny_model_path, masked, sizes), without, 1e-4)
 
@@ -163,7 +165,7 @@ def local_learner(
     policy = WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(model_path, **changes), 0, 1))])
     reference = None
     if with_reference:
-        frozen = tiny_spec(model_path, optimizer=None, total_steps=None, objective=None)
+        frozen = tiny_spec(model_path, optimizer_config=None, total_steps=None, objective=None)
         reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
     return Learner(policy, reference, sizes, choose=choose, needs_old_logprobs=needs_old_logprobs)
 
@@ -183,9 +185,13 @@ def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None =
 
 
 def test_old_log_probs_are_computed_only_when_an_update_takes_several_steps(tiny_model_path: str):
-    assert scored(tiny_model_path, BatchSizes(mini_batch_groups=4)).old_logprobs is None
-    several = scored(tiny_model_path, BatchSizes(mini_batch_groups=3, micro_forward_sequences=3)).old_logprobs
-    again = scored(tiny_model_path, BatchSizes(mini_batch_groups=4, update_epochs=2, max_tokens=10)).old_logprobs
+    assert scored(tiny_model_path, BatchSizes(policy_mini_batch_size=4)).old_logprobs is None
+    several = scored(
+        tiny_model_path, BatchSizes(policy_mini_batch_size=3, micro_forward_batch_size_per_gpu=3)
+    ).old_logprobs
+    again = scored(
+        tiny_model_path, BatchSizes(policy_mini_batch_size=4, update_epochs_per_batch=2, max_tokens_per_microbatch=10)
+    ).old_logprobs
     assert several is not None and again is not None
     torch.testing.assert_close(several, again)
     batch = policy_batch()
@@ -198,7 +204,7 @@ def test_old_log_probs_are_computed_where_something_reads_them_whatever_the_numb
     tiny_model_path: str, needed: bool
 ):
     for groups in (3, 4):
-        found = scored(tiny_model_path, BatchSizes(mini_batch_groups=groups), needs_old_logprobs=needed)
+        found = scored(tiny_model_path, BatchSizes(policy_mini_batch_size=groups), needs_old_logprobs=needed)
         assert (found.old_logprobs is not None) is needed
 
 
@@ -208,7 +214,7 @@ def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
 
 
 def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
-    learner = local_learner(tiny_model_path, BatchSizes(mini_batch_groups=2))
+    learner = local_learner(tiny_model_path, BatchSizes(policy_mini_batch_size=2))
     seen: list[tuple[int, int] | None] = []
     scatter = learner.policy.scatter
 
@@ -233,7 +239,9 @@ def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
 ):
     batch = policy_batch()
     masked = batch.with_tokens(loss_mask=torch.zeros_like(batch.loss_mask))
-    learner = local_learner(tiny_model_path, BatchSizes(mini_batch_groups=2), optimizer=OptimizerConfig(lr=1.0))
+    learner = local_learner(
+        tiny_model_path, BatchSizes(policy_mini_batch_size=2), optimizer_config=OptimizerConfig(lr=1.0)
+    )
 
     async def run() -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
         await learner.setup()
@@ -377,7 +385,9 @@ def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learn
     batch = policy_batch().with_tokens(old_logprobs=None)
 
     async def run(groups: int, told: int) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        learner = local_learner(tiny_model_path, BatchSizes(groups, micro_train_sequences=3, micro_forward_sequences=3))
+        learner = local_learner(
+            tiny_model_path, BatchSizes(groups, micro_train_batch_size_per_gpu=3, micro_forward_batch_size_per_gpu=3)
+        )
         await learner.setup()
         learner.tells_logprobs_of = told
         scores = await learner.token_scores(learner.policy, batch)

@@ -95,7 +95,7 @@ def learnt(learner: Learner, batch: TrainBatch) -> TrainBatch:
 def test_ids_and_mask_are_stored_once_for_scores_and_updates_of_all_models(mini_batch_groups: int, epochs: int):
     stored: list[Any] = []
     policy, reference, critic = Group(stored), Group(stored), Group(stored)
-    sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens=40)
+    sizes = BatchSizes(mini_batch_groups, mini_batch_groups, epochs, max_tokens_per_microbatch=40)
     learner = Learner(policy, reference, sizes, critic=critic, needs_old_logprobs=True)
     batch = numbered()
     scored = learnt(learner, batch)
@@ -123,9 +123,9 @@ def test_a_choice_of_tokens_scores_a_mini_batch_from_what_is_stored():
 
     def choose(current: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         chosen.append(current)
-        return choose_kl_cov(current, old, advantages, mask, kl_cov_fraction=0.2)
+        return choose_kl_cov(current, old, advantages, mask, kl_cov_frac=0.2)
 
-    learner = Learner(policy, None, BatchSizes(2, max_tokens=40), choose=choose)
+    learner = Learner(policy, None, BatchSizes(2, max_tokens_per_microbatch=40), choose=choose)
     batch = numbered()
     learnt(learner, batch)
     assert torch.equal(torch.cat(chosen), batch.input_ids.float())
@@ -153,7 +153,9 @@ def test_a_mask_that_changed_after_the_scores_is_what_the_update_has():
 @pytest.mark.parametrize("share", [True, False])
 def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
     policy = Group([])
-    learner = Learner(policy, None, BatchSizes(3, max_tokens=40, share_prompt=share), needs_old_logprobs=True)
+    learner = Learner(
+        policy, None, BatchSizes(3, max_tokens_per_microbatch=40, share_prompt=share), needs_old_logprobs=True
+    )
     batch = numbered()
     learnt(learner, batch)
     found = [one.rewards.int().tolist() for call, one in policy.seen if call == "update"]
@@ -167,7 +169,7 @@ def test_an_update_s_passes_are_those_of_its_mini_batch_alone(share: bool):
 def test_a_critic_with_other_mini_batches_has_what_its_updates_read():
     stored: list[Any] = []
     policy, critic = Group(stored), Group(stored)
-    learner = Learner(policy, None, BatchSizes(4, critic_mini_batch_groups=1), critic=critic)
+    learner = Learner(policy, None, BatchSizes(4, critic_mini_batch_size=1), critic=critic)
     batch = numbered()
     scored = learnt(learner, batch)
     updates = [one for call, one in critic.seen if call == "update"]
@@ -187,7 +189,11 @@ def test_parts_without_a_sequence_and_ranks_that_share_one_take_every_call():
 def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
     policy, reference = Group([]), Group([])
     learner = Learner(
-        policy, reference, BatchSizes(2, max_tokens=40), needs_old_logprobs=True, routing_replay="rollout"
+        policy,
+        reference,
+        BatchSizes(2, max_tokens_per_microbatch=40),
+        needs_old_logprobs=True,
+        moe_routing_replay="rollout",
     )
     batch = numbered()
     batch = batch.with_tokens(routing=torch.arange(len(batch.input_ids), dtype=torch.int16).reshape(-1, 1, 1))
@@ -200,7 +206,7 @@ def test_what_routing_is_known_beforehand_is_stored_for_the_policy_alone():
 
 def test_log_probs_that_an_update_tells_are_found_in_their_place():
     policy = Group([])
-    learner = Learner(policy, None, BatchSizes(4, max_tokens=40))
+    learner = Learner(policy, None, BatchSizes(4, max_tokens_per_microbatch=40))
     learner.tells_logprobs_of = 5
     batch = numbered()
     asyncio.run(learner.update(batch))
@@ -211,7 +217,7 @@ def test_log_probs_that_an_update_tells_are_found_in_their_place():
 
 def test_a_mini_batch_is_let_go_of_after_its_last_step():
     policy = Group([])
-    learner = Learner(policy, None, BatchSizes(2, update_epochs=2), needs_old_logprobs=True)
+    learner = Learner(policy, None, BatchSizes(2, update_epochs_per_batch=2), needs_old_logprobs=True)
     batch = numbered()
     left: list[int] = []
 
@@ -274,7 +280,7 @@ def test_routing_that_the_scores_find_is_stored_for_the_update():
             return scores, scores.short().reshape(-1, 1, 1)
 
     policy = Group([], kind=Routes)
-    learner = Learner(policy, None, BatchSizes(2, max_tokens=40), routing_replay="old_policy")
+    learner = Learner(policy, None, BatchSizes(2, max_tokens_per_microbatch=40), moe_routing_replay="old_policy")
     batch = numbered()
     scored = learnt(learner, batch)
     assert scored.routing is not None and torch.equal(scored.routing.flatten(), batch.input_ids.short())

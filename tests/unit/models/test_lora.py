@@ -207,7 +207,7 @@ def test_an_export_is_a_merged_model_and_an_adapter_that_peft_loads(tmp_path: Pa
 
 @pytest.mark.parametrize("value_head", [None, "value_head"])
 def test_a_frozen_model_is_kept_in_the_compute_dtype_and_adapters_in_float32(tmp_path: Path, value_head: str | None):
-    worker = ready(save_tiny_model(tmp_path), dtype="bfloat16", value_head=value_head)
+    worker = ready(save_tiny_model(tmp_path), dtype="bfloat16", value_head_prefix=value_head)
     for name, parameter in worker.scorer.named_parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
     products: list[torch.dtype] = []
@@ -257,7 +257,7 @@ def test_experts_stay_frozen_and_say_so(caplog: pytest.LogCaptureFixture):
 
 
 def test_a_frozen_model_without_adapters_saves_all_of_itself(tmp_path: Path):
-    strategy = SingleStrategy(optimizer=OptimizerConfig())
+    strategy = SingleStrategy(optimizer_config=OptimizerConfig())
     strategy.prepare(TokenScorer(tiny_model()), None)
     strategy.save(tmp_path)
     assert len(strategy._slices()) == len(list(tiny_model().parameters()))

@@ -27,7 +27,7 @@ from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.trackers import Trackers
 
 MEMORY = memory_rule(80.0, "memory/learner_peak_gib")
-EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *async_rules(max_staleness=1), *RULES, MEMORY]
+EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *async_rules(max_staleness_steps=1), *RULES, MEMORY]
 HEALTHY = {
     "timing/step_s": 2.0,
     "reward/mean": 0.4,
@@ -145,7 +145,7 @@ def test_a_distance_from_the_engine_is_no_illness_where_samples_are_old(tmp_path
 
 
 def test_engines_that_have_sampled_all_there_is_are_not_starved(tmp_path: Path):
-    idle, rules = {"async/engines_idle": 1.0}, async_rules(max_staleness=6)
+    idle, rules = {"async/engines_idle": 1.0}, async_rules(max_staleness_steps=6)
     assert findings(tmp_path / "ending", steps(*[idle] * 7, count=40), rules=rules, total=40) == []
     (found,) = findings(tmp_path / "going on", steps(*[idle] * 33, count=40), rules=rules, total=40)
     assert (found["rule"], found["since"], found["until"]) == ("engines_starved", 26, None)

@@ -36,7 +36,7 @@ PRESETS = sorted(path.stem for path in (EXAMPLES / "algorithms").glob("*.yaml") 
 
 MEMORY = memory_rule(1.0, "memory/learner_peak_rss_gib")
 """As if the machine had 1 GiB."""
-STARVED = async_rules(max_staleness=1)
+STARVED = async_rules(max_staleness_steps=1)
 """For ill runs, as these are configured."""
 EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *STARVED, *RULES, MEMORY]
 READS = {
@@ -82,7 +82,8 @@ def test_a_rule_says_nothing_of_a_real_run_that_is_well(rule: Rule, tmp_path: Pa
     name = "well_async" if rule in STARVED else "well"
     assert measured(name, rule)
     assert (
-        findings(name, [*async_rules(max_staleness=6), *(one for one in EVERY if one not in STARVED)], tmp_path) == {}
+        findings(name, [*async_rules(max_staleness_steps=6), *(one for one in EVERY if one not in STARVED)], tmp_path)
+        == {}
     )
 
 

@@ -69,8 +69,8 @@ def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: 
         assert max(ages) > 0, "rollouts never ran ahead: the bound was not tried"
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 3])
-def test_no_more_rollouts_are_under_way_than_may_be(max_in_flight: int):
+@pytest.mark.parametrize("num_parallel_generation_workers", [1, 3])
+def test_no_more_rollouts_are_under_way_than_may_be(num_parallel_generation_workers: int):
     rng, under_way, most, begun = random.Random(0), 0, 0, []
 
     async def rollout(asked: Prompt, position: int) -> TrajectoryGroup:
@@ -84,7 +84,12 @@ def test_no_more_rollouts_are_under_way_than_may_be(max_in_flight: int):
 
     async def train() -> list[str]:
         collector = RolloutCollector(
-            rollout, prompt, lambda step: PER_STEP if step < STEPS else 0, 2, 0.5, max_in_flight=max_in_flight
+            rollout,
+            prompt,
+            lambda step: PER_STEP if step < STEPS else 0,
+            2,
+            0.5,
+            num_parallel_generation_workers=num_parallel_generation_workers,
         )
         collector.start(0)
         uids = []
@@ -96,7 +101,7 @@ def test_no_more_rollouts_are_under_way_than_may_be(max_in_flight: int):
 
     assert asyncio.run(train()) == [str(i) for i in range(STEPS * PER_STEP)]
     assert begun == list(range(STEPS * PER_STEP))
-    assert most == max_in_flight
+    assert most == num_parallel_generation_workers
 
 
 @pytest.mark.defect("ended-and-still-counted")
@@ -109,7 +114,7 @@ def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
         return group_of(asked)
 
     async def run() -> list[str]:
-        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5, max_in_flight=1)
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5, num_parallel_generation_workers=1)
         collector.start(0)
         collector.admit()
         await ended.wait()
@@ -162,7 +167,9 @@ def test_a_token_that_is_too_old_ends_the_run_by_name(bound: int):
         return group_of(asked, version=version)
 
     async def run() -> dict[str, float]:
-        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, bound, 0.5, max_in_flight=PER_STEP)
+        collector = RolloutCollector(
+            rollout, prompt, lambda step: PER_STEP, bound, 0.5, num_parallel_generation_workers=PER_STEP
+        )
         collector.start(4)
         metrics = Metrics()
         await collector.next_groups(4, metrics)
@@ -187,7 +194,9 @@ def test_a_turn_without_tokens_has_no_age():
         return group
 
     async def run() -> dict[str, float]:
-        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.5, max_in_flight=PER_STEP)
+        collector = RolloutCollector(
+            rollout, prompt, lambda step: PER_STEP, 0, 0.5, num_parallel_generation_workers=PER_STEP
+        )
         collector.start(4)
         metrics = Metrics()
         groups = await collector.next_groups(4, metrics)
@@ -239,7 +248,9 @@ def test_closing_also_ends_a_rollout_that_follows_one_which_ends_meanwhile():
         return group_of(asked)
 
     async def run() -> int:
-        collector = RolloutCollector(rollout, prompt, lambda step: 3, 1, max_failed_fraction=0.5, max_in_flight=1)
+        collector = RolloutCollector(
+            rollout, prompt, lambda step: 3, 1, max_failed_fraction=0.5, num_parallel_generation_workers=1
+        )
         collector.start(0)
         collector.admit()
         await asyncio.sleep(0)  # it has begun

@@ -55,11 +55,11 @@ class ToyEnvironments:
 def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int = 3, **options: Any):  # type: ignore[no-untyped-def]
     position = options.pop("position", 11)
     settings = RolloutSettings(
-        sampling=SamplingParams(max_tokens=5, temperature=options.pop("temperature", 0.7)),
-        num_samples=samples,
+        sampling_params=SamplingParams(max_tokens=5, temperature=options.pop("temperature", 0.7)),
+        n_samples_per_prompt=samples,
         seed=3,
-        max_prompt_tokens=options.pop("max_prompt_tokens", 100),
-        deadline_s=10.0,
+        max_input_length=options.pop("max_input_length", 100),
+        rollout_s=10.0,
     )
     client = EngineClient([engine], deadline_s=10.0)
     generator = ConversationGenerator(Lockstep(client), environments, TOKENIZER, settings)
@@ -155,7 +155,7 @@ def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environment
 
     async def cancel() -> None:
         client = EngineClient([engine], deadline_s=10.0)
-        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_prompt_tokens=100, deadline_s=10.0)
+        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_input_length=100, rollout_s=10.0)
         task = asyncio.create_task(ConversationGenerator(client, environments, TOKENIZER, settings).rollout(PROMPT, 11))
         while not engine.batches:
             await asyncio.sleep(0)
@@ -172,7 +172,7 @@ def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environment
 
 def test_a_prompt_that_an_environment_made_too_long_is_not_sampled():
     engine = ScriptedEngine(answer)
-    group = generate(engine, ToyEnvironments([]), max_prompt_tokens=5)
+    group = generate(engine, ToyEnvironments([]), max_input_length=5)
     assert {row.error for row in group.trajectories} == {"prompt_too_long"}
     assert engine.batches == []
 
@@ -202,7 +202,7 @@ def test_thousands_of_groups_that_begin_together_open_their_environments_over_ma
     async def run() -> None:
         nonlocal turn
         client = EngineClient([ScriptedEngine(answer)], deadline_s=10.0)
-        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_prompt_tokens=100, deadline_s=10.0)
+        settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_input_length=100, rollout_s=10.0)
         generator = ConversationGenerator(client, Counted([]), TOKENIZER, settings)
         rollouts = [asyncio.ensure_future(generator.rollout(PROMPT, position)) for position in range(200)]
         while not all(rollout.done() for rollout in rollouts):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.order import PromptOrder
 from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
@@ -90,7 +91,7 @@ class Run:
         return asyncio.run(go())
 
 
-FILTER = Samplers(dynamic=DynamicSampling(max_batches=3))
+FILTER = Samplers(dynamic_sampling=DynamicSampling(max_sample_batches=3))
 
 
 def every_third(position: int) -> Sequence[float]:
@@ -107,7 +108,7 @@ def test_groups_that_differ_in_length_alone_are_not_useful_and_are_trained_on_wi
     group = group_of(prompt_at(0), WRONG)
     group.trajectories[1].response_ids = token_array([2] * 9)
     group.trajectories[1].turns = [Turn(0, 9, 0.0, "stop", 0, 0)]
-    RewardShaping(overlong_buffer_tokens=5, max_generate_tokens=10)(group)
+    RewardShaping(overlong_buffer=OverlongBufferConfig(len=5), max_generate_length=10)(group)
     assert [item.reward for item in group.trajectories] == [0.0, -0.8]
     assert not is_useful(group)
 
@@ -132,12 +133,12 @@ def test_filter_gives_up_at_its_bound_and_says_what_to_do():
 
 
 def test_without_a_bound_filter_goes_on():
-    run = Run(lambda position: MIXED if position % 20 == 19 else RIGHT, Samplers(dynamic=DynamicSampling()))
+    run = Run(lambda position: MIXED if position % 20 == 19 else RIGHT, Samplers(dynamic_sampling=DynamicSampling()))
     assert run.steps(0, 1) == [["19", "39", "59", "79"]]
 
 
 def test_a_broken_environment_stops_a_filtered_run_before_the_bound():
-    run = Run(lambda position: (None, None), Samplers(dynamic=DynamicSampling()))
+    run = Run(lambda position: (None, None), Samplers(dynamic_sampling=DynamicSampling()))
     with pytest.raises(RolloutsFailed, match=r"8 of 8 trajectories.*timeout x 8"):
         run.steps(0, 1)
 
@@ -165,7 +166,7 @@ def test_filter_holds_the_staleness_bound_and_the_order_when_it_runs_ahead(max_s
             lambda step: 4 if step < 8 else 0,
             max_staleness,
             0.5,
-            Samplers(dynamic=DynamicSampling()),
+            Samplers(dynamic_sampling=DynamicSampling()),
         )
         collector.start(0)
         ages, places = [], []
@@ -198,7 +199,9 @@ def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
         return group_of(prompt, WRONG)
 
     async def go() -> None:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 1, 0.5, Samplers(dynamic=DynamicSampling()))
+        collector = RolloutCollector(
+            rollout, prompt_at, lambda step: 2, 1, 0.5, Samplers(dynamic_sampling=DynamicSampling())
+        )
         collector.start(0)
         collector.admit()
         await asyncio.sleep(0.3)
@@ -208,8 +211,8 @@ def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
     assert begun == [0, 1, 2, 3, 4]
 
 
-def replace(ratio: float, max_batches: int = 3) -> Samplers:
-    return Samplers(dynamic=DynamicSampling(min_useful_fraction=ratio, max_batches=max_batches))
+def replace(ratio: float, max_sample_batches: int = 3) -> Samplers:
+    return Samplers(dynamic_sampling=DynamicSampling(min_replace_ratio=ratio, max_sample_batches=max_sample_batches))
 
 
 @pytest.mark.defect("groups-dropped-ahead-without-a-bound")
@@ -217,7 +220,12 @@ def replace(ratio: float, max_batches: int = 3) -> Samplers:
 def test_groups_that_are_dropped_ahead_are_as_many_as_a_step_may_draw(size: int):
     """Nothing is useful while the learner computes, for as long as that takes."""
     most = 3
-    run = Run(lambda position: WRONG, Samplers(dynamic=DynamicSampling(max_batches=most)), size, max_staleness=1)
+    run = Run(
+        lambda position: WRONG,
+        Samplers(dynamic_sampling=DynamicSampling(max_sample_batches=most)),
+        size,
+        max_staleness=1,
+    )
 
     async def go() -> None:
         run.collector.start(0)
@@ -256,7 +264,7 @@ def test_replace_gives_up_at_its_bound_too(ratio: float):
 
 
 def test_the_zero_variance_filter_masks_groups_and_leaves_them_in_the_batch():
-    run = Run(every_third, Samplers(mask_equal_rewards=True))
+    run = Run(every_third, Samplers(zero_variance_filter=True))
     assert run.steps(0, 1) == [["0", "1", "2", "3"]]
     trained_on = [sum(item.loss_mask) for group in run.groups for item in group.trajectories]
     assert trained_on == [2, 2, 0, 0, 0, 0, 2, 2]
@@ -266,7 +274,7 @@ def test_the_zero_variance_filter_masks_groups_and_leaves_them_in_the_batch():
 
 def test_penalties_do_not_make_a_right_answer_a_failed_one():
     group = group_of(prompt_at(0), RIGHT)
-    RewardShaping(overlong_buffer_tokens=10, max_generate_tokens=10)(group)
+    RewardShaping(overlong_buffer=OverlongBufferConfig(len=10), max_generate_length=10)(group)
     metrics = Metrics()
     add_rollout_metrics([group], 0, metrics)
     found = metrics.flush()
@@ -346,7 +354,7 @@ def test_over_provisioning_does_not_wait_for_useful_groups():
         return group_of(prompt, WRONG if position == 0 else MIXED)
 
     async def go() -> list[str]:
-        samplers = Samplers(dynamic=DynamicSampling(), over_provisioning=0.5)
+        samplers = Samplers(dynamic_sampling=DynamicSampling(), over_provisioning=0.5)
         collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 0.5, samplers)
         collector.start(0)
         return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
@@ -373,7 +381,7 @@ def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
 
 
 def test_over_provisioning_and_filter_work_together():
-    run = Run(every_third, Samplers(dynamic=DynamicSampling(), over_provisioning=0.5))
+    run = Run(every_third, Samplers(dynamic_sampling=DynamicSampling(), over_provisioning=0.5))
     (uids,) = run.steps(0, 1)
     assert len(uids) == 4
     assert all(int(uid) % 3 == 0 for uid in uids)
@@ -412,10 +420,10 @@ def toy(samplers: Callable[[], Samplers], size: int = 3, rows: int = 7, **kwargs
     "samplers",
     [
         Samplers,
-        lambda: Samplers(dynamic=DynamicSampling()),
-        lambda: replace(0.6, max_batches=-1),
+        lambda: Samplers(dynamic_sampling=DynamicSampling()),
+        lambda: replace(0.6, max_sample_batches=-1),
         lambda: Samplers(curriculum=Curriculum(0.2, 0.8)),
-        lambda: Samplers(dynamic=DynamicSampling(), curriculum=Curriculum(0.2, 0.8)),
+        lambda: Samplers(dynamic_sampling=DynamicSampling(), curriculum=Curriculum(0.2, 0.8)),
     ],
 )
 @pytest.mark.parametrize("stopped_after", [1, 4, 7])
@@ -460,7 +468,7 @@ def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_oft
 
 
 def test_a_step_that_was_not_finished_leaves_no_trace_in_the_state():
-    run = toy(lambda: Samplers(dynamic=DynamicSampling(max_batches=1), curriculum=Curriculum(0.2, 0.8)))
+    run = toy(lambda: Samplers(dynamic_sampling=DynamicSampling(max_sample_batches=1), curriculum=Curriculum(0.2, 0.8)))
     with pytest.raises(RolloutsFailed):
         run.steps(0, 1)
     assert len(run.begun) == 3

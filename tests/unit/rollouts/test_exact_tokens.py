@@ -137,7 +137,7 @@ class Environment:
 def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajectory, Model]:
     tokenizer = tokenizer_of(name)
     model = Model(script, tokenizer)
-    options = {"max_turns": 6, "max_prompt_tokens": 10**6, "deadline_s": 60.0} | options
+    options = {"max_turns": 6, "max_input_length": 10**6, "rollout_s": 60.0} | options
     settings = RolloutSettings(SamplingParams(100, stop=(STOP,)), 1, 3, **options)
     client = EngineClient([model], deadline_s=60.0)
     environment = Environment(script, name not in ("gemma", "mistral"))
@@ -153,7 +153,13 @@ def test_ids_trained_on_are_the_ids_sampled_in_the_context_that_was_read(
 ):
     rewrites = name == "qwen3_without_thinking"
     retokenize = retokenize and rewrites
-    item, model = episode(name, script, ends_stopped_turns=ends, step_wise=rewrites, retokenize=retokenize)
+    item, model = episode(
+        name,
+        script,
+        append_eos_token_after_stop_str_in_multi_turn=ends,
+        step_wise_trajectories=rewrites,
+        retokenize_chat_history=retokenize,
+    )
     sampled = [turn.tokens(tokenizer_of(name)) for turn in script]
 
     assert item.status == OK and len(item.turns) == len(script)

@@ -48,7 +48,7 @@ def collect(good: int, max_failed_fraction: float, kind: str = "ToolServerDied")
     """Groups of a step of 10 prompts with 2 samples each, and its metrics."""
     tokenizer = byte_tokenizer()
     engine = ScriptedEngine(lambda request: [tokenizer.eos_token_id])
-    settings = RolloutSettings(SamplingParams(9), 2, 3, max_prompt_tokens=500, deadline_s=60.0, max_turns=3)
+    settings = RolloutSettings(SamplingParams(9), 2, 3, max_input_length=500, rollout_s=60.0, max_turns=3)
     generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), Dying(good, kind), tokenizer, settings)
     metrics = Metrics()
 
@@ -57,7 +57,7 @@ def collect(good: int, max_failed_fraction: float, kind: str = "ToolServerDied")
             generator.rollout,
             lambda position: Prompt(str(position), [{"role": "user", "content": "go"}], "toy"),
             lambda step: 10,
-            max_staleness=0,
+            max_staleness_steps=0,
             max_failed_fraction=max_failed_fraction,
         )
         collector.start(0)

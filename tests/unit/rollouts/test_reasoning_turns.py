@@ -74,9 +74,9 @@ def test_truncated_reasoning_opened_by_the_prompt_earns_nothing(env: str, right:
     ("template", "settings", "openings"),
     [
         (KEEPING, {}, 2),
-        (KEEPING, {"step_wise": True}, 2),
-        (OPENING, {"step_wise": True}, 1),
-        (OPENING, {"step_wise": True, "retokenize": True}, 1),
+        (KEEPING, {"step_wise_trajectories": True}, 2),
+        (OPENING, {"step_wise_trajectories": True}, 1),
+        (OPENING, {"step_wise_trajectories": True, "retokenize_chat_history": True}, 1),
     ],
 )
 def test_text_begins_with_what_the_prompt_opened(template: str, settings: dict[str, Any], openings: int):
@@ -95,7 +95,7 @@ def test_text_begins_with_what_the_prompt_opened(template: str, settings: dict[s
 def test_reasoning_stays_open_within_one_message():
     environments = Talks(until(3))
     texts = iter(["<think>a", "b", "c</think>d"])
-    play(lambda request: ids(next(texts)), environments, one_message=True)
+    play(lambda request: ids(next(texts)), environments, use_conversation_multi_turn=False)
     assert environments.episodes[0].texts == ["<think>a", "<think>b", "<think>c</think>d"]
 
 
@@ -103,7 +103,7 @@ def test_channel_stays_open_within_one_message():
     environments, tokenizer = Talks(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
     texts = ("<|channel|>analysis<|message|>a", "b<|end|><|start|>assistant<|channel|>final<|message|>c")
     said = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    play(lambda request: said.pop(0), environments, tokenizer=tokenizer, one_message=True)
+    play(lambda request: said.pop(0), environments, tokenizer=tokenizer, use_conversation_multi_turn=False)
     assert [final_answer(text) for text in environments.episodes[0].texts] == ["", "c"]
 
 
@@ -111,7 +111,7 @@ def test_channels_are_graded_and_the_history_has_only_answers():
     environments, tokenizer = Talks(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
     text = "<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
     sampled = tokenizer.encode(text, add_special_tokens=False)
-    group, engine = play(lambda request: sampled, environments, tokenizer=tokenizer, step_wise=True)
+    group, engine = play(lambda request: sampled, environments, tokenizer=tokenizer, step_wise_trajectories=True)
     (item,) = group.trajectories
     assert (item.status, trained(item)) == (OK, sampled * 2)
     assert [final_answer(text) for text in environments.episodes[0].texts] == ["42", "42"]

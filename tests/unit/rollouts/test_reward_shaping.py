@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.batch import collate
 from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group, overlong_penalty
@@ -26,7 +27,7 @@ def response(reward: float, length: int = 5, stop_reason: str = "stop", before: 
 
 
 def shaped(*items: Trajectory, **settings: object) -> list[float]:
-    shaping = RewardShaping(max_generate_tokens=LIMIT, **settings)  # type: ignore[arg-type]
+    shaping = RewardShaping(max_generate_length=LIMIT, **settings)  # type: ignore[arg-type]
     return [item.reward for item in shaping(TrajectoryGroup(PROMPT, list(items))).trajectories]
 
 
@@ -41,24 +42,24 @@ def test_nothing_is_changed_by_default():
     ("length", "expected"), [(1, 0.0), (15, 0.0), (16, 0.1), (18, 0.3), (19, 0.4), (20, 0.5), (25, 0.5)]
 )
 def test_the_penalty_is_dapo_s_equation_13(length: int, expected: float):
-    assert overlong_penalty(length, max_tokens=20, buffer_tokens=5, factor=0.5) == pytest.approx(expected, abs=1e-15)
+    assert overlong_penalty(length, 20, OverlongBufferConfig(5, 0.5)) == pytest.approx(expected, abs=1e-15)
 
 
 def test_the_penalty_lowers_the_reward_of_the_turn_and_keeps_what_the_answer_was_worth():
     item = response(1.0, length=18)
-    assert shaped(item, overlong_buffer_tokens=5) == [1.0 - 3 / 5]
+    assert shaped(item, overlong_buffer=OverlongBufferConfig(len=5)) == [1.0 - 3 / 5]
     assert (item.raw_reward, item.outcome, item.turns[0].reward) == (1.0, 1.0, 1.0 - 3 / 5)
 
 
 def test_a_conversation_pays_for_its_longest_turn_where_it_was_sampled():
     first = Turn(0, 18, 0.25, "stop", 0, 0)
     item = response(1.0, length=16, before=(first,))
-    assert shaped(item, overlong_buffer_tokens=5) == [1.25 - 3 / 5]
+    assert shaped(item, overlong_buffer=OverlongBufferConfig(len=5)) == [1.25 - 3 / 5]
     assert [turn.reward for turn in item.turns] == [0.25 - 3 / 5, 1.0]
 
 
 def test_a_response_cut_before_the_limit_pays_all_of_the_penalty():
-    assert shaped(response(0.0, length=3, stop_reason="length"), overlong_buffer_tokens=5) == [-1.0]
+    assert shaped(response(0.0, length=3, stop_reason="length"), overlong_buffer=OverlongBufferConfig(len=5)) == [-1.0]
 
 
 def test_a_response_that_did_not_end_gets_nothing_and_its_turn_says_so():
@@ -83,7 +84,7 @@ def test_a_truncated_answer_is_never_worth_more_than_a_wrong_one_by_accident(
     complete: list[Trajectory], truncated: list[Trajectory], buffer: int, factor: float, zero: bool
 ):
     before = [item.reward for item in [*complete, *truncated]]
-    settings = {"overlong_buffer_tokens": buffer, "overlong_penalty_factor": factor, "zero_reward_on_non_stop": zero}
+    settings = {"overlong_buffer": OverlongBufferConfig(buffer, factor), "zero_reward_on_non_stop": zero}
     after = shaped(*complete, *truncated, **settings)
     assert all(new <= old for new, old in zip(after, before, strict=True)), "no reward is raised"
     for old_cut, new_cut in list(zip(before, after, strict=True))[len(complete) :]:
@@ -104,14 +105,18 @@ def test_failed_episodes_are_left_as_they_are():
     failed = response(0.0, LIMIT, "length")
     failed.status = FAILED
     ended_badly = response(-1.0)
-    settings = {"zero_reward_on_non_stop": True, "overlong_buffer_tokens": 5, "apply_overlong_filtering": True}
+    settings = {
+        "zero_reward_on_non_stop": True,
+        "overlong_buffer": OverlongBufferConfig(5),
+        "apply_overlong_filtering": True,
+    }
     assert shaped(failed, ended_badly, **settings) == [0.0, -1.0]
     assert failed.raw_reward is None
 
 
 def test_token_rewards_of_a_batch_still_sum_to_the_reward():
     items = [response(0.5, LIMIT, "length", before=(Turn(0, 17, 0.5, "stop", 0, 0),)), response(-0.25, 19)]
-    shaped(*items, zero_reward_on_non_stop=True, overlong_buffer_tokens=7)
+    shaped(*items, zero_reward_on_non_stop=True, overlong_buffer=OverlongBufferConfig(len=7))
     batch = collate([TrajectoryGroup(PROMPT, items)])
     assert batch.token_rewards is not None
     assert batch.per_sequence_sum(batch.token_rewards).tolist() == pytest.approx(batch.rewards.tolist())

@@ -72,7 +72,7 @@ def batch_of(shape: str) -> TrainBatch:
 def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str, kl: bool):
     batch = batch_of(shape)
     step = build_advantage_step(load([f"trainer.algorithm.advantage_estimator={name}"]).trainer.algorithm)
-    step = replace(step, normalise_batch=True, kl=KLInReward(k1, FixedKLController(0.1)) if kl else None)
+    step = replace(step, advantage_batch_normalize=True, kl=KLInReward(k1, FixedKLController(0.1)) if kl else None)
     expected = step(batch, Metrics())
     _, loop = made(Same, step)
     metrics = Metrics()

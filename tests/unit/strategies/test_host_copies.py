@@ -142,7 +142,11 @@ def test_what_is_there_is_not_copied(streams: Streams):
 @pytest.fixture(params=["single", "fsdp2"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Strategy]]:
     def make() -> Strategy:
-        settings: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-2), "fsdp": FSDPConfig(), "device": "cpu"}
+        settings: dict[str, Any] = {
+            "optimizer_config": OptimizerConfig(lr=1e-2),
+            "fsdp_config": FSDPConfig(),
+            "device": "cpu",
+        }
         kind = SingleStrategy if request.param == "single" else FSDP2Strategy
         strategy = kind(**settings, rank=0, world_size=1)
         strategy.prepare(TokenScorer(tiny_model()), 10)

@@ -17,7 +17,7 @@ from tests.support.padded_reference import ragged_batch
 
 
 def make(total_steps: int | None = 10, seed: int = 0, kind: str = "qwen2", **settings: Any) -> SingleStrategy:
-    strategy = SingleStrategy(optimizer=OptimizerConfig(**{"lr": 1e-2, **settings}), fsdp=FSDPConfig())
+    strategy = SingleStrategy(optimizer_config=OptimizerConfig(**{"lr": 1e-2, **settings}), fsdp_config=FSDPConfig())
     strategy.prepare(TokenScorer(tiny_model(kind, seed=seed)), total_steps)
     return strategy
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(tmp_path: P
 
 
 def test_a_frozen_model_has_no_gradient_and_no_optimizer(tmp_path: Path) -> None:
-    strategy = SingleStrategy(optimizer=None)
+    strategy = SingleStrategy(optimizer_config=None)
     strategy.prepare(TokenScorer(tiny_model()), None)
     assert not logprobs_of(strategy, 0).requires_grad
     strategy.save(tmp_path)
@@ -151,7 +151,7 @@ def test_tied_weights_are_listed_once_under_the_name_the_hub_uses() -> None:
 
 
 def test_compute_in_bfloat16_keeps_parameters_and_gradients_in_float32() -> None:
-    strategy = SingleStrategy(optimizer=OptimizerConfig(lr=1e-3), compute_dtype=torch.bfloat16)
+    strategy = SingleStrategy(optimizer_config=OptimizerConfig(lr=1e-3), compute_dtype=torch.bfloat16)
     scorer: Any = strategy.prepare(TokenScorer(tiny_model()), 10)
     products: list[torch.dtype] = []
     scorer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, output: products.append(output.dtype))
@@ -170,7 +170,7 @@ def test_on_the_cpu_offload_moves_nothing() -> None:
 
 def test_two_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy='single' runs one rank, got 2.*fsdp2"):
-        SingleStrategy(optimizer=None, world_size=2)
+        SingleStrategy(optimizer_config=None, world_size=2)
 
 
 @pytest.mark.fault("F32")

@@ -83,7 +83,7 @@ def test_sequences_of_an_episode_are_rows_next_to_each_other():
 @pytest.mark.parametrize(
     "estimator",
     [
-        partial(grpo, norm_by_std=True),
+        partial(grpo, grpo_norm_by_std=True),
         rloo,
         opo,
         partial(reinforce_pp, gamma=0.9),
@@ -130,7 +130,7 @@ def test_picked_rows_keep_their_episodes():
 def test_adaptive_kl_counts_episodes():
     coefficients = []
     for one in (WHOLE, CUT):
-        controller = AdaptiveKLController(0.5, target=0.001, horizon=100)
+        controller = AdaptiveKLController(0.5, kl_target=0.001, horizon=100)
         AdvantageStep(rloo, kl=KLInReward(k1, controller))(one, Metrics())
         coefficients.append(controller.coef)
     assert coefficients[0] == coefficients[1] != 0.5

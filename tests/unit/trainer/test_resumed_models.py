@@ -120,7 +120,7 @@ def test_earlier_checkpoint_resumes_with_a_warning(
 
 
 def test_changed_learning_rate_is_logged(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    cosine: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-3, scheduler="cosine")}
+    cosine: dict[str, Any] = {"optimizer_config": OptimizerConfig(lr=1e-3, scheduler="cosine")}
     save(tiny_model_path, tmp_path / "run", steps=4, total_steps=4, **cosine)
     assert resume(tiny_model_path, tmp_path / "run", total_steps=4, **cosine) == 4
     assert "learning rate" not in caplog.text

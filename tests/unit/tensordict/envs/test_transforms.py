@@ -199,7 +199,9 @@ def test_returns_do_not_grow_with_length_and_advantages_are_the_trainers():
         row["next"].set("done", torch.tensor([True]))
     found = MCAdvantage(2, prompt_key="group").inv(stepped.unsqueeze(1))  # [B, T]
     assert found is not None
-    expected = grpo(torch.tensor(returns), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(), norm_by_std=True)
+    expected = grpo(
+        torch.tensor(returns), torch.zeros(2, dtype=torch.int64), torch.ones(2).bool(), grpo_norm_by_std=True
+    )
     for row, advantage in zip(found.unbind(0), expected, strict=True):
         assert row["advantage"].shape == row["next", "reward"].shape
         torch.testing.assert_close(row["advantage"].unique(), advantage.reshape(1), rtol=1e-3, atol=1e-3)

@@ -55,7 +55,7 @@ def rewards(found: TensorDictBase | None) -> list[float]:
 def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
     batch = hard_batch("regular")
     batch = replace(batch, rewards=torch.tensor([1.0, 0.25, 0.0, 0.5, 0.125]), token_rewards=None)
-    step = AdvantageStep(partial(grpo, norm_by_std=True))
+    step = AdvantageStep(partial(grpo, grpo_norm_by_std=True))
     expected = step(batch, Metrics())
     buffers = [ReplayBuffer(8, transform=MCAdvantage(size), shuffle=False, batch_size=size) for size in (3, 2)]
     data = as_tensordict(batch, "left prompt, right response")
@@ -71,7 +71,7 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
     per_row = torch.stack([expected.token_advantages[batch.loss_mask & (batch.sequence_ids == i)][0] for i in range(5)])
     assert torch.equal(stored["advantage"].flatten(), per_row.float())
     logprobs = current_logprobs(batch)
-    objective = PolicyObjective(partial(clipped_surrogate, eps_low=0.2, eps_high=0.2))
+    objective = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2))
     trainers = objective(weigh(expected, partial(token_mean, max_seq_len=1)), logprobs, None, 1, Metrics())
     ours = GRPOLoss(TablePolicy(logprobs), entropy_bonus=False, masking_strategy="rlhf")(stored).loss
     assert ours.item() == trainers.item()

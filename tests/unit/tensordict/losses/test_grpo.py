@@ -22,16 +22,16 @@ from tests.support.tensordict_batches import LAYOUTS, BigramPolicy, TablePolicy,
 
 REDUCTIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
 POLICY_LOSSES = {
-    GRPOLoss: (partial(clipped_surrogate, eps_low=0.2, eps_high=0.2), {}),
-    DAPO: (partial(clipped_surrogate, eps_low=0.2, eps_high=0.28), {}),
-    CISPO: (partial(cispo, cispo_eps_low=0.1, cispo_eps_high=0.3), {"clip_epsilon": (0.1, 0.3)}),
+    GRPOLoss: (partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), {}),
+    DAPO: (partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.28), {}),
+    CISPO: (partial(cispo, cispo_eps_clip_low=0.1, cispo_eps_clip_high=0.3), {"clip_epsilon": (0.1, 0.3)}),
 }
 
 
 def trainers(batch: TrainBatch, loss, reduction, logprobs: Tensor, entropy: Tensor | None = None, metrics=None):
     """The trainer's loss with KL (0.3) and, with entropy, a bonus (0.05)."""
     coefficient = None if entropy is None else 0.05
-    objective = PolicyObjective(loss, k3, kl_coef=0.3, entropy_coef=coefficient)
+    objective = PolicyObjective(loss, k3, kl_loss_coef=0.3, entropy_loss_coef=coefficient)
     weighed = weigh(batch, partial(reduction, max_seq_len=1)).with_tokens(rollout_logprobs=None)
     return objective(weighed, logprobs, entropy, int(batch.loss_mask.sum()), metrics or Metrics())
 
