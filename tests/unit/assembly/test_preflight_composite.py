@@ -11,7 +11,7 @@ from skyrl_train.assembly.preflight import _model
 from skyrl_train.config.hydra import load
 from skyrl_train.config.presence import Uses, model_paths
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.sglang import models as sglang
+from skyrl_train.engines.sglang import arguments as sglang
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_config

@@ -312,7 +312,7 @@ def test_a_restart_that_is_given_up_has_ended_and_none_begins():
         engines = _engines(2)
         client = EngineClient(engines, deadline_s=5)
         client.revive = revive
-        client._all[0].mark_dead(EngineError("gone"))
+        client._mark_dead(client._all[0], EngineError("gone"))
         client.revive_dead()
         await asyncio.sleep(0)
         await client.stop_reviving()
