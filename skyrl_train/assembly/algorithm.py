@@ -222,8 +222,7 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     All of it together is `config`.
     """
     losses = (algorithm.sapo, algorithm.clip_cov, algorithm.kl_cov, algorithm.cispo, algorithm.dppo, algorithm.sft)
-    sections: tuple[Section, ...] = (algorithm, *losses)
-    keys = {field.name: getattr(section, field.name) for section in sections for field in fields(section)}
+    keys = {key.name: getattr(section, key.name) for section in (algorithm, *losses) for key in fields(section)}
     return {"config": algorithm, **{name: value for name, value in keys.items() if not isinstance(value, Section)}}
 
 

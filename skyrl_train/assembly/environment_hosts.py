@@ -55,7 +55,7 @@ def build_hosts(cfg: Config, cluster: Cluster, log: Path) -> EnvironmentHosts:
         key=f"environment.hosts={environment.hosts}",
     )
     settings = host_settings(cfg, log)
-    settings["max_workers"] = max(1, min(settings["max_workers"], int(2 * environment.host_cpus)))
+    settings["max_env_workers"] = max(1, min(settings["max_env_workers"], int(2 * environment.host_cpus)))
     settings |= {"path": [entry or os.getcwd() for entry in sys.path], "checks": True}
 
     def start(index: int) -> Remote:

@@ -73,8 +73,8 @@ def host_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:
     """The arguments of an EnvironmentHost."""
     return {
         "env_configs": environment_settings(cfg),
-        "max_workers": max(cfg.environment.skyrl_gym.max_env_workers, 1),
-        "step_deadline_s": cfg.trainer.timeouts.environment_step_s,
+        "max_env_workers": max(cfg.environment.skyrl_gym.max_env_workers, 1),
+        "environment_step_s": cfg.trainer.timeouts.environment_step_s,
         "plugins": tuple(cfg.trainer.plugins),
         "log": log,
     }

@@ -89,9 +89,9 @@ def _ways(cfg: Config, capacity: int, learning: Learning) -> Iterator[dict[str, 
     kept, reduced = [], []
     for model in (*colocated, *dedicated):
         section = f"trainer.{_SECTIONS[model.role]}.fsdp_config"
-        if model.fsdp is not None and model.fsdp.reshard_after_forward is None and model.shard == 1:
+        if model.fsdp_config is not None and model.fsdp_config.reshard_after_forward is None and model.shard == 1:
             kept.append(f"{section}.reshard_after_forward")
-        if model.fsdp is not None and model.fsdp.reduce_once is None and model.update is not None:
+        if model.fsdp_config is not None and model.fsdp_config.reduce_once is None and model.update is not None:
             reduced.append(f"{section}.reduce_once")
     keeps, reduces = (True, False) if kept else (False,), (True, False) if reduced else (False,)
     for tokens, keep, once in product(_budgets(cfg), keeps, reduces):

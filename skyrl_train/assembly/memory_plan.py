@@ -131,9 +131,9 @@ class ModelRank:
     ranks: int
     parts: int
     """The number of ranks that every layer is divided over (tensor parallelism)."""
-    fsdp: FSDPConfig | None
+    fsdp_config: FSDPConfig | None
     """For trainer.strategy=fsdp2."""
-    zero: DeepSpeedConfig | None
+    deepspeed_config: DeepSpeedConfig | None
     """For trainer.strategy=deepspeed; neither for single."""
     run: Settings
     leaves: bool
@@ -145,8 +145,8 @@ class ModelRank:
     @property
     def shard(self) -> int:
         """The number of ranks that one copy of a part is sharded over."""
-        if self.fsdp is not None and self.fsdp.fsdp_size != -1:
-            return self.fsdp.fsdp_size
+        if self.fsdp_config is not None and self.fsdp_config.fsdp_size != -1:
+            return self.fsdp_config.fsdp_size
         return self.ranks // self.parts
 
     @property
@@ -156,22 +156,22 @@ class ModelRank:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced over ranks once per update: see FSDP2Strategy."""
-        if self.fsdp is None:
+        if self.fsdp_config is None:
             return False
-        chosen = self.fsdp.reduce_once
+        chosen = self.fsdp_config.reduce_once
         return not (self.run.on_gpu and self.reshards) if chosen is None else chosen
 
     @property
     def reshards(self) -> bool:
         """Whether FSDP2 frees gathered layers after forward."""
-        return self.fsdp is not None and self.fsdp.reshard_after_forward is not False
+        return self.fsdp_config is not None and self.fsdp_config.reshard_after_forward is not False
 
     def lines(self) -> Iterator[MemoryLine]:
-        if self.zero is not None:
-            yield from self._zero_lines(self.zero)
+        if self.deepspeed_config is not None:
+            yield from self._zero_lines(self.deepspeed_config)
         else:
             yield from self._held("parameters", self._parameter_bytes(), self._how_many(self.shard))
-        if self.trained and self.zero is None:
+        if self.trained and self.deepspeed_config is None:
             held = numel(self.trained, self.shard)
             yield from self._held(_OPTIMIZER, 2 * FP32 * held + FP32 * len(self.trained), "AdamW: 2 float32 moments")
         yield from self._score_lines()
@@ -207,14 +207,16 @@ class ModelRank:
         A role that leaves the device comes back to learn, and of the policy its weights to be sent.
         """
         line = MemoryLine(self.role, what, note, {"": size}, exact=exact)
-        if self.run.on_gpu and (offload or (self.fsdp is not None and self.fsdp.cpu_offload)):
+        if self.run.on_gpu and (offload or (self.fsdp_config is not None and self.fsdp_config.cpu_offload)):
             yield replace(line, on_host=True)
         elif self.leaves:
             sent = self.role == "policy" and what != _OPTIMIZER
             phases = (*LEARNING, "syncing") if sent else LEARNING
             yield replace(line, phases=phases)
             others = tuple(phase for phase in PHASES if phase not in phases)
-            yield replace(line, phases=others if self.zero else PHASES, on_host=True)  # in buffers that stay
+            yield replace(
+                line, phases=others if self.deepspeed_config else PHASES, on_host=True
+            )  # in buffers that stay
         else:
             yield line
 
@@ -223,19 +225,19 @@ class ModelRank:
         whole = self.reduces_once and update.several
         size = FP32 * numel(self.trained, 1 if whole else self.shard)
         always = dict.fromkeys((_HEAD, _LAYERS, _EMBEDDINGS), size)
-        offloads = self.fsdp is not None and self.fsdp.cpu_offload and self.run.on_gpu and not whole
+        offloads = self.fsdp_config is not None and self.fsdp_config.cpu_offload and self.run.on_gpu and not whole
         note = "float32" + (", whole until the last micro-batch" if whole and self.shard > 1 else "")
-        exact = self.zero is None
+        exact = self.deepspeed_config is None
         yield MemoryLine(self.role, "gradients", note, always, updating, exact=exact, on_host=offloads)
         yield MemoryLine(
             self.role, "gradients under way", "before they are added", self._fresh_gradients(update), updating
         )
         yield from self._gathered(updating)
         saved = saved_bytes(shape, update.tokens, update.seen, self.run)
-        note = f"{update.tokens:,} tokens, " + ("layers' inputs" if self.run.checkpointing else "all layers")
+        note = f"{update.tokens:,} tokens, " + ("layers' inputs" if self.run.gradient_checkpointing else "all layers")
         yield MemoryLine(self.role, "activations", note, {_HEAD: saved, _LAYERS: saved}, updating)
         again = layer_backward_bytes(shape, update.tokens, update.seen, self.run)
-        what = "a layer, computed again" if self.run.checkpointing else "a layer's gradients"
+        what = "a layer, computed again" if self.run.gradient_checkpointing else "a layer's gradients"
         yield MemoryLine(self.role, "backward of a layer", what, {_LAYERS: again}, updating)
         kept = KEPT_CHUNKS[self._device]
         logits = head_backward_bytes(shape, update.scored, a, self._chunk_bytes, kept)
@@ -265,10 +267,10 @@ class ModelRank:
         that is gathered; all layers if they are not resharded after forward. Autocast keeps a copy of all weights.
         """
         root, layers, layer = numel(self.shape.root), len(self.shape.layers), self.shape.largest_layer
-        if self.zero is not None and self.zero.zero_stage == 3:
-            yield self._gathered_by_zero(self.zero.zero_optimization, phases)
+        if self.deepspeed_config is not None and self.deepspeed_config.zero_stage == 3:
+            yield self._gathered_by_zero(self.deepspeed_config.zero_optimization, phases)
             return
-        if self.fsdp is not None:
+        if self.fsdp_config is not None:
             few = 1 if self.shard == 1 else min(3, layers)
             count = few if self.reshards else layers
             note = f"root and {count} of {layers} layers"
@@ -307,11 +309,11 @@ class ModelRank:
         head = FP32 * shape.head if shape.head_trained else 0
         waiting = head if shape.tied else 0
         by_layer = [[weight.numel for weight in layer if weight.trained] for layer in shape.layers]
-        if self.zero is not None:
-            elements = self.zero.zero_optimization.get("reduce_bucket_size", _DEEPSPEED_BUCKET)
+        if self.deepspeed_config is not None:
+            elements = self.deepspeed_config.zero_optimization.get("reduce_bucket_size", _DEEPSPEED_BUCKET)
             bucket = a * int(elements) * (2 if self.run.on_gpu else 1)
             return {_HEAD: bucket + head, _LAYERS: bucket + waiting, _EMBEDDINGS: bucket + waiting + head}
-        if self.fsdp is None:
+        if self.fsdp_config is None:
             largest = a * max((size for layer in by_layer for size in layer), default=0)
             return {_HEAD: head, _LAYERS: waiting + largest, _EMBEDDINGS: waiting + head}
         reduced = 0 if self.reduces_once and update.several else FP32
@@ -420,7 +422,7 @@ def _policy(cfg: Config, ranks: int, capacity: int | None) -> ModelRank:
         a=2 if trainer.bf16 else FP32,
         autocast=trainer.strategy == "single" and trainer.bf16,
         on_gpu=on_gpu,
-        checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing=trainer.gradient_checkpointing,
         longest=longest_sequence(cfg),
         capacity=capacity,
     )
@@ -452,7 +454,7 @@ def _reward_lines(cfg: Config) -> Iterator[MemoryLine]:
         return
     shape = reward_model_shape(reward.model.path, reward.model_config_kwargs)
     size, tokens = 2 if cfg.trainer.bf16 else FP32, longest_sequence(cfg)
-    run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", checkpointing=False, longest=tokens)
+    run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", gradient_checkpointing=False, longest=tokens)
     weights = numel(shape.weights)
     yield MemoryLine("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
     layer = {_LAYERS: layer_forward_bytes(shape, tokens, run)}
@@ -479,8 +481,8 @@ def _model(
         shape=shape,
         ranks=ranks,
         parts=parts,
-        fsdp=section.fsdp_config if trainer.strategy in ("fsdp", "fsdp2") else None,
-        zero=section.deepspeed_config if trainer.strategy == "deepspeed" else None,
+        fsdp_config=section.fsdp_config if trainer.strategy in ("fsdp", "fsdp2") else None,
+        deepspeed_config=section.deepspeed_config if trainer.strategy == "deepspeed" else None,
         run=run,
         leaves=leaves,
         update=update,

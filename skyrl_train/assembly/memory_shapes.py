@@ -233,7 +233,7 @@ class Settings:
     autocast: bool
     """The residual stream stays float32, and every linear layer casts what it reads."""
     on_gpu: bool
-    checkpointing: bool
+    gradient_checkpointing: bool
     longest: int
     """The most tokens that a sequence may have."""
     capacity: int | None = None
@@ -275,9 +275,9 @@ def saved_bytes(shape: ModelShape, tokens: int, seen: int, run: Settings) -> int
     All that every layer saves, or with gradient checkpointing only every layer's input; also the last norm, the rotary
     tables, and the rows that the head reads. `seen`: the tokens whose keys and values attention reads.
     """
-    of_layer = run.stream * shape.hidden if run.checkpointing else layer_bytes_per_token(shape, run)
+    of_layer = run.stream * shape.hidden if run.gradient_checkpointing else layer_bytes_per_token(shape, run)
     last = shape.hidden * (FP32 + 2 * run.stream) + 2 * shape.head_dim * run.stream
-    repeated = 0 if run.checkpointing else len(shape.layers) * _repeated_bytes(shape, seen - tokens, run)
+    repeated = 0 if run.gradient_checkpointing else len(shape.layers) * _repeated_bytes(shape, seen - tokens, run)
     return tokens * (len(shape.layers) * of_layer + last) + repeated
 
 
@@ -293,11 +293,11 @@ def layer_backward_bytes(shape: ModelShape, tokens: int, seen: int, run: Setting
     layer saves, as it is computed again. Where prompts are shared, the gradients of all `seen` keys and values, and of
     one of the two in float32 as they are added up.
     """
-    again = layer_bytes_per_token(shape, run) if run.checkpointing else 0
+    again = layer_bytes_per_token(shape, run) if run.gradient_checkpointing else 0
     size = tokens * (again + run.a * shape.intermediate + run.stream * shape.hidden)
     if seen > tokens:
         size += seen * shape.key_value_heads * shape.head_dim * (2 * run.a + FP32)
-        size += _repeated_bytes(shape, seen - tokens, run) if run.checkpointing else 0
+        size += _repeated_bytes(shape, seen - tokens, run) if run.gradient_checkpointing else 0
     return size
 
 

@@ -259,7 +259,7 @@ def build_supervisor(
         start=start,
         sync=sync,
         stop=stop,
-        budget=cfg.generator.max_engine_restarts,
+        max_engine_restarts=cfg.generator.max_engine_restarts,
     )
 
 

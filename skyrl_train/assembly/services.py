@@ -218,7 +218,7 @@ def build_state(
         controllers=controllers,
         chat_template=template_of(tokenizer, base.cfg.generator.chat_template_kwargs),
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
-        in_background=trainer.async_checkpoint,
+        async_checkpoint=trainer.async_checkpoint,
         # In the background a rank is asked between two updates.
         deadline_s=trainer.timeouts.checkpoint_s + trainer.timeouts.update_s * trainer.async_checkpoint,
         uploads=base.mirrors.run,
@@ -261,9 +261,9 @@ def build_kept_rollouts(base: Services, tokenizer: Any) -> KeptRollouts:
 
 def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:
     return Intervals(
-        evaluate=trainer.eval_interval,
-        checkpoint=trainer.ckpt_interval,
-        export=trainer.hf_save_interval,
-        evaluate_before=trainer.eval_before_train,
+        eval_interval=trainer.eval_interval,
+        ckpt_interval=trainer.ckpt_interval,
+        hf_save_interval=trainer.hf_save_interval,
+        eval_before_train=trainer.eval_before_train,
         total_steps=schedule.total_steps,
     )

@@ -27,20 +27,20 @@ class EngineSupervisor:
         start: Callable[[str, bool], Awaitable[Any]],
         sync: Callable[[Any], Awaitable[None]],
         stop: Callable[[Any], Awaitable[None]],
-        budget: int,
+        max_engine_restarts: int,
     ):
         """`start` kills the rest of the engine of that name and starts it again, and waits for a node for it if it is
         told to (True); `stop` ends one whose `sync` failed.
 
-        `budget`: restarts allowed in the whole run, including failed ones. On a shared accelerator `start` must make
-        room in its memory first, and `sync` must load the trainer's weights. Either raises WorkerDied if a rank of the
-        trainer is gone: without it no other restart can succeed.
+        `max_engine_restarts`: in the whole run, including failed ones. On a shared accelerator `start` must
+        make room in its memory first, and `sync` must load the trainer's weights. Either raises WorkerDied if a rank of
+        the trainer is gone: without it no other restart can succeed.
         """
         self._client = client
         self._start = start
         self._sync = sync
         self._stop = stop
-        self._budget = budget
+        self._max_engine_restarts = max_engine_restarts
         self._restarting, self._weights = asyncio.Lock(), asyncio.Lock()
         self._homeless: set[str] = set()
         """Dead engines that have no node for now, of which that was said."""
@@ -79,11 +79,12 @@ class EngineSupervisor:
 
     async def _restart_within_budget(self, name: str, cause: str) -> bool:
         """Try once. Returns False if there is no node for it and others live: it is tried again the next time."""
-        if self.restarts >= self._budget:
+        if self.restarts >= self._max_engine_restarts:
             if name in self._homeless and self._client.any_lives:
                 return False  # it stays away, as it did before the others spent the budget
             raise EnginesLost(
-                f"{name} died ({cause}), and the {self._budget} restarts of generator.max_engine_restarts are spent."
+                f"{name} died ({cause}), and the {self._max_engine_restarts} restarts of "
+                "generator.max_engine_restarts are spent."
             )
         self.restarts += 1
         begun = now()
@@ -121,7 +122,7 @@ class EngineSupervisor:
                 cause,
                 now() - begun,
                 self.restarts,
-                self._budget,
+                self._max_engine_restarts,
             )
         return True
 

@@ -73,7 +73,7 @@ class Pace(StepSchedule):
     nothing is left to be measured where it is 0.
     """
 
-    staleness: int = 0
+    max_staleness_steps: int = 0
     """How far rollouts run ahead."""
     whole: bool = False
     """Whether all steps have all prompts, as they do where rollouts run ahead."""
@@ -84,7 +84,7 @@ class Pace(StepSchedule):
     @property
     def prompts(self) -> int:
         """Those of a whole step."""
-        return min(self.batch_size, self.num_prompts)
+        return min(self.train_batch_size, self.num_prompts)
 
     @property
     def total_steps(self) -> int:
@@ -93,8 +93,8 @@ class Pace(StepSchedule):
 
     @property
     def _finished(self) -> int:
-        """Steps, when the last size was asked for: that of step s is when step s - 1 - staleness has ended."""
-        return max(0, len(self.asked) - 1 - self.staleness)
+        """Steps, when the last size was asked for: for step s, when step s - 1 - max_staleness_steps has ended."""
+        return max(0, len(self.asked) - 1 - self.max_staleness_steps)
 
     def prompts_of_step(self, step: int) -> int:
         while len(self.asked) <= step:
@@ -106,9 +106,11 @@ class Pace(StepSchedule):
     def measured(self) -> list[int]:
         """The steps that count, from 0: whole ones but for the first, and those in which rollouts get ahead; if there
         is none, all but the first."""
-        whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts][1 + self.staleness :]
+        whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts][
+            1 + self.max_staleness_steps :
+        ]
         # Rollouts that run ahead come in bursts: a slow step, then as many fast ones as they run ahead.
-        burst = 1 + self.staleness
+        burst = 1 + self.max_staleness_steps
         spare = len(whole) % burst if len(whole) > burst else 0
         return whole[spare:] or [*range(1, self._finished)] or [*range(self._finished)]
 
@@ -116,13 +118,13 @@ class Pace(StepSchedule):
         """The prompts of the step that is being asked for."""
         finished, (now, _) = self._finished, self.asked[-1]
         if finished == 0:
-            return self.prompts if self.whole or self.staleness else -(-self.prompts // _FIRST_PART)
+            return self.prompts if self.whole or self.max_staleness_steps else -(-self.prompts // _FIRST_PART)
         elapsed = now - self.asked[0][0]
         sizes = [size for _, size in self.asked[:finished]]
         whole = sizes.count(self.prompts)
         if whole:
-            counted = whole - 1 - self.staleness
-            enough = counted >= max(LEAST_STEPS, 1 + self.staleness) and elapsed >= STEPS_S
+            counted = whole - 1 - self.max_staleness_steps
+            enough = counted >= max(LEAST_STEPS, 1 + self.max_staleness_steps) and elapsed >= STEPS_S
             late = counted >= 1 and elapsed >= 3 * STEPS_S
             return 0 if enough or late or counted >= MOST_STEPS else self.prompts
         took, last = now - self.asked[-2][0], sizes[-1]
@@ -198,7 +200,7 @@ class ProbeExp(Experiment):
             len(self.train_dataset),
             trainer.train_batch_size,
             epochs=1,
-            staleness=ahead.max_staleness_steps if ahead.enabled else 0,
+            max_staleness_steps=ahead.max_staleness_steps if ahead.enabled else 0,
             # What these draw for a step depends on its size.
             whole=trainer.algorithm.dynamic_sampling.type is not None,
         )
@@ -339,7 +341,8 @@ async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: floa
     limits = []
     if not _depends_on_sizes(cfg) and bool(part.loss_mask.any()):
         limits = sizes_that_fit(cfg, sizes_between(int(batch.lengths.max()), most))
-    tried = {None: asked} | {limit: replace(asked, max_tokens=limit) for limit in limits if limit != asked.max_tokens}
+    others = (limit for limit in limits if limit != asked.max_tokens_per_microbatch)
+    tried = {None: asked} | {limit: replace(asked, max_tokens_per_microbatch=limit) for limit in others}
     async with trainer.residency.generating(before_sync=True):
         pass  # the engines leave, as they do before a step's update
     async with trainer.residency.training():

@@ -32,13 +32,13 @@ class Split:
 
     engines: int
     trainers: int
-    staleness: int = 0
+    max_staleness_steps: int = 0
     """Steps by which rollouts run ahead; 0 is synchronous."""
-    colocated: bool = False
+    colocate_all: bool = False
     """True if engines and trainers take turns on the same slots."""
 
     def __str__(self) -> str:
-        return f"{self.engines} colocated" if self.colocated else f"{self.engines} : {self.trainers}"
+        return f"{self.engines} colocated" if self.colocate_all else f"{self.engines} : {self.trainers}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def table(comparison: Comparison) -> Iterator[str]:
     lines = [["", "staleness", "generate, s", "train, s", "a step, s", ""]]
     for one in comparison.estimates:
         seconds = [f"{value:.3g}" for value in (one.generate_s, one.train_s, one.step_s)]
-        lines.append([str(one.split), str(one.split.staleness), *seconds, "<" if one is fastest else ""])
+        lines.append([str(one.split), str(one.split.max_staleness_steps), *seconds, "<" if one is fastest else ""])
     return aligned(lines, 1)
 
 
@@ -112,20 +112,20 @@ def _estimate(
 ) -> SplitEstimate:
     """Estimate a step: the phases add up, except that generation overlaps with training where rollouts run ahead.
 
-    The longest response then has `staleness + 1` steps of time. Scoring and updating scale with the number of
+    The longest response then has `max_staleness_steps + 1` steps of time. Scoring and updating scale with the number of
     trainers. What a colocated step spends outside of its phases is taken to be spent on swapping models, which a
     split without colocation does not do.
     """
     configured = configured_split(cfg)
     step_s, per_sequence_s = decode
     longest, tokens = _mean(rows, "response/max_tokens"), _mean(rows, "rollouts/tokens")
-    generate_s = step_s * longest / (1 + split.staleness) + per_sequence_s * tokens / split.engines
+    generate_s = step_s * longest / (1 + split.max_staleness_steps) + per_sequence_s * tokens / split.engines
     train_s = (_mean(rows, "timing/score_s") + _mean(rows, "timing/update_s")) * configured.trainers / split.trainers
     publish_s = _mean(rows, "timing/publish_s")
     rest_s = max(0.0, _mean(rows, "timing/step_s") - sum(_mean(rows, f"timing/{phase}_s") for phase in PHASES))
-    if configured.colocated and not split.colocated:
+    if configured.colocate_all and not split.colocate_all:
         rest_s = 0.0
-    overlapping = max(generate_s, train_s + rest_s) if split.staleness else generate_s + train_s + rest_s
+    overlapping = max(generate_s, train_s + rest_s) if split.max_staleness_steps else generate_s + train_s + rest_s
     return SplitEstimate(split, generate_s, train_s, overlapping + publish_s)
 
 
@@ -190,21 +190,21 @@ def configured_split(cfg: Config) -> Split:
     placement, ahead = cfg.trainer.placement, cfg.trainer.fully_async
     trainers = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     staleness = ahead.max_staleness_steps if ahead.enabled else 0
-    return Split(cfg.generator.num_inference_engines, trainers, staleness, colocated=placement.colocate_all)
+    return Split(cfg.generator.num_inference_engines, trainers, staleness, colocate_all=placement.colocate_all)
 
 
 def _splits(cfg: Config) -> Iterator[Split]:
     configured, stride = configured_split(cfg), slots_per_engine(cfg.generator)
     slots = max(configured.engines * stride, configured.trainers)
-    if not configured.colocated:
+    if not configured.colocate_all:
         slots = configured.engines * stride + configured.trainers
-    yield Split(max(1, slots // stride), slots, colocated=True)
+    yield Split(max(1, slots // stride), slots, colocate_all=True)
     most = (slots - 1) // stride
     wanted = {max(1, round(slots * part / _PARTS / stride)) for part in range(1, _PARTS)} if most else set()
     for engines in sorted({min(number, most) for number in wanted}):
         apart = Split(engines, slots - engines * stride)
         yield apart
-        yield replace(apart, staleness=configured.staleness or 1)
+        yield replace(apart, max_staleness_steps=configured.max_staleness_steps or 1)
 
 
 def keys_of(cfg: Config, split: Split) -> Keys:
@@ -216,11 +216,11 @@ def keys_of(cfg: Config, split: Split) -> Keys:
         ("generator.num_inference_engines", split.engines),
         ("trainer.placement.policy_num_nodes", nodes),
         ("trainer.placement.policy_num_gpus_per_node", split.trainers // nodes),
-        ("trainer.placement.colocate_all", split.colocated),
-        ("trainer.fully_async.enabled", split.staleness > 0),
+        ("trainer.placement.colocate_all", split.colocate_all),
+        ("trainer.fully_async.enabled", split.max_staleness_steps > 0),
     ]
-    if split.staleness:
-        keys.append(("trainer.fully_async.max_staleness_steps", split.staleness))
+    if split.max_staleness_steps:
+        keys.append(("trainer.fully_async.max_staleness_steps", split.max_staleness_steps))
     return keys
 
 

@@ -105,8 +105,8 @@ def estimate_run(
     """`evaluation_s`: of one evaluation; `start_s`: before the first step."""
     steps = schedule.total_steps
     prompts = sum(map(schedule.prompts_of_step, range(steps)))
-    evaluations = sum(intervals.due(intervals.evaluate, step) for step in range(1, steps + 1))
-    evaluations += intervals.evaluate_before
+    evaluations = sum(intervals.due(intervals.eval_interval, step) for step in range(1, steps + 1))
+    evaluations += intervals.eval_before_train
     whole = prompts / max(1, schedule.prompts_of_step(0))
     return RunEstimate(steps, step_s, evaluations if evaluation_s else 0, evaluation_s, start_s, whole)
 

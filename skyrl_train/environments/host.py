@@ -153,10 +153,10 @@ class _Worker(asyncio.SubprocessProtocol):
             assert self._process is not None
             self._process.close()
 
-    def overdue(self, now: float, late: float, step_deadline_s: float) -> bool:
+    def overdue(self, now: float, late: float, environment_step_s: float) -> bool:
         """Whether the running call is past its deadline; the event loop itself was blocked for `late` seconds of it."""
         self.since += late
-        deadline = START_DEADLINE_S if self.calls and self.calls[0].op == "hello" else step_deadline_s
+        deadline = START_DEADLINE_S if self.calls and self.calls[0].op == "hello" else environment_step_s
         return bool(self.calls) and now - self.since > deadline
 
     def lose(self, kind: str, detail: str, blamed: WireCall | None = None) -> None:
@@ -194,11 +194,11 @@ class _Worker(asyncio.SubprocessProtocol):
 
 
 class EnvironmentHost(EnvironmentPool):
-    """Runs environments in at most min(max_workers, 2 x cores) processes, which are started as needed.
+    """Runs environments in at most min(max_env_workers, 2 x cores) processes, which are started as needed.
 
     A failure fails one episode: it raises EnvironmentFailure with the kind under which it is counted. The kind is the
     exception's class name, "bad_row" (JSON cannot carry it), "bad_reward", "bad_step_output", "timeout" (the call ran
-    for longer than `step_deadline_s`; its process is killed) or "environment_died" (the process ended during the call).
+    for longer than `environment_step_s`; its process is killed) or "environment_died" (the process ended in the call).
     The other episodes of a lost process are rebuilt in another one when they are next used, from their opening and the
     recorded texts; those that are not `replayable` fail with "environment_died". Deadlines count from the moment a call
     begins to run, not from when it is queued. A ConfigError concerns the whole run: an unknown environment, a
@@ -206,7 +206,7 @@ class EnvironmentHost(EnvironmentPool):
     that runs the event loop ends.
 
     Example:
-        async with EnvironmentHost({"search": {"topk": 3}}, max_workers=8, step_deadline_s=30.0) as host:
+        async with EnvironmentHost({"search": {"topk": 3}}, max_env_workers=8, environment_step_s=30.0) as host:
             episode = await host.start("gsm8k", prompt)
             output = await episode.step("... #### 18")
             await episode.close()
@@ -215,8 +215,8 @@ class EnvironmentHost(EnvironmentPool):
     def __init__(
         self,
         env_configs: Mapping[str, Any],
-        max_workers: int = 32,
-        step_deadline_s: float = 60.0,
+        max_env_workers: int = 32,
+        environment_step_s: float = 60.0,
         plugins: tuple[str, ...] = (),
         log: Path | None = None,
         *,
@@ -234,8 +234,8 @@ class EnvironmentHost(EnvironmentPool):
         """
         super().__init__()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.max_workers = max(1, min(max_workers, 2 * cores))
-        self.step_deadline_s = step_deadline_s
+        self.max_env_workers = max(1, min(max_env_workers, 2 * cores))
+        self.environment_step_s = environment_step_s
         self.plugins = tuple(plugins)
         self._log = log if log is not None and log.parent.is_dir() else None
         self._path = tuple(path)
@@ -271,7 +271,7 @@ class EnvironmentHost(EnvironmentPool):
             worker.end()
         exits = [worker.exited for worker in self._unfinished]
         if exits:
-            await asyncio.wait(exits, timeout=min(CLOSE_GRACE_S, self.step_deadline_s))
+            await asyncio.wait(exits, timeout=min(CLOSE_GRACE_S, self.environment_step_s))
         for worker in list(self._unfinished):
             worker.lose("host_closed", "the environment host was closed")
         if self._unfinished:
@@ -282,7 +282,7 @@ class EnvironmentHost(EnvironmentPool):
     def _choose(self) -> _Worker:
         best = min(self._workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
         if best is not None and (
-            len(self._workers) >= self.max_workers or all(call.op == "close" for call in best.calls)
+            len(self._workers) >= self.max_env_workers or all(call.op == "close" for call in best.calls)
         ):
             return best
         worker = _Worker(self, self._hello)
@@ -314,7 +314,7 @@ class EnvironmentHost(EnvironmentPool):
 
     async def _watch(self) -> None:
         """Kill the processes whose running call is past its deadline."""
-        tick = min(0.25, self.step_deadline_s / 4)
+        tick = min(0.25, self.environment_step_s / 4)
         before = self.loop.time()
         while True:
             await asyncio.sleep(tick)
@@ -322,8 +322,8 @@ class EnvironmentHost(EnvironmentPool):
             late = now - before - tick
             late = late if late > tick else 0.0  # the driver was busy, and answers may have been waiting for it
             for worker in list(self._workers):
-                if worker.overdue(now, late, self.step_deadline_s):
-                    worker.lose("timeout", f"no answer within {self.step_deadline_s:g} s")
+                if worker.overdue(now, late, self.environment_step_s):
+                    worker.lose("timeout", f"no answer within {self.environment_step_s:g} s")
             before = now
 
     def _answered(self, place: Place, call: WireCall, reply: dict[str, Any]) -> None:

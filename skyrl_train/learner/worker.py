@@ -250,7 +250,7 @@ class LearnerWorker:
             wire_dtype=spec.model_dtype,
             bucket_bytes=int(spec.weight_transfer_threshold_cuda_ipc_GB * 2**30),
             rank=self.rank,
-            only_changed=spec.weight_sync_only_changed,
+            weight_sync_only_changed=spec.weight_sync_only_changed,
             adapted=self._adapted_model(),
             updates=lambda: self.strategy.updates,
             sum_over_ranks=self._sum_over_ranks,

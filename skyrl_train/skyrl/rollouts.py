@@ -31,7 +31,7 @@ from skyrl_train.trainer.loop import TrainingLoop
 class BatchSettings:
     """What is the same for all batches of training, or of evaluation."""
 
-    num_samples: int
+    n_samples_per_prompt: int
     sampling_params: Mapping[str, Any]
     """With vLLM's names, as SkyRL passes them on."""
     temperature: float
@@ -131,7 +131,7 @@ class GeneratorRollouts:
                 one.group.set_result(group)
 
     async def _groups(self, batch: list[_Waiting]) -> list[TrajectoryGroup]:
-        count, step = self._settings.num_samples, self._step()
+        count, step = self._settings.n_samples_per_prompt, self._step()
         prompts = [one.prompt for one in batch for _ in range(count)]
         ids = [TrajectoryID(one.prompt.uid, sample) for one in batch for sample in range(count)]
         given, name = self._input(prompts, ids, step), type(self._generator).__name__
@@ -190,7 +190,7 @@ def batch_settings(config: Config, *, evaluation: bool, needs_logprobs: bool) ->
     generator = config.generator
     params = generator.eval_sampling_params if evaluation else generator.sampling_params
     return BatchSettings(
-        num_samples=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
+        n_samples_per_prompt=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
         sampling_params=sampling_params_of(plain(params)),
         temperature=params.temperature or 1.0,  # greedy samples are scored at 1, as there is no log-prob at 0
         phase="eval" if evaluation else "train",

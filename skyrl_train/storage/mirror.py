@@ -59,17 +59,17 @@ _log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Keeps the files of `local` at an address. Any thread may call every method; `keep` is that of Checkpoints.
+    """Keeps the files of `local` at an address. Any thread may call every method; `max_ckpts_to_keep`: see Checkpoints.
 
     Call `take_over` where the folder has checkpoints, then `start`, then `offer` for each finished folder; `finish`,
     and whatever happened `stop` and `give_up`. `run`: of the run that writes this folder, if it claims its own address:
     once that is lost nothing is uploaded here, either.
     """
 
-    def __init__(self, local: Path, address: str, keep: int = -1, run: Mirror | None = None):
+    def __init__(self, local: Path, address: str, max_ckpts_to_keep: int = -1, run: Mirror | None = None):
         self.local = local
         self.store = StoredFolder(address)
-        self._keep = keep
+        self._max_ckpts_to_keep = max_ckpts_to_keep
         self._lease: Lease = Lease(self.store, local) if run is None else run._lease
         self._turn = threading.Condition()
         self._pending: list[Path] = []
@@ -282,7 +282,7 @@ class Mirror:
 
     def _is_beyond(self, step: int, stored: Collection[int]) -> bool:
         """Whether a checkpoint that is not at the address is one too many: the next save deletes it here as well."""
-        return len(stored) >= self._keep > 0 and step < min(stored)
+        return len(stored) >= self._max_ckpts_to_keep > 0 and step < min(stored)
 
     def _is_another_machines(self, folder: Path) -> bool:
         """Whether a folder of this name is at the address, and is not what this machine has uploaded."""
@@ -336,7 +336,7 @@ class Mirror:
             raise StorageError(f"{self.store.address}: nothing more is uploaded.")
 
     def _after_checkpoint(self, step: int) -> None:
-        """Checkpoints that a run left behind by going back are set aside, and those beyond `keep` are deleted."""
+        """Checkpoints that a run left behind by going back are set aside, and the oldest of too many are deleted."""
         left = self._left_behind()
         for other in (one for one, version in self._manifests().items() if one != step and left.get(one) == version):
             set_aside(self.store, f"global_step_{other}")
@@ -349,7 +349,7 @@ class Mirror:
         self._there = self._stored()
         steps = [*self._there]
         self.store.write(LATEST_FILE, str(max(steps, default=step)).encode())
-        for old in steps[: -self._keep] if self._keep > 0 else ():
+        for old in steps[: -self._max_ckpts_to_keep] if self._max_ckpts_to_keep > 0 else ():
             discard(self.store, f"global_step_{old}")
 
     def _manifests(self, there: Mapping[str, Found] | None = None) -> dict[int, str]:

@@ -50,18 +50,18 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only the `keep` newest are kept; -1 keeps all.
+    """The checkpoints of one run. Only the `max_ckpts_to_keep` newest are kept; -1 keeps all.
 
     `mirror`: of `root` at an address, where there may be checkpoints that are not here.
     """
 
-    def __init__(self, root: Path, keep: int = -1, mirror: Mirror | None = None):
-        if keep < 1 and keep != -1:
+    def __init__(self, root: Path, max_ckpts_to_keep: int = -1, mirror: Mirror | None = None):
+        if max_ckpts_to_keep < 1 and max_ckpts_to_keep != -1:
             raise ConfigError(
-                f"trainer.max_ckpts_to_keep={keep} is not allowed: -1 keeps all, 1 or more keeps so many."
+                f"trainer.max_ckpts_to_keep={max_ckpts_to_keep} is not allowed: -1 keeps all, 1 or more keeps so many."
             )
         self._root = Path(root)
-        self._keep = keep
+        self._max_ckpts_to_keep = max_ckpts_to_keep
         self._mirror = mirror
 
     def steps(self) -> list[int]:
@@ -90,7 +90,7 @@ class Checkpoints:
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def commit(self, step: int, state: Mapping[str, Any], files: Mapping[str, Written] | None = None) -> Path:
-        """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest beyond `keep`.
+        """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest of too many.
 
         `files` (path inside the folder -> what it holds) are durable already and are not read again. Raises OSError if
         the disk is full or fails, CheckpointError if one of `files` is not there; the existing checkpoints then stay as
@@ -200,7 +200,8 @@ class Checkpoints:
                 )
 
     def _prune(self) -> None:
-        for _, folder in _by_recorded_step(self._root, None)[self._keep :] if self._keep > 0 else ():
+        kept = self._max_ckpts_to_keep
+        for _, folder in _by_recorded_step(self._root, None)[kept:] if kept > 0 else ():
             if self._mirror is not None and self._mirror.uploading(folder):
                 continue  # the next save deletes it
             with _out_of_the_way(folder):

@@ -26,13 +26,13 @@ _LONGEST_FILE_NAME = 200
 
 
 class Evaluator:
-    """Runs a rollout for every evaluation prompt, `batch_size` prompts at a time, in order."""
+    """Runs a rollout for every evaluation prompt, `eval_batch_size` prompts at a time, in order."""
 
     def __init__(
         self,
         rollout: Callable[[Prompt, int], Awaitable[TrajectoryGroup]],
         prompts: Sequence[Prompt],
-        batch_size: int,
+        eval_batch_size: int,
         dump_to: Path | None,
         max_failed_fraction: float = 1.0,
         after: Callable[[], Awaitable[None]] | None = None,
@@ -44,7 +44,7 @@ class Evaluator:
         """
         self._rollout = rollout
         self._prompts = prompts
-        self._batch_size = batch_size
+        self._eval_batch_size = eval_batch_size
         self._dump_to = dump_to
         self._max_failed_fraction = max_failed_fraction
         self._after = after
@@ -63,8 +63,8 @@ class Evaluator:
         """
         groups: list[TrajectoryGroup] = []
         self.progress = 0, len(self._prompts)
-        for start in range(0, len(self._prompts), self._batch_size):
-            batch = self._prompts[start : start + self._batch_size]
+        for start in range(0, len(self._prompts), self._eval_batch_size):
+            batch = self._prompts[start : start + self._eval_batch_size]
             groups += await gather_all(self._counted(prompt, start + i) for i, prompt in enumerate(batch))
         if self._after is not None:
             await self._after()

@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 class Intervals:
     """How many steps apart each action is; 0 or less disables it. Enabled actions also run after the last step."""
 
-    evaluate: int
-    checkpoint: int
-    export: int
-    evaluate_before: bool
+    eval_interval: int
+    ckpt_interval: int
+    hf_save_interval: int
+    eval_before_train: bool
     total_steps: int
 
     def due(self, interval: int, step: int) -> bool:
@@ -100,7 +100,7 @@ class TrainingLoop(ABC):
             while self.step < self.schedule.total_steps:
                 await self._next_step(f"step {self.step + 1}")
             await self.state.written()
-            if self.intervals.checkpoint > 0 and self.step > started_at:
+            if self.intervals.ckpt_interval > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
             await to_its_end(self._leave(error, started_at))
@@ -164,7 +164,7 @@ class TrainingLoop(ABC):
 
     def _due(self) -> list[str]:
         """What is to be done about a step that was just learnt."""
-        exports = self.intervals.due(self.intervals.export, self.step)
+        exports = self.intervals.due(self.intervals.hf_save_interval, self.step)
         return ["log", *(["export"] if exports else [])]
 
     def _last_good(self) -> str:
@@ -198,7 +198,7 @@ class TrainingLoop(ABC):
         if "export" in self._to_do:
             await to_its_end(self.state.export(self.step))
             self._done("export")
-        if self.intervals.due(self.intervals.checkpoint, self.step):
+        if self.intervals.due(self.intervals.ckpt_interval, self.step):
             await self.state.save(self.step)
 
     def _done(self, action: str) -> None:
@@ -211,7 +211,7 @@ class TrainingLoop(ABC):
         if self.release is not None:
             await self.release()
         # A rank that writes in the background takes other calls: one that is stopped would hold up the writing.
-        if self.state.in_background and not await self.learner.answers(_ANSWER_S):
+        if self.state.async_checkpoint and not await self.learner.answers(_ANSWER_S):
             await self.state.give_up()
         try:
             await self.state.written()

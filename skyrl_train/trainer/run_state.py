@@ -78,7 +78,7 @@ class RunState:
         controllers: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         reference_folder: Path | None = None,
-        in_background: bool = False,
+        async_checkpoint: bool = False,
         deadline_s: float = 1800.0,
         uploads: Mirror | None = None,
         exports: Mirror | None = None,
@@ -95,7 +95,7 @@ class RunState:
             controllers: Objects with `state()` and `load_state()`, by name.
             chat_template: The chat template of the training, for exports; None for the tokenizer's own.
             reference_folder: Used to copy the policy to the reference; None for a reference that never changes.
-            in_background: The ranks write checkpoints from a copy in memory while the run goes on.
+            async_checkpoint: The ranks write checkpoints from a copy in memory while the run goes on.
             deadline_s: Seconds within which a rank must have written what it has copied.
             uploads: The mirror of the folder of checkpoints.
             exports: The mirror of the folder of exports.
@@ -110,7 +110,7 @@ class RunState:
         self._controllers = {**(controllers or {}), "skipped_updates": self.skipped}
         self._chat_template = chat_template
         self._reference_folder = None if learner.reference is None else reference_folder
-        self.in_background = in_background
+        self.async_checkpoint = async_checkpoint
         self._deadline_s = deadline_s
         self._uploads = uploads
         self._exports = exports
@@ -202,7 +202,7 @@ class RunState:
             "unfinished": asdict(unfinished or Unfinished()),
         }
         self._writing = asyncio.create_task(self._write(step, state, copied))
-        if self.in_background:
+        if self.async_checkpoint:
             await copied.wait()
         else:
             await self.written()
@@ -314,7 +314,7 @@ class RunState:
         trained = self._learner.trained
         for role, group in trained.items():
             (folder / role).mkdir(parents=True, exist_ok=True)
-            await group.all("save", str(folder / role), self.in_background)
+            await group.all("save", str(folder / role), self.async_checkpoint)
         if self._reference_folder is not None:
             await self._reference("export", folder / "reference")
         copied.set()

@@ -89,7 +89,7 @@ class Trainer(TrainingLoop):
             self.kept_rollouts.begin(self.step)
         published = self.metrics.flush()
         if self.step == 0:
-            if self.evaluator is not None and self.intervals.evaluate_before:
+            if self.evaluator is not None and self.intervals.eval_before_train:
                 await self._evaluate()
             self.trackers.log(published | self.metrics.flush(), self.step)
         elif unfinished.actions:
@@ -153,7 +153,7 @@ class Trainer(TrainingLoop):
         return steps or told or self.batch_dump is not None
 
     def _due(self) -> list[str]:
-        evaluates = self.evaluator is not None and self.intervals.due(self.intervals.evaluate, self.step)
+        evaluates = self.evaluator is not None and self.intervals.due(self.intervals.eval_interval, self.step)
         return ["publish", *(["evaluate"] if evaluates else []), *super()._due()]
 
     def _num_tokens(self, values: Mapping[str, float]) -> float:

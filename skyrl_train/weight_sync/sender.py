@@ -82,7 +82,7 @@ class WeightSender:
         wire_dtype: str,
         bucket_bytes: int,
         rank: int,
-        only_changed: bool = False,
+        weight_sync_only_changed: bool = False,
         adapted: AdaptedModel | None = None,
         updates: Callable[[], int] = lambda: 0,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
@@ -90,9 +90,9 @@ class WeightSender:
         """`parameters` yields (Hugging Face name, this rank's part or a whole tensor) in an order common to all ranks.
 
         Floating-point tensors are sent as `wire_dtype` ("bfloat16", "float32"), others in their own dtype. With
-        `only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read instead of
-        `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter. `updates` counts
-        the optimizer steps that made the parameters. `sum_over_ranks` adds up int64 values of all ranks, on the CPU.
+        `weight_sync_only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read
+        instead of `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter. `updates`
+        counts the optimizer steps that made the parameters. `sum_over_ranks` adds up int64 CPU tensors of all ranks.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
@@ -100,7 +100,7 @@ class WeightSender:
         self._rank = rank
         self._updates = updates
         self._sum_over_ranks = sum_over_ranks
-        self._only_changed = only_changed
+        self._weight_sync_only_changed = weight_sync_only_changed
         self._route = "in_process"
         self._device = "cpu"
         self._group: BroadcastGroup | None = None
@@ -152,12 +152,12 @@ class WeightSender:
         altered, as the probe must notice changes of the trained weights.
         """
         self._rehearsal = rehearsal
-        follows = self._delivered if (self._only_changed or self._separate) and not rehearsal else None
+        follows = self._delivered if (self._weight_sync_only_changed or self._separate) and not rehearsal else None
         specs, non_finite = self._look(self._stream(follows is not None))
         base = None
         if follows is not None:
             base, known = follows
-            if self._only_changed:
+            if self._weight_sync_only_changed:
                 specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes

@@ -34,7 +34,7 @@ class Fakes:
         self.marked = 0
         self.unfinished = Unfinished()
         self.saved_with: Unfinished | None = None
-        self.in_background = False
+        self.async_checkpoint = False
         self.answering = True
         self.asked_within_s: list[float] = []
         """Of every question whether the ranks answer."""
@@ -139,10 +139,12 @@ class Fakes:
 def trainer_of(
     fakes: Any, max_staleness: int = 0, residency: Any = None, evaluator: Any = "fakes", batch_dump: Any = None
 ) -> Trainer:
-    schedule = StepSchedule(num_prompts=5, batch_size=2, epochs=1)
+    schedule = StepSchedule(num_prompts=5, train_batch_size=2, epochs=1)
     return Trainer(
         schedule=schedule,
-        intervals=Intervals(evaluate=2, checkpoint=2, export=0, evaluate_before=True, total_steps=3),
+        intervals=Intervals(
+            eval_interval=2, ckpt_interval=2, hf_save_interval=0, eval_before_train=True, total_steps=3
+        ),
         collector=RolloutCollector(
             fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
         ),
@@ -159,12 +161,14 @@ def trainer_of(
 
 
 def sft_trainer_of(fakes: Any) -> SFTTrainer:
-    schedule = StepSchedule(num_prompts=4, batch_size=2, epochs=1)
+    schedule = StepSchedule(num_prompts=4, train_batch_size=2, epochs=1)
     return SFTTrainer(
         demonstrations=[Demonstration([1, 2], [False, True])] * 4,
         index_at=lambda position: position,
         schedule=schedule,
-        intervals=Intervals(evaluate=0, checkpoint=2, export=0, evaluate_before=False, total_steps=2),
+        intervals=Intervals(
+            eval_interval=0, ckpt_interval=2, hf_save_interval=0, eval_before_train=False, total_steps=2
+        ),
         learner=fakes,
         state=fakes,
         trackers=Trackers({"fake": fakes}),

@@ -133,7 +133,7 @@ class _Connection:
         self.url = url
         self.headers = headers
         self.timeout = float(settings.get("timeout", 30.0))
-        self.max_bytes = int(settings.get("max_response_bytes", 2**20))
+        self.max_response_bytes = int(settings.get("max_response_bytes", 2**20))
         self.action_key = settings.get("action_key", "message")
         self._client: aiohttp.ClientSession | None = None
 
@@ -190,8 +190,10 @@ class _Http(_Connection):
             data = bytearray()
             async for chunk in response.content.iter_chunked(65536):
                 data += chunk
-                if len(data) > self.max_bytes:
-                    raise EnvironmentFailure("too_large", f"an answer of more than {self.max_bytes} bytes to {path}")
+                if len(data) > self.max_response_bytes:
+                    raise EnvironmentFailure(
+                        "too_large", f"an answer of more than {self.max_response_bytes} bytes to {path}"
+                    )
             if response.status != 200:
                 raise EnvironmentFailure("server", f"status {response.status} of {path}: {bytes(data[:200])!r}")
             return self.parsed(bytes(data))
@@ -203,7 +205,7 @@ class _Session(_Connection):
     _socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        self._socket = await self.client().ws_connect(self.url, max_msg_size=self.max_bytes, heartbeat=None)
+        self._socket = await self.client().ws_connect(self.url, max_msg_size=self.max_response_bytes, heartbeat=None)
         return await self._ask({"type": "reset", "data": arguments})
 
     async def step(self, text: str) -> dict[str, Any]:
@@ -217,7 +219,7 @@ class _Session(_Connection):
         reply = await self._socket.receive()
         if reply.type is not aiohttp.WSMsgType.TEXT:
             if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-                raise EnvironmentFailure("too_large", f"an answer of more than {self.max_bytes} bytes")
+                raise EnvironmentFailure("too_large", f"an answer of more than {self.max_response_bytes} bytes")
             raise EnvironmentFailure("server", f"the session ended ({reply.type.name})")
         answer = self.parsed(reply.data)
         data = answer.get("data")

@@ -91,11 +91,11 @@ class MiniSWEEnv(TextEnv):
         settings = self.env_config
         self.files, self.tests, self.protected = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or 0)
-        self.command_s = float(settings.get("command_timeout_s", 30.0))
-        self.test_s = float(settings.get("test_timeout_s", 10.0))
-        self.grading_s = float(settings.get("grading_timeout_s", 20.0))
-        self.most = int(settings.get("max_output", 10_000))
-        self.sandbox = Sandbox.of(settings.get("sandbox"), _limits(self.command_s + _SLACK_S))
+        self.command_timeout_s = float(settings.get("command_timeout_s", 30.0))
+        self.test_timeout_s = float(settings.get("test_timeout_s", 10.0))
+        self.grading_timeout_s = float(settings.get("grading_timeout_s", 20.0))
+        self.max_output = int(settings.get("max_output", 10_000))
+        self.sandbox = Sandbox.of(settings.get("sandbox"), _limits(self.command_timeout_s + _SLACK_S))
         self._templates = _templates(settings)
         self._session: Session | None = None
         self._turns = self._mistakes = 0
@@ -170,12 +170,12 @@ class MiniSWEEnv(TextEnv):
 
     def _ran(self, command: str) -> dict[str, Any] | None:
         assert self._session is not None
-        outcome = self._session.execute(f"ran({command!r}, {self.command_s!r}, {self.most!r})")
+        outcome = self._session.execute(f"ran({command!r}, {self.command_timeout_s!r}, {self.max_output!r})")
         return _last_line(outcome.stdout) if self._session.alive else None
 
     def _passed(self) -> int:
         """How many tests the submitted repository passes before the first that it fails, or that is out of time."""
-        deadline = time.monotonic() + self.grading_s
+        deadline = time.monotonic() + self.grading_timeout_s
         files = self._submitted()
         if not files:
             return 0
@@ -183,7 +183,7 @@ class MiniSWEEnv(TextEnv):
         files |= {name: base64.b64encode(self.files[name].encode()).decode() for name in self.protected}
         for passed, (script, output) in enumerate(self.tests):
             left = deadline - time.monotonic()
-            if left <= 0 or not self._passes(files, script, output, min(self.test_s, left)):
+            if left <= 0 or not self._passes(files, script, output, min(self.test_timeout_s, left)):
                 return passed
         return len(self.tests)
 
@@ -191,7 +191,7 @@ class MiniSWEEnv(TextEnv):
         """All files of the repository, {path: base64}; none if they are too many or too large."""
         assert self._session is not None
         most = len(self.files) + _MOST_FILES, _size(self.files) + _MOST_BYTES
-        told = _last_line(self._session.execute(f"collected{most!r}", self.grading_s).stdout)
+        told = _last_line(self._session.execute(f"collected{most!r}", self.grading_timeout_s).stdout)
         files = (told or {}).get("files")
         return files if isinstance(files, dict) and self._session.alive else {}
 

@@ -136,7 +136,7 @@ def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: Bench, re
     bench.model = bench.random_model(5)
     trainer = LocalTrainer(bench.model)
     trainer.sender = WeightSender(
-        trainer.parameters, wire_dtype="float32", bucket_bytes=1 << 14, rank=0, only_changed=True
+        trainer.parameters, wire_dtype="float32", bucket_bytes=1 << 14, rank=0, weight_sync_only_changed=True
     )
 
     async def run() -> tuple[float, float]:

@@ -20,7 +20,7 @@ def test_a_comparison_that_never_ends_fails_no_episode_and_leaves_no_process():
         return (await episode.step(text)).reward
 
     async def score_all() -> list[float]:
-        async with EnvironmentHost({"math": {"timeout": 3.0}}, max_workers=1, step_deadline_s=120.0) as host:
+        async with EnvironmentHost({"math": {"timeout": 3.0}}, max_env_workers=1, environment_step_s=120.0) as host:
             return await asyncio.gather(*(score(host, text) for text in answers))
 
     assert asyncio.run(score_all()) == [0.0, 1.0, 0.0, 0.0, 1.0]

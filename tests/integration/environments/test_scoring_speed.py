@@ -34,7 +34,7 @@ def test_ten_thousand_answers_are_scored_through_the_host_in_ten_cpu_seconds():
         return output.reward
 
     async def score_all() -> float:
-        async with EnvironmentHost({}, max_workers=2, step_deadline_s=240.0) as host:
+        async with EnvironmentHost({}, max_env_workers=2, environment_step_s=240.0) as host:
             return sum(await asyncio.gather(*(score(host, number) for number in range(ANSWERS))))
 
     before = cpu_s()

@@ -87,7 +87,7 @@ def test_adapters_arrive_merged_and_what_they_do_not_change_travels_once(tmp_pat
     model_path = save_tiny_model(tmp_path / "model", kind)
     options: dict[str, Any] = {
         "lora": LoraConfig(rank=4),
-        "only_changed": True,
+        "weight_sync_only_changed": True,
         "optimizer_config": OptimizerConfig(lr=1e-1),
     }
 

@@ -38,13 +38,13 @@ class Noting(ModelTarget):
         return all(torch.equal(held[name], tensor) for name, tensor in trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize("only_changed", [False, True], ids=["all", "only changed"])
+@pytest.mark.parametrize("weight_sync_only_changed", [False, True], ids=["all", "only changed"])
 @pytest.mark.parametrize("route", ["broadcast", "ipc", "checkpoint", "in_process"])
 def test_a_newcomer_gets_all_weights_from_the_trainer_while_the_others_go_on(
-    route: str, only_changed: bool, tmp_path: Path
+    route: str, weight_sync_only_changed: bool, tmp_path: Path
 ):
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
-    trainer.sender._only_changed = only_changed
+    trainer.sender._weight_sync_only_changed = weight_sync_only_changed
     first, late = Noting("first", seed=2), Noting("late", seed=3)
     engines = [first]
     publisher = WeightPublisher(trainer, lambda: engines, route=route, deadline_s=30, folder=str(tmp_path))
@@ -62,7 +62,7 @@ def test_a_newcomer_gets_all_weights_from_the_trainer_while_the_others_go_on(
             values = await publisher.publish(version)
             assert all(one.holds(trainer) and one.receiver.version == version for one in engines)
         whole = sum(tensor.nbytes for tensor in trainer.model.parameters())
-        assert (values["weights/bytes"] < whole) == only_changed
+        assert (values["weights/bytes"] < whole) == weight_sync_only_changed
         engines.remove(late)
         late.receiver.close()
         late.asked.clear()

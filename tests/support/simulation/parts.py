@@ -143,7 +143,7 @@ class SimulatedPublisher:
 class SimulatedState:
     """Checkpoints in memory, which cost nothing."""
 
-    in_background = False
+    async_checkpoint = False
 
     def __init__(self, learner: SimulatedLearner, controllers: Mapping[str, Any], saved: tuple[int, Any] | None = None):
         """`saved`: the checkpoint to resume from, as `saved` of an earlier run has it."""

@@ -134,7 +134,7 @@ def _publish(
     async def sync(one: SimulatedEngine) -> None:
         await send_whole_version(learner, publisher, one)
 
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=SimulatedEngine.close, budget=_ANY)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=SimulatedEngine.close, max_engine_restarts=_ANY)
     scaler = EngineScaler(
         client, supervisor, start=start, stop=stop, drain_s=cfg.trainer.timeouts.drain_s, tell=lambda line: None
     )

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 import skyrl_train
-from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses, sft_losses
+from skyrl_train.algorithms.registry import (
+    advantage_estimators,
+    keywords_of,
+    kl_estimators,
+    policy_losses,
+    reductions,
+    sft_losses,
+)
 from skyrl_train.algorithms.selections import selection_of
 from skyrl_train.config import roles
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES

@@ -60,7 +60,7 @@ async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Comple
     async def nothing(engine: Any) -> None:
         pass
 
-    supervisor = EngineSupervisor(client, start=start, sync=nothing, stop=nothing, budget=1)
+    supervisor = EngineSupervisor(client, start=start, sync=nothing, stop=nothing, max_engine_restarts=1)
     client.revive = supervisor.revive
     (answer,) = await client.generate([request()])
     return answer, supervisor, client

@@ -58,7 +58,7 @@ class Scaled:
         made = [Newcomer(f"engine {index}", delay_s, synced=True) for index in range(first)]
         self.client = EngineClient(made, deadline_s=5)
         self.supervisor = EngineSupervisor(
-            self.client, start=self.start, sync=self.sync, stop=ScriptedEngine.close, budget=9
+            self.client, start=self.start, sync=self.sync, stop=ScriptedEngine.close, max_engine_restarts=9
         )
         self.client.revive = self.supervisor.revive
         self.scaler = EngineScaler(

@@ -55,7 +55,7 @@ def supervised(
     async def stop(engine: Mortal) -> None:
         await engine.close()
 
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=budget)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, max_engine_restarts=budget)
     client.revive = supervisor.revive
     return client, supervisor
 
@@ -97,7 +97,7 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
     async def stop(engine: Mortal) -> None:
         await engine.close()
 
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=3)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, max_engine_restarts=3)
     client.revive = supervisor.revive
     (answer,) = asyncio.run(client.generate([request("r1")]))
     assert answer.request_id == "r1"
@@ -129,7 +129,7 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
         raise AssertionError("there is no engine")
 
     client = EngineClient([Mortal("a")], deadline_s=5)
-    client.revive = EngineSupervisor(client, start=start, sync=never, stop=never, budget=3).revive
+    client.revive = EngineSupervisor(client, start=start, sync=never, stop=never, max_engine_restarts=3).revive
     with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node with slots of this run died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
@@ -150,7 +150,7 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
         await engine.close()
 
     client = EngineClient([Mortal("a")], deadline_s=5)
-    client.revive = EngineSupervisor(client, start=start, sync=sync, stop=stop, budget=3).revive
+    client.revive = EngineSupervisor(client, start=start, sync=sync, stop=stop, max_engine_restarts=3).revive
     with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: rank 0 died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
@@ -274,7 +274,7 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
         async def sync(engine: Mortal) -> None:
             engine.synced = True
 
-        supervisor = EngineSupervisor(client, start=start, sync=sync, stop=Mortal.close, budget=4)
+        supervisor = EngineSupervisor(client, start=start, sync=sync, stop=Mortal.close, max_engine_restarts=4)
         client.revive, client.revives_at_once = supervisor.revive, True
         for record in client._all:
             client._mark_dead(record, EngineError("killed"))
@@ -304,7 +304,7 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
         engine.synced = True
 
     client = EngineClient([Mortal("a"), *([Mortal("b", lives=True)] if others else [])], deadline_s=5)
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, budget=1)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, max_engine_restarts=1)
 
     async def run() -> None:
         nonlocal room
@@ -348,7 +348,7 @@ def test_of_engines_without_a_node_one_waits_for_another_node_and_none_ends_a_ru
 
     last = Mortal("d", lives=True)
     client = EngineClient([Mortal("a"), Mortal("b"), Mortal("c"), last], deadline_s=5)
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, budget=9)
+    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, max_engine_restarts=9)
     client.revive = supervisor.revive
 
     async def run() -> None:

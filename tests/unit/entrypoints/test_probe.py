@@ -49,7 +49,7 @@ def sizes(
 ) -> tuple[list[int], Pace]:
     """The steps that a probe takes, asked for as the collector does, and the pace in the end."""
     clock = Clock()
-    pace = Pace(1000, prompts, 1, staleness=staleness, clock=clock)
+    pace = Pace(1000, prompts, 1, max_staleness_steps=staleness, clock=clock)
     steps: list[int] = []
     assert all(pace.prompts_of_step(ahead) for ahead in range(staleness + 1))
     while len(steps) < pace.total_steps:

@@ -61,7 +61,7 @@ def test_configured_split_takes_what_was_measured():
 
     busy = taken(8, {"timing/generate_s": 0.1, "timing/step_s": 4.0, "async/engines_idle": 0.25})
     first = compared(config(**APART, **AHEAD), [busy] * 3).estimates[0]
-    assert (first.split.staleness, first.generate_s) == (1, pytest.approx(3.0))
+    assert (first.split.max_staleness_steps, first.generate_s) == (1, pytest.approx(3.0))
 
 
 def test_engines_and_trainers_scale_with_their_slots():
@@ -70,10 +70,10 @@ def test_engines_and_trainers_scale_with_their_slots():
     generate_s, train_s = row["timing/generate_s"], row["timing/score_s"] + row["timing/update_s"]
     assert found.proportional is not None and "as long" in found.proportional
     for one in found.estimates:
-        engines, trainers = (4, 4) if one.split.colocated else (one.split.engines, one.split.trainers)
+        engines, trainers = (4, 4) if one.split.colocate_all else (one.split.engines, one.split.trainers)
         sides = generate_s * 2 / engines, train_s * 2 / trainers
         assert (one.generate_s, one.train_s) == pytest.approx(sides)
-        joined = max(sides[0], sides[1] + REST_S) if one.split.staleness else sum(sides) + REST_S
+        joined = max(sides[0], sides[1] + REST_S) if one.split.max_staleness_steps else sum(sides) + REST_S
         assert one.step_s == pytest.approx(joined + SYNC_S)
 
 
@@ -96,7 +96,7 @@ def test_decode_step_is_fitted_where_responses_differ():
     longest = fmean(step.row["response/max_tokens"] for step in steps)
     tokens = fmean(step.row["rollouts/tokens"] for step in steps)
     for one in found.estimates:
-        expected = 0.1 * longest / (1 + one.split.staleness) + 0.01 * tokens / one.split.engines
+        expected = 0.1 * longest / (1 + one.split.max_staleness_steps) + 0.01 * tokens / one.split.engines
         assert one.generate_s == pytest.approx(expected, rel=0.05)
 
 
@@ -134,9 +134,9 @@ def test_every_proposed_split_is_valid():
     cfg, slow = config(**FOUR_SLOTS), {"timing/step_s": 12.0}
     found = compared(cfg, [taken(8, slow)] * 3)
     splits = [one.split for one in found.estimates]
-    assert splits[0] == configured_split(cfg) == Split(4, 4, colocated=True)
+    assert splits[0] == configured_split(cfg) == Split(4, 4, colocate_all=True)
     assert {(one.engines, one.trainers) for one in splits[1:]} == {(1, 3), (2, 2), (3, 1)}
-    assert {one.staleness for one in splits} == {0, 1}
+    assert {one.max_staleness_steps for one in splits} == {0, 1}
     for text in found.keys:
         key, _, value = text.partition("=")
         cfg = with_value_at(cfg, key, json.loads(value))

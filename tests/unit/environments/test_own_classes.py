@@ -50,7 +50,7 @@ def own_environment() -> Any:
 
 
 async def reward_of(name: str) -> float:
-    async with EnvironmentHost({}, max_workers=1) as host:
+    async with EnvironmentHost({}, max_env_workers=1) as host:
         episode = await host.start(name, Prompt("0", [{"role": "user", "content": "x"}], name, {}, "source"))
         return (await episode.step("7")).reward
 

@@ -78,7 +78,7 @@ def test_going_back_and_pruning_go_by_the_manifest_too(tmp_path: Path):
     found = checkpoints.load_path("latest")
     assert found is not None and found.step == 60
     (tmp_path / "global_step_60").rename(tmp_path / "global_step_1")
-    save(Checkpoints(tmp_path, keep=2), 70)
+    save(Checkpoints(tmp_path, max_ckpts_to_keep=2), 70)
     assert checkpoints.steps() == [60, 70]
 
 
@@ -137,7 +137,7 @@ def test_keeping_none_is_refused(tmp_path: Path, keep: int):
 
 
 def test_the_last_k_are_kept(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, max_ckpts_to_keep=2)
     for step in range(1, 6):
         save(checkpoints, step)
     assert checkpoints.steps() == [4, 5]
@@ -293,7 +293,7 @@ SAVE_LOOP = """
 import sys
 from pathlib import Path
 from skyrl_train.trainer.checkpoints import Checkpoints
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+checkpoints = Checkpoints(Path(sys.argv[1]), max_ckpts_to_keep=2)
 print("ready", flush=True)
 for step in range(1, 10**9):
     folder = checkpoints.begin(step)
@@ -319,7 +319,7 @@ def test_kill_at_a_random_moment_of_a_save_loses_at_most_that_save(tmp_path: Pat
     step = found.step if found else 0
     assert step in (committed, committed + 1), "the rename of the next one may have come through before the kill"
     assert found is None or found.state["step_again"] == step
-    again = save(Checkpoints(tmp_path, keep=2), step + 1)
+    again = save(Checkpoints(tmp_path, max_ckpts_to_keep=2), step + 1)
     assert verify(again) is None, "saving goes on over what the crash left"
 
 

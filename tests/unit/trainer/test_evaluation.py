@@ -39,7 +39,7 @@ def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_p
         Prompt("c", [], "x"),
     ]
     rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0], "b": [0.0, None], "c": [1.0, 1.0]}
-    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, batch_size=2, dump_to=tmp_path).run(step=7))
+    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=2, dump_to=tmp_path).run(step=7))
     assert found["eval/one/x/avg_score"] == 0.25
     assert found["eval/one/x/pass_at_2"] == 0.5
     assert found["eval/one/x/num_failed"] == 1
@@ -64,7 +64,7 @@ def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monke
         failed.fail("tool", f"no access with {secret}")
         return TrajectoryGroup(prompt, [shown, failed])
 
-    asyncio.run(Evaluator(rollout, [prompt], batch_size=1, dump_to=tmp_path).run(step=3))
+    asyncio.run(Evaluator(rollout, [prompt], eval_batch_size=1, dump_to=tmp_path).run(step=3))
     (file,) = tmp_path.rglob("*.jsonl")
     assert secret not in file.read_text()
     first, second = map(json.loads, file.read_text().splitlines())
@@ -150,7 +150,7 @@ def test_at_most_a_batch_of_prompts_is_in_flight():
         return TrajectoryGroup(prompt, [trajectory_from(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)])
 
     prompts = [Prompt(str(i), [], "x") for i in range(7)]
-    asyncio.run(Evaluator(rollout, prompts, batch_size=3, dump_to=None).run(0))
+    asyncio.run(Evaluator(rollout, prompts, eval_batch_size=3, dump_to=None).run(0))
     assert most == 3
 
 
@@ -159,7 +159,7 @@ def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
     sources = ["math/500", "math 500", "math_500", "math%2F500", "all", "source_all", long, f"{long}y", "\ud83d", "é"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {str(number): [float(number)] for number in range(len(sources))}
-    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, batch_size=4, dump_to=tmp_path).run(step=0))
+    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=4, dump_to=tmp_path).run(step=0))
     files = [path.read_text().splitlines() for path in tmp_path.rglob("*.jsonl")]
     assert sorted(json.loads(line)["uid"] for (line,) in files) == [str(number) for number in range(len(sources))]
     names = {name: value for name, value in found.items() if name.endswith("/avg_score")}

@@ -179,7 +179,7 @@ def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_sav
 @pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
 def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_stopped():
     fakes = Fakes()
-    fakes.answering, fakes.in_background = False, True
+    fakes.answering, fakes.async_checkpoint = False, True
     trainer = trainer_of(fakes)
     written = asyncio.Event()
 

@@ -173,7 +173,7 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step_while_training_g
             await learner.update(policy_batch(seed=seed))
             await state.save(step)
 
-    with_state(tiny_model_path, tmp_path / "background", in_background, in_background=True)
+    with_state(tiny_model_path, tmp_path / "background", in_background, async_checkpoint=True)
     with_state(tiny_model_path, tmp_path / "foreground", in_foreground)
     for step in (1, 2):
         found, expected = (tmp_path / kind / f"global_step_{step}" for kind in ("background", "foreground"))
@@ -210,7 +210,7 @@ def test_a_full_disk_costs_a_checkpoint_and_three_in_a_row_the_run(
         await state.finish(4)
 
     monkeypatch.setattr(run_state, "RETRY_S", 0.0)
-    with_state(tiny_model_path, tmp_path, steps, in_background=in_background)
+    with_state(tiny_model_path, tmp_path, steps, async_checkpoint=in_background)
     assert caplog.text.count("COULD NOT BE WRITTEN") >= 4
     assert verify(tmp_path / "global_step_4") is None
 

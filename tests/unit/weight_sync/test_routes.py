@@ -27,14 +27,16 @@ UP = "model.layers.1.mlp.up_proj.weight"
 class Pair:
     """A trainer's sender, an engine's receiver, and the two models."""
 
-    def __init__(self, route: str = "in_process", folder: Path | None = None, *, only_changed: bool = False):
+    def __init__(
+        self, route: str = "in_process", folder: Path | None = None, *, weight_sync_only_changed: bool = False
+    ):
         self.trainer, self.engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
         self.sender = WeightSender(
             self.trainer.named_parameters,
             wire_dtype="float32",
             bucket_bytes=20_000,
             rank=0,
-            only_changed=only_changed,
+            weight_sync_only_changed=weight_sync_only_changed,
         )
         self.receiver = WeightReceiver(InPlace(lambda: dict(self.engine.named_parameters())), "engine-0")
         self.sender.connect(route, str(folder or ""), 2, 5.0)
@@ -223,7 +225,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 def test_a_sync_of_what_changed_sends_only_that(pair_of):
-    pair = pair_of(only_changed=True)
+    pair = pair_of(weight_sync_only_changed=True)
     everything = pair.sync(1)
     assert everything.base_version is None
     with torch.no_grad():
@@ -238,7 +240,7 @@ def test_a_sync_of_what_changed_sends_only_that(pair_of):
 
 @pytest.mark.fault("F30")
 def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
-    pair = pair_of(only_changed=True)
+    pair = pair_of(weight_sync_only_changed=True)
     pair.sync(1)
     late = WeightReceiver(InPlace(lambda: dict(pair.engine.named_parameters())), "late")
     with torch.no_grad():
@@ -252,14 +254,14 @@ def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
 
 
 def test_after_a_sync_that_failed_everything_is_sent_again(pair_of):
-    pair = pair_of(only_changed=True)
+    pair = pair_of(weight_sync_only_changed=True)
     pair.sync(1)
     pair.sender.disconnect()  # what a publisher does after a failure
     assert pair.sync(2).base_version is None
 
 
 def test_a_sync_that_nobody_confirmed_is_no_base(pair_of):
-    pair = pair_of(only_changed=True)
+    pair = pair_of(weight_sync_only_changed=True)
     pair.sender.manifest(1)
     assert pair.sender.manifest(2).base_version is None
     with pytest.raises(WeightSyncError, match="version 1 was not the one that was sent"):
@@ -270,7 +272,7 @@ def test_a_sync_that_nobody_confirmed_is_no_base(pair_of):
 
 
 def test_a_rehearsal_sends_altered_weights_and_the_same_version_may_follow(pair_of):
-    pair = pair_of(only_changed=True)
+    pair = pair_of(weight_sync_only_changed=True)
     assert pair.sync(0, rehearsal=True).rehearsal
     for name, tensor in pair.trainer.named_parameters():
         assert torch.equal(pair.engine.get_parameter(name), REHEARSAL * tensor), name

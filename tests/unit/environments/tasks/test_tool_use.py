@@ -226,7 +226,7 @@ def test_episodes_with_the_sandboxed_tool_run_in_the_processes_of_a_run():
 
     async def run() -> list[StepOutput]:
         settings = {"tool_use": {"tools": ["python"], "tool_settings": {"python": {"persistent": True}}}}
-        async with EnvironmentHost(settings, max_workers=1, step_deadline_s=120) as host:
+        async with EnvironmentHost(settings, max_env_workers=1, environment_step_s=120) as host:
             row = {"reward_spec": {"method": "rule", "ground_truth": "42"}, "max_turns": 4}
             episode = await host.start("tool_use", Prompt("0", QUESTION, "tool_use", row))
             assert "<python>" in episode.messages[0]["content"]
