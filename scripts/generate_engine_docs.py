@@ -8,8 +8,7 @@ from pathlib import Path
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.engines.base import SAMPLING
-from skyrl_train.engines.http.native_sglang import SGLangServer
-from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.sampling import RULES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "engines.md"

@@ -64,9 +64,9 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 class PerTurn:
-    """At most so many go through here in one turn of the event loop, in the order in which they come.
+    """Limits how much goes through here in one turn of the event loop, in the order in which it comes.
 
-    Thousands of tasks that become ready together would otherwise all run before anything else does. Who goes through
+    Thousands of tasks that become ready together would otherwise all run before anything else does. What goes through
     depends on no clock.
     """
 
@@ -74,26 +74,29 @@ class PerTurn:
         self._most = most
         self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
-    async def __call__(self) -> None:
-        """Go through, in this turn or in a later one."""
+    async def __call__(self, weight: int = 1) -> None:
+        """Go through, in this turn or in a later one. A weight above the limit has a turn of its own."""
         loop = asyncio.get_running_loop()
         line = self._lines.setdefault(loop, _Line())
         if not line.gone:
             loop.call_soon(self._next_turn, loop, line)
-        if line.gone < self._most and not line.waiting:
-            line.gone += 1
+        if self._has_room(line, weight) and not line.waiting:
+            line.gone += weight
             return
         turn: asyncio.Future[None] = loop.create_future()
-        line.waiting.append(turn)
+        line.waiting.append((turn, weight))
         await turn
+
+    def _has_room(self, line: _Line, weight: int) -> bool:
+        return not line.gone or line.gone + weight <= self._most
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop, line: _Line) -> None:
         line.gone = 0
-        while line.waiting and line.gone < self._most:
-            turn = line.waiting.popleft()
+        while line.waiting and self._has_room(line, line.waiting[0][1]):
+            turn, weight = line.waiting.popleft()
             if not turn.done():  # whoever waited was cancelled
                 turn.set_result(None)
-                line.gone += 1
+                line.gone += weight
         if line.gone:
             loop.call_soon(self._next_turn, loop, line)
 
@@ -103,8 +106,8 @@ class _Line:
     """Of one event loop."""
 
     gone: int = 0
-    """How many went through in this turn."""
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    """The weight that went through in this turn."""
+    waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
 
 
 class Shared:

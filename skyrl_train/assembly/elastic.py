@@ -17,8 +17,7 @@ from skyrl_train.cluster.placement import reserve_beside
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.scaling import EngineScaler
-from skyrl_train.engines.supervisor import EngineSupervisor
+from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, why_fixed, write_wanted
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.report.phases import say

@@ -22,8 +22,7 @@ from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
-from skyrl_train.engines.http.native_sglang import SGLangServer
-from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
 from skyrl_train.engines.sampling import check_supported, normalise
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError
@@ -258,5 +257,5 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
                     "leave it false."
                 )
     batch = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
-    most_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
-    return EngineClient(engines, deadline_s=timeouts.rollout_s, most_calls=most_calls)
+    max_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
+    return EngineClient(engines, deadline_s=timeouts.rollout_s, max_calls=max_calls)

@@ -10,7 +10,7 @@ from skyrl_train.assembly.services import Services
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.config.schema import Config
 from skyrl_train.learner.reward_worker import RewardModel
-from skyrl_train.rollouts.reward_model import JudgedRollout, Rollout
+from skyrl_train.rollouts.scoring import FirstRollout, ScoredRollouts
 
 WORKER = "skyrl_train.learner.reward_worker:RewardWorker"
 
@@ -49,7 +49,7 @@ async def start_reward_model(model: RewardModel | None, deadline_s: float) -> No
         await model.setup(deadline_s)
 
 
-def judged(cfg: Config, generator: Any, model: RewardModel | None) -> Rollout:
+def scored_rollouts(cfg: Config, generator: Any, model: RewardModel | None, first: FirstRollout) -> ScoredRollouts:
     """The generator's rollouts, scored by the reward model if there is one."""
-    rollout: Rollout = generator.rollout
-    return rollout if model is None else JudgedRollout(rollout, model.score, cfg.trainer.reward.coef)
+    judge = None if model is None else model.score
+    return ScoredRollouts(generator.rollout, judge=judge, coef=cfg.trainer.reward.coef, first=first)

@@ -23,7 +23,7 @@ from skyrl_train.assembly.engines import build_engines, connect_engine, engine_s
 from skyrl_train.assembly.environment_hosts import environments_of_run
 from skyrl_train.assembly.memory_fit import announce_fit
 from skyrl_train.assembly.publisher import build_publisher, build_supervisor, pause_mode, supervised_publish
-from skyrl_train.assembly.reward import build_reward_model, judged, start_reward_model
+from skyrl_train.assembly.reward import build_reward_model, scored_rollouts, start_reward_model
 from skyrl_train.assembly.services import (
     Services,
     build_batch_dump,
@@ -45,8 +45,7 @@ from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.end_of_turn import end_of_turn_name, end_of_turn_token
 from skyrl_train.data.messages import template_kwargs_of
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import normalise, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.errors import SkyRLError
@@ -55,8 +54,8 @@ from skyrl_train.report.console import rollout_line
 from skyrl_train.report.phases import Said, phase, say
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.first_rollout import FirstRollout
-from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.rollouts.rate_limit import EpisodeLimiter
+from skyrl_train.rollouts.scoring import FirstRollout
 from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
@@ -194,12 +193,12 @@ def build_generator(
     )
 
 
-_limiters: WeakKeyDictionary[Any, RateLimiter] = WeakKeyDictionary()
+_limiters: WeakKeyDictionary[Any, EpisodeLimiter] = WeakKeyDictionary()
 """Of a run's client: rollouts for training and an evaluation beside them have one limit together."""
 
 
-def _limiter_of(client: Any, limit: RateLimitConfig) -> RateLimiter:
-    return _limiters.setdefault(client, RateLimiter(limit.trajectories_per_second, limit.max_concurrency))
+def _limiter_of(client: Any, limit: RateLimitConfig) -> EpisodeLimiter:
+    return _limiters.setdefault(client, EpisodeLimiter(limit.trajectories_per_second, limit.max_concurrency))
 
 
 def build_trainer(
@@ -219,9 +218,8 @@ def build_trainer(
     first = first_rollout()
     advantage_step = build_advantage_step(trainer.algorithm)
     schedule = schedule_of(trainer, len(train_dataset)) if schedule is None else schedule
-    collector = build_collector(
-        cfg, first.of(judged(cfg, train_generator, running.reward_model)), train_dataset, schedule
-    )
+    rollouts = scored_rollouts(cfg, train_generator, running.reward_model, first)
+    collector = build_collector(cfg, rollouts, train_dataset, schedule)
     end_of_turn = end_of_turn_name(tokenizer, cfg.generator.chat_template_kwargs)
     guards = Guards(trainer.guards, compared_rewards(trainer.algorithm), end_of_turn)
     residency: Residency = AlwaysResident()
@@ -303,10 +301,9 @@ def build_evaluator(
 ) -> Evaluator:
     """`first`: that of the run's training, if there is one."""
     dump_to = working_folder(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
-    watched = (first or first_rollout()).of(judged(cfg, generator, running.reward_model))
     ahead = cfg.trainer.fully_async.enabled
     return Evaluator(
-        watched,
+        scored_rollouts(cfg, generator, running.reward_model, first or first_rollout()),
         dataset.prompts,
         cfg.trainer.eval_batch_size,
         dump_to,

@@ -38,10 +38,6 @@ _CALLS_AT_A_TIME = 1_000_000
 call under way takes 60 KiB of its memory, and no thread."""
 
 
-_Arguments = Sequence[Any] | Callable[..., Sequence[Any]]
-"""Of a call, or what makes them of what is stored."""
-
-
 class _Shell:
     """An actor with one object of any class; it runs one call at a time."""
 
@@ -74,10 +70,11 @@ class _Shell:
         """What Ray writes before lines that it prints for this actor."""
         return self._name
 
-    def call(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
-        return getattr(self._object, method)(*(args(*stored) if callable(args) else args), **kwargs)
+    def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
+        """Call a method. `args`: its arguments, or the plan that makes them of what is `stored`."""
+        return getattr(self._object, method)(*(args if isinstance(args, tuple) else args.arguments(*stored)), **kwargs)
 
-    def call_traced(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
+    def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         """The result of `call`, and the spans that were noted here since the last answer."""
         with trace.span(method, row=_CALLS):
             result = self.call(method, args, kwargs, *stored)
@@ -90,7 +87,7 @@ class _Shell:
 class _AsyncShell(_Shell):
     """An actor with one object whose methods are coroutines; it runs many calls at a time."""
 
-    async def call(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:  # type: ignore[override]
+    async def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:  # type: ignore[override]
         result = super().call(method, args, kwargs, *stored)
         return await result if inspect.isawaitable(result) else result
 
@@ -98,7 +95,7 @@ class _AsyncShell(_Shell):
         """Never returns: who waits for it hears when this process is gone."""
         await asyncio.Event().wait()
 
-    async def call_traced(self, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: Any) -> Any:
+    async def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         with trace.span(method, row=_CALLS, overlaps=True):
             result = await self.call(method, args, kwargs, *stored)
         return result, trace.hand_over()
@@ -165,11 +162,9 @@ class Remote:
         """
         return ray.put(value)
 
-    async def call_stored(
-        self, method: str, make: Callable[..., Sequence[Any]], stored: Sequence[ObjectRef[Any]]
-    ) -> Any:
-        """Call a method with the arguments that `make` returns there for what `store` has stored."""
-        return await self._call(self._deadlines.get(method, self._deadline_s), method, make, {}, *stored)
+    async def call_stored(self, method: str, plan: Any, stored: Sequence[ObjectRef[Any]]) -> Any:
+        """Call a method with `plan.arguments(*values)`, made there of what `store` has stored."""
+        return await self._call(self._deadlines.get(method, self._deadline_s), method, plan, {}, *stored)
 
     async def read(self, attribute: str, deadline_s: float) -> Any:
         """Read an attribute; the first call waits for the constructor."""
@@ -214,7 +209,7 @@ class Remote:
             self.kill()
 
     async def _call(
-        self, deadline_s: float, method: str, args: _Arguments, kwargs: Mapping[str, Any], *stored: ObjectRef[Any]
+        self, deadline_s: float, method: str, args: Any, kwargs: Mapping[str, Any], *stored: ObjectRef[Any]
     ) -> Any:
         if not trace.on():
             return await self._wait(self._handle.call.remote(method, args, kwargs, *stored), method, deadline_s)

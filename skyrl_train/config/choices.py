@@ -70,7 +70,7 @@ ENGINES = {
     "vllm": "skyrl_train.engines.vllm.engine:VLLMEngine",
 }
 
-WORKER_NODES = {"vllm": "skyrl_train.engines.vllm.worker_node:VLLMWorkerNode"}
+WORKER_NODES = {"vllm": "skyrl_train.engines.vllm.engine:VLLMWorkerNode"}
 """Of engines over several nodes: what runs on all but the first."""
 
 ENVIRONMENTS = {

@@ -1,29 +1,44 @@
-"""One interface to many engines: routing, re-dispatch when one dies, calls to all of them with deadlines."""
+"""One interface to many engines: routing, limits, re-dispatch when an engine dies, calls to all with deadlines.
+
+The path of a request: `EngineClient.generate` waits in `_admit`, `_attempt` sends it through `_dispatch` to the engine
+that `_route` chooses, and `Progress` watches the call. `Lockstep` puts the requests of all episodes into one call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, TypeGuard, TypeVar
 
 from skyrl_train import trace
 from skyrl_train.clock import now
+from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.engine_record import BusyClock, EngineRecord, peaks
-from skyrl_train.engines.progress import GRACE_S, LOOK_S, Progress
-from skyrl_train.engines.seats import Call, Seats, keys_of, tokens_of
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
 from skyrl_train.tasks import unwatched, within
 
+GRACE_S = 30.0
+"""Seconds that an engine may take to answer a health check."""
+LOOK_S = 5.0
+"""Seconds between two health checks of an engine with requests."""
+COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens", "running")
+"""The counters that move while an engine works."""
 _REMEMBERED = 1 << 16
-"""How many of the latest sessions and groups have their engine remembered, or four times the most that were at once."""
+"""Sessions and groups in the routing table; or four times the largest number that was open at once if that is more."""
 STEP_S = 300.0
 """The longest step of an engine: it may prefill all that it runs, and a kernel's first use compiles it."""
 _DEATHS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
 _COUNTED = ("generated_tokens", "prefilled_tokens", "cached_tokens")
+_tickets = count()
+T = TypeVar("T")
 
 
 class EngineClient:
@@ -35,78 +50,80 @@ class EngineClient:
     """
 
     def __init__(
-        self, engines: Sequence[Any], *, deadline_s: float, looks_every_s: float = LOOK_S, most_calls: int | None = None
+        self, engines: Sequence[Any], *, deadline_s: float, looks_every_s: float = LOOK_S, max_calls: int | None = None
     ):
-        """`deadline_s`: of requests that have none of their own, and of all other calls. `looks_every_s`: how often an
-        engine with requests is asked whether it gets on. `most_calls`: how many calls of `generate` an engine has at a
-        time; None: as many as come."""
+        """Create the client of these engines.
+
+        Args:
+            engines: The engines, all alive.
+            deadline_s: The deadline of requests that have none of their own, and of all other calls.
+            looks_every_s: Seconds between two health checks of an engine with requests.
+            max_calls: The largest number of calls of `generate` that an engine has at a time; None for no limit.
+        """
         self._looks_every_s = looks_every_s
         self._all = [self._record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
-        self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
-        """("session" or "group", its name) -> index of its engine."""
+        self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
+        """The routing table: ("session" or "group", its name) -> its engine."""
         self._remembered = _REMEMBERED
-        self._seats: Seats[EngineRecord] = Seats(most_calls, lambda record: record.takes_requests)
+        self._limiter = _ConcurrencyLimiter(max_calls)
         self._background: set[asyncio.Task[Any]] = set()
         self._ended_first: list[Callable[[], Awaitable[None]]] = []
         self._reviving: asyncio.Task[None] | None = None
         self._came_back = asyncio.Event()
-        """Set by `replace`."""
+        """Set when an engine takes requests again."""
         self._busy = BusyClock()
-        """Of all engines: runs while one of them does."""
+        """Clock that runs while at least one engine is busy."""
         self._gone_busy_s = self._gone_s = 0.0
-        """Of engines that are gone: in which they had requests, and in which they were there."""
+        """Seconds busy and seconds alive, summed over engines that have been removed."""
         self._measured: dict[str, float] = defaultdict(float)
         """The counters at the last call of `metrics`."""
         self._asleep = False
         self._holds = self._open = self._interruptions = self._aborts = 0
         self._wasted = 0
-        """Tokens of requests that a pause ended, and which were sampled again."""
+        """Tokens of requests that a pause ended and that were sampled again."""
         self._serving = asyncio.Event()
         """Cleared while the engines sleep or take weights; requests then wait."""
         self._serving.set()
         self.revive: Callable[[], Awaitable[None]] | None = None
         """Restarts dead engines; called if no engine is alive when a request comes."""
         self.revives_at_once = False
-        """Whether `revive` is called as soon as an engine dies, while the others go on."""
+        """True if `revive` is called as soon as an engine dies, while the others go on."""
 
     @property
     def engines(self) -> list[Any]:
-        """The living engines, in order: those that must get weights, also while they are leaving."""
+        """The living engines, in order. All of them must get weights, also retired ones that still have requests."""
         return [record.engine for record in self._all if record.cause is None]
 
     @property
     def names(self) -> list[str]:
-        """Of all engines, dead or leaving ones included."""
+        """The names of all engines, dead and retired ones included."""
         return [record.name for record in self._all]
 
     @property
     def leaving(self) -> list[str]:
-        """The names of those that get no more requests, as they are to leave."""
+        """The names of retired engines, which get no more requests."""
         return [record.name for record in self._all if record.empty is not None]
 
     @property
     def any_lives(self) -> bool:
-        """Whether there is one that takes requests."""
+        """True if some engine takes requests."""
         return any(record.takes_requests for record in self._all)
 
     @property
     def dead(self) -> dict[str, str]:
-        """Name -> cause of death, of dead engines that are to be restarted: none that was leaving."""
+        """Name -> cause of death of the engines to restart: dead ones that were not retired."""
         return {one.name: one.cause for one in self._all if one.cause is not None and one.empty is None}
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which engines had requests, added up over engines."""
+        """Seconds with requests, summed over engines, removed ones included."""
         return self._gone_busy_s + sum(record.busy.seconds for record in self._all)
 
-    @property
-    def _there_s(self) -> float:
-        """Seconds in which engines were there, added up over engines."""
-        return self._gone_s + sum(now() - record.since for record in self._all)
+    # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """End the dead engine called `name`: one that hangs still occupies its slot, or its connections."""
+        """End the dead engine called `name`: one that hangs still occupies its GPUs, or its connections."""
         engine = self._named(name).engine
         if hasattr(engine, "kill"):
             engine.kill()
@@ -116,19 +133,20 @@ class EngineClient:
     def replace(self, name: str, engine: Any) -> None:
         """Replace the dead engine called `name` by a new one, which must already have the current weights."""
         old = self._named(name)
-        self._count_gone(old)
+        self._count_removed(old)
         new = self._all[self._all.index(old)] = self._record(engine, name)
         new.empty = old.empty
-        self._begins(new)
+        self._sticky = OrderedDict((key, new if one is old else one) for key, one in self._sticky.items())
+        self._start_serving(new)
 
     def add(self, name: str, engine: Any) -> None:
-        """Add an engine, which must already have the current weights; from now on it gets requests."""
+        """Add an engine, which must already have the current weights; it gets requests from now on."""
         assert name not in self.names, f"there is an engine called {name} already"
         self._all.append(self._record(engine, name))
-        self._begins(self._all[-1])
+        self._start_serving(self._all[-1])
 
     def retire(self, name: str) -> asyncio.Event:
-        """Send the engine called `name` no more requests; the event is set once it has none left.
+        """Send the engine called `name` no more requests; returns an event that is set once it has none left.
 
         Until `remove` it takes part in pauses and syncs: what it still samples is of the newest weights, too.
         """
@@ -136,46 +154,42 @@ class EngineClient:
         record.empty = asyncio.Event()
         if record.cause is not None or not record.load:
             record.empty.set()
-        self._ends(record)
+        self._stop_serving(record)
         return record.empty
 
     def keep(self, name: str) -> None:
-        """Send requests again to an engine that was to leave."""
+        """Send requests to a retired engine again."""
         record = self._named(name)
         record.empty = None
-        self._begins(record)
+        self._start_serving(record)
 
     def remove(self, name: str) -> Any:
-        """Forget a retired engine, and return it. What it still has goes to the others as soon as its calls fail."""
+        """Forget a retired engine, and return it. Its requests go to the other engines as soon as its calls fail."""
         record = self._named(name)
-        index = self._all.index(record)
-        self._count_gone(record)
-        del self._all[index]
-        self._homes = OrderedDict((key, at - (at > index)) for key, at in self._homes.items() if at != index)
+        self._count_removed(record)
+        self._all.remove(record)
+        self._sticky = OrderedDict((key, one) for key, one in self._sticky.items() if one is not record)
         return record.engine
 
-    def _begins(self, record: EngineRecord) -> None:
-        """It takes requests from now on."""
+    def _start_serving(self, record: EngineRecord) -> None:
         self._came_back.set()
-        self._seats.offer(record)
+        self._limiter.offer(record)
 
-    def _ends(self, record: EngineRecord) -> None:
-        """It takes requests no more."""
-        self._seats.dissolve(record)
+    def _stop_serving(self, record: EngineRecord) -> None:
+        self._limiter.dissolve(record)
         if not self.any_lives:
-            self._seats.dissolve(None)
+            self._limiter.dissolve(None)
 
     def _mark_dead(self, record: EngineRecord, error: BaseException) -> None:
-        record.mark_dead(error)
-        self._ends(record)
+        record.cause = record.cause or f"{type(error).__name__}: {error}"
+        self._stop_serving(record)
 
-    def _count_gone(self, record: EngineRecord) -> None:
+    def _count_removed(self, record: EngineRecord) -> None:
         self._gone_busy_s += record.busy.seconds
         self._gone_s += now() - record.since
 
     def _record(self, engine: Any, name: str) -> EngineRecord:
-        progress = Progress(name, lambda: engine.health(), self._looks_every_s)
-        return EngineRecord(engine, name, progress, BusyClock())
+        return EngineRecord(engine, name, Progress(name, lambda: engine.health(), self._looks_every_s), BusyClock())
 
     def _named(self, name: str) -> EngineRecord:
         return next(record for record in self._all if record.name == name)
@@ -193,59 +207,48 @@ class EngineClient:
         requests that an engine refused because they arrived just as that began. Raises EngineError naming the engines
         if none is left, and the engine's own UnsupportedParameter.
         """
-        call: Call[EngineRecord] = Call(dict(enumerate(requests)))
+        call = _Call(dict(enumerate(requests)))
         lost_at: set[EngineRecord] = set()
-        seat: EngineRecord | None = None
-        self._opens(len(requests))
+        self._change_open(len(requests))
         try:
             while call.missing:
-                await self._until_serving()
-                if not self.any_lives and self.revive is not None:
-                    await self.revived()
-                if seat is not None and (lost_at or not seat.takes_requests):
-                    self._seats.leave(seat)
-                    seat = None
-                # What a pause has ended keeps its seat, or newer calls would be before it; what was lost has waited.
-                if seat is None and self._seats.bounded and not (at_once or lost_at):
-                    seat = await self._seat(call)
-                await self._until_serving()
+                await self._admit(call, lost_at, bounded=not at_once)
                 if call.missing and (self.any_lives or self.revive is None or not self.dead):
-                    await self._attempt(call, lost_at, seat)
+                    await self._attempt(call, lost_at)
         finally:
-            self._open -= len(requests)
-            if seat is not None:
-                self._seats.leave(seat)
+            self._change_open(-len(requests))
+            self._limiter.release(call)
         return [call.completions[number] for number in range(len(requests))]
 
-    async def _seat(self, call: Call[EngineRecord]) -> EngineRecord | None:
-        """The engine that has room for `call`, once there is one; None if it does not wait, or none lives any more."""
-        names = {one.group or one.session or one.request_id for one in call.missing.values()}
-        if len(names) > 1:
-            return None
-        keys = keys_of(next(iter(call.missing.values())))
-        while call.missing and self.any_lives:
-            home = self._home(keys, ())
-            those = self._all if home is None else [self._all[home]]
-            free = min(filter(self._seats.has_room, those), key=lambda one: one.load, default=None)
-            if free is not None:
-                self._seats.take(free)
-            else:
-                free = await self._seats.wait(call, None if home is None else self._all[home])
-            if free is not None:
-                return free
-        return None
+    async def _admit(self, call: _Call, lost_at: set[EngineRecord], *, bounded: bool) -> None:
+        """Wait until engines serve and, if `bounded`, until one has room: the only place where a request waits here.
 
-    async def _attempt(self, call: Call[EngineRecord], lost_at: set[EngineRecord], seat: EngineRecord | None) -> None:
-        """Send what is missing of a call; adds engines that failed to `lost_at`. `seat`: which engine is to have it."""
-        missing, completions = call.missing, call.completions
+        A call that a pause ended keeps its place, or it would queue behind newer ones. A call that an engine lost has
+        waited already, and needs none.
+        """
+        await self._until_serving()
+        if not self.any_lives and self.revive is not None:
+            await self.revived()
+        if lost_at or (call.place is not None and not call.place.takes_requests):
+            self._limiter.release(call)
+        if bounded and not lost_at and self._limiter.max_calls is not None and call.belongs_together:
+            keys = _keys_of(next(iter(call.missing.values())))
+            while call.place is None and call.missing and self.any_lives:
+                await self._limiter.acquire(call, self._home(keys, ()), self._all)
+        await self._until_serving()
+
+    async def _attempt(self, call: _Call, lost_at: set[EngineRecord]) -> None:
+        """Send what is missing of a call; adds engines that died with requests of it to `lost_at`."""
         before, aborts = self._interruptions, self._aborts
-        failed = await self._dispatch(missing, completions, avoid=lost_at, seat=seat)
+        failed = await self._dispatch(call, lost_at)
         if aborts != self._aborts:
-            self._take_back(missing, completions)
+            self._drop_aborted(call)
         call.update()
-        died = {record: error for record, error in failed.items() if not self._was_interrupted(before, error)}
+        # Engines that began to sleep or to take weights refuse requests, and live.
+        interrupted = self._interruptions != before
+        died = {one: error for one, error in failed.items() if not (interrupted and isinstance(error, EngineError))}
         for record, error in died.items():
-            if not (isinstance(error, EngineError) and await self._serves(record)):
+            if not (isinstance(error, EngineError) and await self._is_healthy(record)):
                 self._mark_dead(record, error)
                 if self.revives_at_once and self.revive is not None:
                     self._reviving_now()
@@ -257,74 +260,48 @@ class EngineClient:
             raise EngineError(f"{lost}{last} {self._causes()}".rstrip()) from error
         lost_at.update(died)
 
-    @asynccontextmanager
-    async def episode(self) -> AsyncIterator[None]:
-        """Between its turns, too, its session and its group are among those that are remembered."""
-        self._opens(1)
-        try:
-            yield
-        finally:
-            self._open -= 1
-
-    def _opens(self, number: int) -> None:
-        self._open += number
-        self._remembered = max(self._remembered, 4 * self._open)
-
-    async def _dispatch(
-        self,
-        requests: dict[int, SampleRequest],
-        completions: dict[int, Completion],
-        *,
-        avoid: Collection[EngineRecord],
-        seat: EngineRecord | None,
-    ) -> dict[EngineRecord, BaseException]:
-        """Send `requests` and fill `completions` under their numbers; returns the engines that failed, with errors."""
+    async def _dispatch(self, call: _Call, avoid: Collection[EngineRecord]) -> dict[EngineRecord, BaseException]:
+        """Send the missing requests and fill in their completions; returns the engines that failed, with errors."""
         parts: dict[EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
-        for number, request in requests.items():
-            record = self._route(request, avoid, seat)
+        for number, request in call.missing.items():
+            record = self._route(request, avoid, call.place)
             parts[record][number] = request
-            record.load += tokens_of(request)
-        if len(parts) == 1:  # as it is for most conversations, which need no task for it
-            results = [await self._alone(*next(iter(parts.items())))]
+            record.load += _tokens_of(request)
+        results: list[list[Completion] | BaseException]
+        if len(parts) == 1:  # as for most conversations: no task is needed
+            ((record, part),) = parts.items()
+            try:
+                results = [await self._generate(record, list(part.values()))]
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                results = [error]
+            finally:
+                record.unload(sum(map(_tokens_of, part.values())))
         else:
-            calls = [asyncio.ensure_future(self._generate(one, list(part.values()))) for one, part in parts.items()]
-            for call, (record, part) in zip(calls, parts.items(), strict=True):  # even if it never began
-                call.add_done_callback(partial(record.unload, sum(map(tokens_of, part.values()))))
-            results = await asyncio.gather(*calls, return_exceptions=True)
+            tasks = [asyncio.ensure_future(self._generate(one, list(part.values()))) for one, part in parts.items()]
+            for task, (record, part) in zip(tasks, parts.items(), strict=True):  # also if a task never begins
+                task.add_done_callback(partial(record.unload, sum(map(_tokens_of, part.values()))))
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         failed: dict[EngineRecord, BaseException] = {}
         for (record, part), result in zip(parts.items(), results, strict=True):
             if not isinstance(result, BaseException):
-                completions.update(zip(part, result, strict=True))
-            elif isinstance(result, UnsupportedParameter) or not isinstance(result, _DEATHS):
-                raise result
-            else:
+                call.completions.update(zip(part, result, strict=True))
+            elif _is_death(result):
                 failed[record] = result
+            else:
+                raise result
         return failed
 
-    async def _alone(self, record: EngineRecord, part: dict[int, SampleRequest]) -> list[Completion] | BaseException:
-        """What becomes of a call that has one engine, if it is not cancelled."""
-        try:
-            return await self._generate(record, list(part.values()))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            return error
-        finally:
-            record.unload(sum(map(tokens_of, part.values())))
-
-    def _take_back(self, requests: dict[int, SampleRequest], completions: dict[int, Completion]) -> None:
+    def _drop_aborted(self, call: _Call) -> None:
         """Forget the completions of requests that a pause ended, unless their own deadline did."""
-        for number, request in requests.items():
-            found = completions.get(number)
+        for number, request in call.missing.items():
+            found = call.completions.get(number)
             if found is None or found.stop_reason != "abort":
                 continue
             if request.deadline_s is None or found.running_s < request.deadline_s:
                 self._wasted += len(found.token_ids)
-                del completions[number]
-
-    def _was_interrupted(self, before: int, error: BaseException) -> bool:
-        """Whether requests were refused because the engines began to sleep or to take weights."""
-        return self._interruptions != before and isinstance(error, EngineError)
+                del call.completions[number]
 
     async def _generate(self, record: EngineRecord, requests: list[SampleRequest]) -> list[Completion]:
         # Not less because these requests have little time left: the engine may be busy with the long ones of others.
@@ -341,49 +318,61 @@ class EngineClient:
             self._busy.change(-1)
             record.busy.change(-1)
 
-    def _home(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> int | None:
-        """The index of the engine that has the history of its session, or else the prompt of its group."""
-        homes = [self._homes[key] for key in keys if key in self._homes]
-        return next((home for home in homes if self._all[home].takes_requests and self._all[home] not in avoid), None)
+    def _home(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> EngineRecord | None:
+        """The engine that has the history of a request's session, or else the prompt of its group."""
+        homes = [self._sticky[key] for key in keys if key in self._sticky]
+        return next((home for home in homes if home.takes_requests and home not in avoid), None)
 
     def _route(
-        self, request: SampleRequest, avoid: Collection[EngineRecord], seat: EngineRecord | None
+        self, request: SampleRequest, avoid: Collection[EngineRecord], place: EngineRecord | None
     ) -> EngineRecord:
-        keys = keys_of(request)
-        # While it waited for a seat, others of its group may have found a home elsewhere.
-        own = [key for key in keys if key[0] == "session"] if seat is not None and seat.takes_requests else keys
-        index = self._home(own, avoid)
-        if index is None and own is not keys and seat is not None:
-            index = self._all.index(seat)
-        if index is None:  # only then is there a look at all of them
-            homes = [self._homes[key] for key in keys if key in self._homes]
-            index = self._least_loaded(homes, avoid)
+        """Return the engine for a request, and remember it. `place`: the engine with a place for its call."""
+        keys = _keys_of(request)
+        if place is not None and place.takes_requests:
+            # Others of its group may have gone elsewhere while it waited for its place; its own session has not.
+            record = self._home([key for key in keys if key[0] == "session"], avoid) or place
+        else:
+            record = self._home(keys, avoid) or self._least_loaded(keys, avoid)
         for key in keys:
-            self._homes[key] = index
-            self._homes.move_to_end(key)
-        while len(self._homes) > self._remembered:
-            self._homes.popitem(last=False)
-        return self._all[index]
+            self._sticky[key] = record
+            self._sticky.move_to_end(key)
+        while len(self._sticky) > self._remembered:
+            self._sticky.popitem(last=False)
+        return record
 
-    def _least_loaded(self, homes: Sequence[int], avoid: Collection[EngineRecord]) -> int:
-        """The living engine with the least load that is not to be avoided; if all are, one of `homes` first."""
-        alive = [index for index, one in enumerate(self._all) if one.cause is None and one.empty is None]
+    def _least_loaded(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> EngineRecord:
+        """The engine with the least load that is not to be avoided; if all are, one that has served `keys` first."""
+        alive = [record for record in self._all if record.takes_requests]
         if not alive:
             raise EngineError(f"There is no inference engine left. {self._causes()}")
-        welcome = [index for index in alive if self._all[index] not in avoid] or alive
+        welcome = [record for record in alive if record not in avoid] or alive
+        homes = [self._sticky[key] for key in keys if key in self._sticky]
         home = next((home for home in homes if home in welcome), None)
-        return min(welcome, key=lambda one: (self._all[one].load, one)) if home is None else home
+        return min(welcome, key=lambda one: one.load) if home is None else home
 
     def _causes(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.dead.items())
 
-    async def _serves(self, record: EngineRecord) -> bool:
-        """Whether an engine that failed a call is still healthy: then only these requests are lost, not the engine."""
+    async def _is_healthy(self, record: EngineRecord) -> bool:
+        """True if an engine that failed a call is healthy: then only these requests are lost, not the engine."""
         try:
             health = await within(GRACE_S, record.engine.health())
         except (*_DEATHS, TimeoutError):
             return False
         return not health.torn
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[None]:
+        """A context for an episode: between its turns, too, its session and group stay in the routing table."""
+        self._change_open(1)
+        try:
+            yield
+        finally:
+            self._change_open(-1)
+
+    def _change_open(self, number: int) -> None:
+        self._open += number
+        self._remembered = max(self._remembered, 4 * self._open)
 
     async def _abort_quietly(self, record: EngineRecord, request_ids: list[str]) -> None:
         try:
@@ -434,7 +423,7 @@ class EngineClient:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine; on all living engines, as are the following methods. What waits for room ends here."""
-        for call in self._seats.waiting:
+        for call in self._limiter.waiting:
             call.abort(request_ids)
         await self._each("abort", request_ids)
 
@@ -510,7 +499,7 @@ class EngineClient:
         """Give up a restart that is under way, which the ranks of the trainer may be taking part in, and begin none."""
         self.revive = None
         if self._reviving is not None:
-            await self._given_up([self._reviving])
+            await self._cancel([self._reviving])
 
     def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
         """Have `close` first end what adds engines and removes them."""
@@ -520,10 +509,10 @@ class EngineClient:
         """Close every living engine; raises the first error after it has tried all."""
         for end in self._ended_first:
             await end()
-        await self._given_up(self._background)
+        await self._cancel(self._background)
         await self._each("close")
 
-    async def _given_up(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+    async def _cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
         """Cancel tasks and wait for their end: they let go of what they hold."""
         for task in tasks:
             task.cancel()
@@ -540,7 +529,8 @@ class EngineClient:
         """
         every = await self.health()
         counted = {kind: float(sum(getattr(one, kind) for one in every)) for kind in _COUNTED}
-        counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s, "there_s": self._there_s}
+        counted |= {"busy_s": self._busy.seconds, "each_s": self.busy_s}
+        counted["there_s"] = self._gone_s + sum(now() - record.since for record in self._all)
         counted["wasted"] = float(self._wasted)
         # A restarted engine counts from 0 again.
         since = {kind: max(0.0, count - self._measured[kind]) for kind, count in counted.items()}
@@ -552,10 +542,12 @@ class EngineClient:
             "engines/wasted_tokens": since["wasted"],
             "engines/prefix_cache_hit_rate": since["cached_tokens"] / max(prompts, 1.0),
             "engines/running": float(sum(one.running for one in every)),
-            "engines/queued": float(sum(one.queued for one in every) + self._seats.requests),
+            "engines/queued": float(
+                sum(one.queued for one in every) + sum(len(call.missing) for call in self._limiter.waiting)
+            ),
             "engines/count": float(sum(record.takes_requests for record in self._all)),
             "engines/dead": float(len(self.dead)),
-            **peaks(every),
+            **_memory_peaks(every),
         }
 
     async def begin_anew(self) -> None:
@@ -575,26 +567,341 @@ class EngineClient:
         """
         records = [record for record in self._all if record.cause is None]
         limit = self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s)
-        watch = self._watched if between_steps else self._within
-        calls = [watch(record, method, getattr(record.engine, method)(*args), limit) for record in records]
+        calls = []
+        for record in records:
+            call = getattr(record.engine, method)(*args)
+            if between_steps:
+                calls.append(record.progress.until_done(call, min(limit, STEP_S), method))
+            else:
+                calls.append(_within(limit, f"{record.name}.{method}", call))
         results = await asyncio.gather(*calls, return_exceptions=True)
         for record, result in zip(records, results, strict=True):
-            if isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter):
+            if _is_death(result):
                 self._mark_dead(record, result)
         for result in results:
-            fatal = not isinstance(result, _DEATHS) or isinstance(result, UnsupportedParameter)
-            if isinstance(result, BaseException) and (fatal or not (self.any_lives or self.revive)):
+            if isinstance(result, BaseException) and not (_is_death(result) and (self.any_lives or self.revive)):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _watched(self, record: EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
-        return await record.progress.until_done(call, min(seconds, STEP_S), method)
 
-    async def _within(self, record: EngineRecord, method: str, call: Awaitable[Any], seconds: float) -> Any:
+@dataclass(eq=False, slots=True)
+class EngineRecord:
+    """An engine and its state as the client knows it; a replacement under the same name gets a new record."""
+
+    engine: Any
+    name: str
+    progress: Progress
+    busy: BusyClock
+    load: int = 0
+    """Tokens of running requests: their prompts and max_tokens."""
+    calls: int = 0
+    """Calls that have a place on this engine: see _ConcurrencyLimiter."""
+    cause: str | None = None
+    """The first error, after which the engine gets no more requests; None while it is alive."""
+    since: float = field(default_factory=now)
+    empty: asyncio.Event | None = None
+    """Set when a retired engine has no requests left; None for an engine that is not to leave."""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.cause is None and self.empty is None
+
+    def unload(self, tokens: int, _: object = None) -> None:
+        self.load -= tokens
+        if self.empty is not None and not self.load:
+            self.empty.set()
+
+
+class BusyClock:
+    """Counts the seconds in which calls were running."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._seconds = self._until = 0.0
+
+    def change(self, calls: int) -> None:
+        self._seconds, self._until = self.seconds, now()
+        self._running += calls
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (now() - self._until if self._running else 0.0)
+
+
+class Progress:
+    """Watches one engine, for all calls that wait for it.
+
+    A call of generate() takes as long as the requests before it: no deadline fits it. But an engine that lives answers
+    health checks, and one that works counts tokens.
+    """
+
+    def __init__(self, name: str, health: Callable[[], Awaitable[EngineHealth]], looks_every_s: float = LOOK_S):
+        self._name = name
+        self._looks_every_s = looks_every_s
+        self._health = health
+        self._counters: tuple[int, ...] = ()
+        self._moved_at = self._asked_at = -math.inf
+        """The time at which a counter was last seen to have moved, and of the last health check."""
+
+    async def until_done(self, call: Awaitable[T], stalls_s: float, method: str = "generate") -> T:
+        """The result of a call. Raises DeadlineExceeded if the engine does nothing for `stalls_s`, or does not answer.
+
+        The call is then cancelled, as it is if this is cancelled.
+        """
+        task, begun = asyncio.ensure_future(call), now()
+        look_s = min(self._looks_every_s, stalls_s)
         try:
-            async with asyncio.timeout(seconds) as deadline:
-                return await call
-        except TimeoutError as error:
-            if deadline.expired():
-                raise DeadlineExceeded(f"{record.name}.{method}", seconds) from error
+            while not (await asyncio.wait([task], timeout=look_s))[0]:
+                await self._look(look_s)
+                stalled = now() - max(begun, self._moved_at) > stalls_s
+                if stalled and not task.done():
+                    raise DeadlineExceeded(f"{self._name}.{method}", stalls_s)
+            return task.result()
+        finally:
+            task.cancel()
+            unwatched(task)
+
+    async def _look(self, look_s: float) -> None:
+        """Ask for the counters, unless another call just has."""
+        moment = now()
+        if moment - self._asked_at < look_s / 2:
+            return
+        self._asked_at = moment
+        health = await _within(GRACE_S, f"{self._name}.health", self._health())
+        counters = tuple(getattr(health, one) for one in COUNTERS)
+        if counters != self._counters:
+            self._counters, self._moved_at = counters, now()
+
+
+@dataclass(eq=False)
+class _Call:
+    """The requests of one generate() that have no completion yet, and its place on an engine or in a queue."""
+
+    missing: dict[int, SampleRequest]
+    completions: dict[int, Completion] = field(default_factory=dict)
+    place: EngineRecord | None = None
+    """The engine that has a place for this call: see _ConcurrencyLimiter."""
+    ticket: int = field(default_factory=lambda: next(_tickets))
+    woken: asyncio.Future[None] | None = None
+    """Set while the call waits in a queue."""
+
+    @property
+    def belongs_together(self) -> bool:
+        """True if its requests are of one group, or one session."""
+        return len({one.group or one.session or one.request_id for one in self.missing.values()}) == 1
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.woken is not None and not self.woken.done()
+
+    def wake(self) -> None:
+        """End the waiting: the call has a place, or has to look for an engine again."""
+        if self.is_waiting:
+            self.woken.set_result(None)  # type: ignore[union-attr]
+
+    def update(self) -> None:
+        """Remove the requests that have a completion from `missing`."""
+        self.missing = {number: one for number, one in self.missing.items() if number not in self.completions}
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """Complete these requests without a token; to be called while no engine has them."""
+        for number, one in self.missing.items():
+            if one.request_id in request_ids:
+                nothing = token_array(()), logprob_array(()), logprob_array(())
+                self.completions[number] = Completion(one.request_id, *nothing, "abort", [])
+        self.update()
+        if not self.missing:
+            self.wake()
+
+
+class _ConcurrencyLimiter:
+    """Limits each engine to `max_calls` calls at a time; other calls wait here and go in order of arrival.
+
+    A call that belongs to an engine, which has the history of its session or the prompt of its group, waits for that
+    engine; all others go to the engine that first has room. At least one request of a call is unfinished, so an engine
+    without room has at least `max_calls` requests.
+    """
+
+    def __init__(self, max_calls: int | None):
+        self.max_calls = max_calls
+        self._queues: dict[EngineRecord | None, list[tuple[int, _Call]]] = {}
+        """Heaps of tickets and calls: those that wait for one engine, and under None those that take any."""
+
+    @property
+    def waiting(self) -> list[_Call]:
+        """The waiting calls, in no order."""
+        return [call for queue in self._queues.values() for _, call in queue if call.is_waiting]
+
+    async def acquire(self, call: _Call, home: EngineRecord | None, engines: Sequence[EngineRecord]) -> None:
+        """Give the call a place on `home`, or if that is None on any engine; waits until there is one.
+
+        The call has no place on return if it has to look for an engine again.
+        """
+        candidates = engines if home is None else [home]
+        free = min(filter(self._has_room, candidates), key=lambda one: one.load, default=None)
+        if free is not None:
+            self._give(free, call)
+            return
+        call.woken = asyncio.get_running_loop().create_future()
+        heappush(self._queues.setdefault(home, []), (call.ticket, call))
+        await call.woken
+
+    def release(self, call: _Call) -> None:
+        """Take back the place of a call that has ended or goes to another engine, if it has one."""
+        if call.place is not None:
+            engine, call.place = call.place, None
+            engine.calls -= 1
+            self.offer(engine)
+
+    def offer(self, engine: EngineRecord) -> None:
+        """Give the free places of an engine to the calls that have waited longest, if it takes requests."""
+        while self._has_room(engine):
+            queues = [queue for queue in map(self._queues.get, (engine, None)) if queue]
+            if not queues:
+                return
+            _, call = heappop(min(queues, key=lambda queue: queue[0][0]))
+            if call.is_waiting:
+                self._give(engine, call)
+                call.wake()
+
+    def dissolve(self, engine: EngineRecord | None) -> None:
+        """Let the calls that wait for this engine, or (None) for any, look for one again."""
+        for _, call in self._queues.pop(engine, ()):
+            call.wake()
+
+    def _has_room(self, engine: EngineRecord) -> bool:
+        return engine.takes_requests and (self.max_calls is None or engine.calls < self.max_calls)
+
+    def _give(self, engine: EngineRecord, call: _Call) -> None:
+        engine.calls += 1
+        call.place = engine
+
+
+def _is_death(result: Any) -> TypeGuard[BaseException]:
+    """True for an error after which an engine may be dead; False for other errors and for results."""
+    return isinstance(result, _DEATHS) and not isinstance(result, UnsupportedParameter)
+
+
+async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
+    """Return the result of `call`. Raises DeadlineExceeded naming `what` if it takes longer than `seconds`."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await call
+    except TimeoutError as error:
+        if deadline.expired():
+            raise DeadlineExceeded(what, seconds) from error
+        raise
+
+
+def _keys_of(request: SampleRequest) -> list[tuple[str, str]]:
+    """What a request belongs to, that which has most of its tokens first."""
+    return [(kind, name) for kind, name in (("session", request.session), ("group", request.group)) if name]
+
+
+def _tokens_of(request: SampleRequest) -> int:
+    """What an engine may have to hold of it."""
+    return len(request.token_ids) + request.sampling.max_tokens
+
+
+def _memory_peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
+    """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
+    found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
+    return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """One generate() that waits for those of the other episodes."""
+
+    episode: int
+    requests: Sequence[SampleRequest]
+    answer: asyncio.Future[list[Completion]]
+
+
+class Lockstep:
+    """An EngineClient whose generate() waits until every live episode is in one, and then sends all as one call.
+
+    The call is ordered by the registration of episodes. So it is the same in every run in which the same episodes
+    register in the same order, however long their environments take. The price: each turn waits for the slowest one.
+
+    An episode is live while it computes or waits for its environment, and the others wait for it; one that has ended
+    (even by an exception) is not. generate() outside of any episode is sent with the next call.
+    """
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+        self._numbers = count()
+        self._live: set[int] = set()
+        self._waiting: dict[int, list[_Waiting]] = {}
+        """By episode, each one's in the order in which they came."""
+        self._flights: set[asyncio.Task[None]] = set()
+        self._check_scheduled = False
+        self._here: ContextVar[int | None] = ContextVar("episode", default=None)
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[None]:
+        """An episode is live inside this block. Tasks started inside belong to it."""
+        number = next(self._numbers)
+        self._live.add(number)
+        token = self._here.set(number)
+        try:
+            yield
+        finally:
+            self._here.reset(token)
+            self._live.discard(number)
+            self._check_soon()
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See EngineClient.generate. An error of the shared call is raised to all callers in it."""
+        number = self._here.get()
+        one = _Waiting(
+            next(self._numbers) if number is None else number,
+            requests,
+            asyncio.get_running_loop().create_future(),
+        )
+        self._waiting.setdefault(one.episode, []).append(one)
+        self._check_soon()
+        try:
+            return await one.answer
+        finally:
+            mine = self._waiting.get(one.episode, [])
+            if one in mine:  # cancelled before its call went out
+                mine.remove(one)
+                if not mine:
+                    del self._waiting[one.episode]
+                self._check_soon()
+
+    def _check_soon(self) -> None:
+        """Check once everything that can run now has run: an episode about to register must not miss the call."""
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        self._check_scheduled = False
+        # While fewer wait than live, which is nearly always, nobody is looked up: only the numbers are compared.
+        if not self._waiting or not self._waiting.keys() >= self._live:
+            return
+        batch = [one for episode in sorted(self._waiting) for one in self._waiting[episode]]
+        self._waiting = {}
+        task = asyncio.get_running_loop().create_task(self._send(batch))
+        self._flights.add(task)
+        task.add_done_callback(self._flights.discard)
+
+    async def _send(self, batch: Sequence[_Waiting]) -> None:
+        requests = [request for one in batch for request in one.requests]
+        try:
+            answers = iter(await self._client.generate(requests, at_once=True))
+        except Exception as error:
+            for one in batch:
+                if not one.answer.done():
+                    one.answer.set_exception(error)
+            return
+        except asyncio.CancelledError:
+            for one in batch:
+                one.answer.cancel()
             raise
+        for one in batch:
+            mine = [next(answers) for _ in one.requests]
+            if not one.answer.done():
+                one.answer.set_result(mine)

@@ -81,7 +81,7 @@ class WorkerGroup:
             for rank, worker in enumerate(self.workers):
                 args = args_of_part[rank // neighbours]
                 if isinstance(args, Stored):
-                    call = worker.call_stored(method, args.make, args.values)
+                    call = worker.call_stored(method, args.plan, args.values)
                 else:
                     call = getattr(worker, method)(*args)
                 calls.append(asyncio.ensure_future(call))
@@ -135,8 +135,9 @@ class LocalWorker:
         """See Remote.store; here it is where it is read."""
         return value
 
-    async def call_stored(self, method: str, make: Callable[..., Sequence[Any]], stored: Sequence[Any]) -> Any:
-        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*make(*stored)))
+    async def call_stored(self, method: str, plan: Any, stored: Sequence[Any]) -> Any:
+        """See Remote.call_stored."""
+        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*plan.arguments(*stored)))
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:

@@ -17,8 +17,8 @@ from skyrl_train.models.lent_weights import weights_lent
 from skyrl_train.models.loading import POLICY_PATH, open_causal_lm
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.saved_weights import EVERYTHING, SavedWeights
+from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.strategies.sharded_tensor import ShardedTensor, replicated
 from skyrl_train.strategies.shards import ShardReader, Slice, open_shards
 
 ROLE = "policy"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 
@@ -23,11 +22,43 @@ Store = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
+class ScorePlan:
+    """How a rank makes the arguments of `LearnerWorker.score` of the shards that are stored for its part."""
+
+    passes: list[list[tuple[int, int]]]
+    """(shard, place in it) of the sequences of each pass."""
+    num_micro_batches: int
+    share_prompts: bool
+
+    def arguments(self, *shards: TrainBatch) -> tuple[list[TrainBatch], int, bool]:
+        return [_picked(shards, one) for one in self.passes], self.num_micro_batches, self.share_prompts
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a rank makes the argument of `LearnerWorker.update` of a stored shard and of what was found since."""
+
+    sizes: list[int]
+    """How many sequences of the shard each pass has, in its order."""
+    num_micro_batches: int
+    tokens: int
+    share_prompts: bool
+    wanted: list[list[int]] | None
+    """See MiniBatch."""
+
+    def arguments(self, shard: TrainBatch, found: dict[str, NDArray[Any]]) -> tuple[MiniBatch]:
+        whole, ends = shard.with_arrays(found), accumulate(self.sizes, initial=0)
+        passes = [whole.select(range(start, stop), copy=False) for start, stop in pairwise(ends)]
+        return (MiniBatch(passes, self.num_micro_batches, self.tokens, self.share_prompts, self.wanted),)
+
+
+@dataclass(frozen=True)
 class Stored:
-    """The arguments of a call, as its rank makes them of what is stored: `make(*values)`."""
+    """The arguments of a call, as its rank makes them: `plan.arguments(*values)`."""
 
     values: Sequence[Any]
-    make: Callable[..., Sequence[Any]]
+    """Stored where all ranks read them."""
+    plan: Any
 
 
 @dataclass(eq=False)
@@ -99,8 +130,8 @@ class Shards:
         arguments = []
         for part, of_part in enumerate(passes):
             place = {row: (shard, at) for shard, one in enumerate(rows[part]) for at, row in enumerate(one)}
-            make = partial(_to_score, [[place[row] for row in one] for one in of_part], count, share)
-            arguments.append(Stored([one[part] for one in stored], make))
+            plan = ScorePlan([[place[row] for row in one] for one in of_part], count, share)
+            arguments.append(Stored([one[part] for one in stored], plan))
         return passes, arguments
 
     def updates(
@@ -117,8 +148,8 @@ class Shards:
         for part, passes in enumerate(shards.passes):
             found = mini_batch.arrays(shards.rows_of(part), without=SCORED)
             places = [[place for place, row in enumerate(one) if row in wanted] for one in passes] if wanted else None
-            make = partial(_to_update, [len(one) for one in passes], count, tokens, shards.share_prompts, places)
-            arguments.append(Stored([stored[part], store(found)], make))
+            plan = UpdatePlan([len(one) for one in passes], count, tokens, shards.share_prompts, places)
+            arguments.append(Stored([stored[part], store(found)], plan))
         return arguments
 
     def _stored(self, store: Store, shards: MiniBatchShards) -> list[Any]:
@@ -128,31 +159,9 @@ class Shards:
         return shards.stored
 
 
-def _to_score(
-    passes: list[list[tuple[int, int]]], count: int, share: bool, *shards: TrainBatch
-) -> tuple[list[TrainBatch], int, bool]:
-    """The arguments of LearnerWorker.score. `passes`: (shard, place in it) of their sequences."""
-    return [_picked(shards, one) for one in passes], count, share
-
-
 def _picked(shards: Sequence[TrainBatch], places: Sequence[tuple[int, int]]) -> TrainBatch:
     parts = [
         shards[shard].select([place for _, place in run], copy=False)
         for shard, run in groupby(places, key=lambda one: one[0])
     ]
     return parts[0] if len(parts) == 1 else cat(parts)
-
-
-def _to_update(
-    sizes: list[int],
-    count: int,
-    tokens: int,
-    share: bool,
-    wanted: list[list[int]] | None,
-    shard: TrainBatch,
-    found: dict[str, NDArray[Any]],
-) -> tuple[MiniBatch]:
-    """The arguments of LearnerWorker.update. `sizes`: how many sequences of the shard each pass has, in its order."""
-    whole = shard.with_arrays(found)
-    passes = [whole.select(range(start, stop), copy=False) for start, stop in pairwise(accumulate(sizes, initial=0))]
-    return (MiniBatch(passes, count, tokens, share, wanted),)

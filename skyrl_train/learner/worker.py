@@ -34,6 +34,7 @@ from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.rank_group import RankGroup
 from skyrl_train.models.saved_weights import SavedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
+from skyrl_train.models.sharded_tensor import ShardedTensor
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
@@ -42,7 +43,6 @@ from skyrl_train.report.memory import AllocationRecord, peak_memory
 from skyrl_train.report.profile import Profiler
 from skyrl_train.strategies.base import LearningRates
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
-from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
 from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from skyrl_train.models.sampled_logprobs import LogitShape, add_product, chunks_of, product
+from skyrl_train.models.logit_chunks import LogitShape, add_product, chunks_of, product
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: a difference of two infinities is not a number."""

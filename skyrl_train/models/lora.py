@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,13 @@ from transformers import PreTrainedModel
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import composite_of
+from skyrl_train.models.sharded_tensor import ShardedTensor
 
 ALL_LINEAR = "all-linear"
 BASE, ADAPTER, DOWN, UP = ".base_layer.", ".lora_", ".lora_A.default.weight", ".lora_B.default.weight"
 """Parts of peft's names: of a layer's own parameters, of its adapter's, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Sharded(Protocol):
-    """A rank's part of a parameter: see strategies/sharded_tensor.py."""
-
-    @property
-    def start(self) -> int: ...
-    def columns(self, matrix: Tensor, /) -> Tensor: ...
-    def map(self, change: Callable[[Tensor], Tensor], /) -> Self: ...
-    def whole(self) -> Tensor: ...
-
-
-S = TypeVar("S", bound=Sharded)
 
 
 def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -154,15 +142,15 @@ class Adapters:
             inject_adapter_in_model(exact, nn.Sequential(model))
 
     def merged(
-        self, parameters: Iterator[tuple[str, S]], adapters: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[str, S]]:
+        self, parameters: Iterator[tuple[str, ShardedTensor]], adapters: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, ShardedTensor]]:
         """(checkpoint name, tensor) of the model with merged weights W + s B A, in the adapters' dtype.
 
         `parameters`: (name, this rank's part) of the model, in its order; they are not changed. A rank merges its part
         of W, for which A and B are gathered: a collective of all ranks. `adapters` is filled with A and B under peft's
         names.
         """
-        held: dict[str, S] = {}
+        held: dict[str, ShardedTensor] = {}
         for name, tensor in parameters:
             if name.endswith((f"{BASE}weight", DOWN)):
                 held[name] = tensor

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lent_weights import weights_lent
+from skyrl_train.models.logit_chunks import LogitShape
 from skyrl_train.models.padding_free import LastHiddenState, Operations, adapt, check_padding_free, needs_values
 from skyrl_train.models.ragged_model import (
     RaggedModel,
@@ -22,7 +23,7 @@ from skyrl_train.models.ragged_model import (
     linear_head,
 )
 from skyrl_train.models.rank_group import RankGroup
-from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+from skyrl_train.models.sampled_logprobs import sampled_logprobs
 from skyrl_train.models.saved_weights import SavedWeights
 
 CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}

@@ -43,15 +43,12 @@ from skyrl_train.errors import (
 from skyrl_train.messages import visible
 from skyrl_train.metrics import NameLimit
 from skyrl_train.rollouts.ledger import Ledger
-from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.rollouts.rate_limit import EpisodeLimiter
 from skyrl_train.rollouts.tokenizing import tokenizing_of
-from skyrl_train.tasks import PerTurn
 
 CUT = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
 _LEAST_S = 1e-3
-_OPENED_PER_TURN = 32
-"""Episodes that begin in one turn of the event loop."""
 MAX_METRICS, MAX_METRIC_LENGTH = 256, 128
 """Names of numbers that environments may report in one run, and characters of a name."""
 log = logging.getLogger(__name__)
@@ -124,7 +121,7 @@ class ConversationGenerator:
         settings: RolloutSettings,
         *,
         later_turns: Sampler | None = None,
-        limiter: RateLimiter | None = None,
+        limiter: EpisodeLimiter | None = None,
     ):
         """`sampler` gets the first turns of a group in one call; `later_turns` (None: the same) all other turns."""
         self._sampler = sampler
@@ -133,8 +130,7 @@ class ConversationGenerator:
         self._tokenizer: Any = tokenizer
         self._tokenizing = tokenizing_of(tokenizer)
         self._settings = settings
-        self._limiter = limiter or RateLimiter()
-        self._opens = PerTurn(max(1, _OPENED_PER_TURN // settings.n_samples_per_prompt))
+        self._limiter = limiter or EpisodeLimiter()
         self._metric_names = NameLimit(MAX_METRICS, MAX_METRIC_LENGTH)
         self._refused_metric = False
 
@@ -145,11 +141,12 @@ class ConversationGenerator:
         """
         temperature = self._settings.sampling_params.temperature
         samples, states = self._settings.n_samples_per_prompt, list[_EpisodeState]()
-        await self._limiter.admit(samples)
+        admitted = 0
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with self._sampler.episode():
-                await self._opens()
+            async with self._sampler.episode():  # first, so that a Lockstep waits for those that have not begun yet
+                await self._limiter.admit(samples)
+                admitted = samples
                 states += [_EpisodeState.empty(prompt, sample, temperature) for sample in range(samples)]
                 rendered: list[_Opening] = []
                 tasks += [asyncio.create_task(self._start(state, rendered)) for state in states]
@@ -169,7 +166,7 @@ class ConversationGenerator:
             finally:
                 for state in states:
                     await state.close()
-                self._limiter.release(samples)
+                self._limiter.release(admitted)
         return TrajectoryGroup(prompt, [state.trajectory for state in states])
 
     async def _start(self, state: _EpisodeState, rendered: list[_Opening]) -> None:

@@ -1,15 +1,20 @@
-"""Limits how many episodes run at a time, and how fast they begin."""
+"""Limits how many episodes begin and run at a time."""
 
 from __future__ import annotations
 
 import asyncio
 
+from skyrl_train.tasks import PerTurn
 
-class RateLimiter:
+_EPISODES_PER_TURN = 32
+"""Episodes that begin in one turn of the event loop: thousands at once would hold up everything else."""
+
+
+class EpisodeLimiter:
     """`generator.rate_limit`: groups of episodes are admitted in the order in which they ask, each as a whole.
 
     trajectories_per_second: at most this many episodes begin per second. max_concurrency: at most this many episodes
-    run at a time, unless a single group is larger. None is no limit.
+    run at a time, unless a single group is larger. None is no limit; without both, admission depends on no clock.
     """
 
     def __init__(self, trajectories_per_second: float | None = None, max_concurrency: int | None = None):
@@ -20,11 +25,13 @@ class RateLimiter:
         self._turn = asyncio.Lock()
         """Held by the next group to be admitted: waiters are served in order, so a large group is never starved."""
         self._left = asyncio.Event()
+        self._per_turn = PerTurn(_EPISODES_PER_TURN)
 
     async def admit(self, episodes: int) -> None:
         """Wait until this many episodes may begin; each admission needs a matching `release`."""
         if self._most is None and not self._seconds_each:
-            return  # without yielding to the event loop: concurrent rollouts must reach the engines as one batch
+            await self._per_turn(episodes)
+            return
         async with self._turn:
             while self._most is not None and self._running and self._running + episodes > self._most:
                 self._left.clear()

@@ -1,16 +1,35 @@
-"""The interface of strategies, which shard one model over ranks, update, move and save it."""
+"""The base of strategies, which shard one model over ranks, update, move and save it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
 
-if TYPE_CHECKING:
-    from skyrl_train.strategies.sharded_tensor import ShardedTensor
-    from skyrl_train.strategies.shards import Shard
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
+from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
+from skyrl_train.strategies.host_copies import HostCopies
+from skyrl_train.strategies.shards import Shard, Slice, local, open_shards
+
+SCHEDULES = (
+    *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
+)
+"""The schedules of transformers that need only the numbers of warm-up steps and of all steps."""
+_STATE = ("exp_avg", "exp_avg_sq")
+
+
+def widest_dtype(module: nn.Module) -> torch.dtype:
+    """The widest dtype of all parameters: that of the trained ones, if frozen ones are in the compute dtype."""
+    return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
 
 
 class LearningRates(NamedTuple):
@@ -22,100 +41,301 @@ class LearningRates(NamedTuple):
     """By the schedule of this run."""
 
 
-class TensorPart(Protocol):
-    """The part of a parameter that a rank has: share `rank` of `size` of each of the `blocks` along `dim`."""
+class Strategy(ABC):
+    """One trained (or frozen) model on one rank: its parameters, whole or sharded, with AdamW on this rank's part.
 
-    @property
-    def dim(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    def of(self, whole: Tensor) -> Tensor: ...
-    def whole(self, parts: list[Tensor]) -> Tensor: ...
-
-
-class TensorGroup(Protocol):
-    """The ranks that a model's layers, or their experts, are divided over."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    def sum(self, values: Tensor) -> Tensor: ...
-    def gather(self, values: Tensor) -> list[Tensor]: ...
-
-
-class Strategy(Protocol):
-    """One trained (or frozen) model on one rank.
-
-    Gradients are summed over ranks, not averaged: losses contain global denominators. The module given to `prepare` has
-    three methods in addition to forward, as TokenScorer does: `decoder_layers()`, the blocks to shard one by one;
-    `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`, the parameters that
-    forward reads without running their module.
+    Gradients are summed over ranks, not averaged: losses contain global denominators. The optimizer works on plain
+    views of the local rows, so sharding costs nothing extra and its state is plain, too. Subclasses place the module
+    (`prepare`) and define how a number is summed over ranks (`_sum_over_ranks`).
     """
 
-    rank: int
-    world_size: int
-    max_skipped_updates: int
-    """After this many consecutive updates without a finite gradient `step` raises NonFiniteUpdate."""
+    def __init__(
+        self, optimizer_config: OptimizerConfig | None, device: torch.device | str, rank: int, world_size: int
+    ):
+        self.optimizer_config = optimizer_config
+        self.device = torch.device(device)
+        self.rank = rank
+        self.world_size = world_size
+        self.max_skipped_updates = 5
+        """After this many consecutive updates without a finite gradient the run stops: trainer.guards."""
+        self._updates = 0
+        self._skipped_in_a_row = 0
+        self._optimizer: torch.optim.AdamW | None = None
 
+    @abstractmethod
     def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
         """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model).
 
-        Parameters on the meta device get memory and the values of the checkpoint: see strategies.fill.
+        In addition to forward the scorer has three methods, as TokenScorer does: `decoder_layers()`, the blocks to
+        shard one by one; `hf_name(name)`, a parameter's name in the Hugging Face checkpoint; and `head_parameters()`,
+        the parameters that forward reads without running their module. Parameters on the meta device get memory and
+        the values of the checkpoint: see strategies.fill.
         """
+
+    def _own(self, scorer: nn.Module, total_steps: int | None) -> None:
+        """Take over the placed module: names, views and, unless it is frozen, optimizer and schedule.
+
+        Parameters without gradient stay as they were loaded: they have no copies or state, and are not saved.
+        """
+        self.scorer = scorer
+        if total_steps is None:
+            scorer.requires_grad_(False)
+        hf_name: Any = scorer.hf_name
+        self._parameters: dict[str, nn.Parameter] = {hf_name(name): p for name, p in scorer.named_parameters()}
+        self._saved = {name: p for name, p in self._parameters.items() if p.requires_grad or total_steps is None}
+        if total_steps is None:
+            return
+        settings = self._schedule(total_steps)
+        self._views = {name: nn.Parameter(local(p.detach())) for name, p in self._saved.items()}
+        betas = (settings.adam_betas[0], settings.adam_betas[1])
+        self._optimizer = torch.optim.AdamW(
+            self._views.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def _schedule(self, total_steps: int) -> OptimizerConfig:
+        """Check and store the schedule; returns the optimizer's settings, which a trained model must have."""
+        settings = self.optimizer_config
+        if settings is None:
+            raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
+        if settings.scheduler not in SCHEDULES:
+            raise ConfigError(f"optimizer_config.scheduler={settings.scheduler!r} is not one of {SCHEDULES}.")
+        schedule = get_scheduler(
+            settings.scheduler, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), settings.num_warmup_steps, total_steps
+        )
+        self._lr_factor = schedule.lr_lambdas[0]
+        return settings
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate gradients; `last`: it is the last micro-batch of the update, so reduce gradients over ranks."""
+        loss.backward()
 
     def step(self) -> dict[str, float]:
         """Clip, step, schedule, zero. Returns grad_norm (of the summed gradient, before clipping), lr and skipped.
 
-        If the gradient is not finite on any rank, all ranks skip: parameters stay bit-equal and `skipped` is 1.
+        If the gradient is not finite on any rank, all ranks skip: parameters stay bit-equal and `skipped` is 1. The
+        schedule also counts skipped updates, so that it ends with the run.
         """
+        assert self._optimizer is not None and self.optimizer_config is not None, "a frozen model does not step"
+        lr = self._next_lr()
+        held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        norm = self._global_norm(held)
+        gradients = list(held.values())
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            limit = self.optimizer_config.max_grad_norm
+            if limit > 0 and norm > limit:
+                torch._foreach_mul_(gradients, float(limit / norm))
+            for name, view in self._views.items():
+                parameter = self._parameters[name]
+                view.data = local(parameter.detach())
+                view.grad = None if parameter.grad is None else local(parameter.grad)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return self._counted(norm, lr, finite)
+
+    def _next_lr(self) -> float:
+        """Return the learning rate of the next update."""
+        assert self.optimizer_config is not None
+        return self.optimizer_config.lr * float(self._lr_factor(self._updates))
+
+    def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
+        """Return the result of `step`. Raises NonFiniteUpdate after `max_skipped_updates` skipped updates in a row."""
+        self._updates += 1
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        # The norm is global, so all ranks stop at the same update.
+        if self._skipped_in_a_row >= self.max_skipped_updates:
+            raise NonFiniteUpdate(
+                f"The gradient was not finite in {self.max_skipped_updates} updates in a row (trainer.guards."
+                "max_skipped_updates), so nothing is learnt any more. Lower the learning rate, or look for NaN in "
+                "rewards and log-probs."
+            )
+        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
+
+    def _global_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """2-norm over all parameters and ranks, float64 []: equal on all ranks, so that they make the same decision."""
+        if not gradients:
+            return self._sum_over_ranks(torch.zeros(()).double()).sqrt()
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))])
+        copies = norms.new_tensor([self._copies(name) for name in gradients])
+        return self._sum_over_ranks((norms.square() / copies).sum()).sqrt()
+
+    def _copies(self, name: str) -> int:
+        """How many of the ranks that `_sum_over_ranks` sums over have the same part of a parameter."""
+        return 1
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return value
 
     def rest(self) -> None:
         """Give up what only the next pass needs: gathered weights, and memory that torch keeps for it (on GPUs)."""
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()
 
     def offload(self) -> int:
         """Move parameters, gradients and optimizer state to host memory; returns the bytes freed (0 on CPU)."""
+        if self.device.type == "cpu":
+            return 0
+        before = torch.cuda.memory_allocated(self.device)
+        self._move("cpu")
+        self._move_state("cpu")
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_allocated(self.device)
 
     def onload(self) -> None:
         """Move them back to the device."""
+        if self.device.type != "cpu":
+            self._move(self.device)
+            self._move_state(self.device)
 
     def keep_parameters(self) -> None:
-        """Have the parameters on the device and all else in host memory: what a weight sync needs."""
+        """Have the parameters on the device and all else in host memory: what a weight sync needs.
+
+        What the allocator kept is free for others then, too.
+        """
+        if self.device.type != "cpu":
+            self._move_state("cpu")
+            self._move(self.device)
+            torch.cuda.empty_cache()
+
+    @cached_property
+    def _host(self) -> HostCopies:
+        return HostCopies(self.device)
+
+    @torch.no_grad()
+    def _move(self, device: torch.device | str) -> None:
+        tensors = {**self._parameters, **{f"{name} (buffer)": buffer for name, buffer in self.scorer.named_buffers()}}
+        moved = self._host.moved({name: local(tensor.detach()) for name, tensor in tensors.items()}, device)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+
+        def place(tensor: Tensor) -> Tensor:
+            there = moved[names[id(tensor)]]
+            if isinstance(tensor, DTensor):  # from_local would move it to the devices of the mesh
+                return DTensor(there, tensor._spec, requires_grad=False)
+            return there
+
+        self.scorer._apply(place)
+        if self._optimizer is not None:
+            for name, view in self._views.items():
+                view.data = local(self._parameters[name].detach())
+
+    def _move_state(self, device: torch.device | str) -> None:
+        """Move the optimizer's state."""
+        states = self._optimizer.state if self._optimizer is not None else {}
+        tensors = {(id(view), key): value for view, state in states.items() for key, value in state.items()}
+        moved = self._host.moved(tensors, device)
+        for view, state in states.items():
+            state |= {key: moved[id(view), key] for key in state}
 
     def sharded_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, ShardedTensor]]:
-        """(Hugging Face name, this rank's part) of every parameter, in an order that is the same on all ranks.
+        """Yield (Hugging Face name, this rank's part) of every parameter, in an order that is the same on all ranks.
 
-        With `trained_only` frozen parameters are left out.
+        Tensors are on the device, tied weights occur once. With `trained_only` frozen parameters are left out.
         """
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad or not trained_only:
+                yield name, self._sharded(name, parameter)
 
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The same, but whole; a collective: all ranks must iterate."""
+        """Yield the same, but whole; a collective: all ranks must iterate."""
+        for name, parameter in self.sharded_parameters(trained_only):
+            yield name, parameter.whole()
+
+    def _sharded(self, name: str, parameter: nn.Parameter) -> ShardedTensor:
+        return replicated(parameter.detach().to(self.device), self.rank)
+
+    def _slices(self) -> dict[str, Slice]:
+        return {name: Slice.of(parameter) for name, parameter in self._saved.items()}
+
+    def _held(self, name: str) -> Tensor:
+        """This rank's slice of a parameter, sharing its memory."""
+        return local(self._saved[name].detach())
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """AdamW's state of this rank's slice of a parameter; empty before the first step."""
+        assert self._optimizer is not None
+        return self._optimizer.state[self._views[name]]
+
+    def _stored(self, name: str, held: Tensor) -> Tensor:
+        """The tensor to save for a CPU tensor in the shape of this rank's part of a parameter; all ranks call it."""
+        return held
+
+    def _writes(self, name: str) -> bool:
+        """Whether this rank saves its slice of a parameter, which other ranks may have, too."""
+        return True
+
+    def _restored(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `_stored`: this rank's part, in the shape of `like`, from the elements of its slice."""
+        return elements.view_as(like)
 
     @property
     def updates(self) -> int:
         """Optimizer steps since the model was loaded from Hugging Face, skipped ones included."""
-
-    def shard(self, copied: bool = False) -> Shard:
-        """This rank's part of parameters, optimizer and schedule, in host memory; all ranks call it.
-
-        `copied`: in memory of its own, which training does not change; otherwise it may share the model's.
-        """
+        return self._updates
 
     def save(self, directory: Path) -> None:
         """Write `shard` as safetensors and JSON; all ranks call it."""
+        self.shard().write(directory)
 
+    def shard(self, copied: bool = False) -> Shard:
+        """Return this rank's part of parameters, optimizer and schedule, in host memory; all ranks call it.
+
+        It has param, exp_avg, exp_avg_sq and step of every parameter. `copied`: in memory of its own, which training
+        does not change; otherwise it may share the model's.
+        """
+        tensors, slices = {}, self._slices()
+        for name, piece in slices.items():
+            slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
+            state = self._state(name) if self._optimizer is not None else {}
+            for key, value in {"param": self._held(name), **state}.items():
+                value = value.to("cpu", copy=copied)  # an accelerator may be full
+                stored = value if key == "step" else self._stored(name, value)
+                writes = key == "step" or self._writes(name)
+                tensors[f"{key}/{name}"] = stored if writes else stored.new_empty(0)
+        meta = {
+            "world_size": self.world_size,
+            "updates": self._updates,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "trained": self._optimizer is not None,
+            "next_lr": None if self._optimizer is None else self._next_lr(),
+        }
+        return Shard(self.rank, slices, tensors, meta)
+
+    @torch.no_grad()
     def load(self, directory: Path) -> LearningRates | None:
-        """The inverse of `save`, also for a checkpoint of another world size.
+        """Read what `save` has written, also of another world size.
 
         Returns:
             The learning rates of the next update; None for a frozen model, and if the checkpoint has not recorded its.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete, of another model, or without optimizer state.
         """
+        slices = self._slices()
+        with open_shards(directory) as reader:
+            reader.check(slices)
+            if self._optimizer is not None and not reader.number("trained"):
+                raise CheckpointError(
+                    f"{directory} was saved from a frozen model: it has no optimizer state to resume."
+                )
+            for name in self._saved:
+                held = self._held(name)
+                held.copy_(self._restored(name, reader.elements(f"param/{name}", slices[name]), held))
+                if self._optimizer is not None:
+                    self._load_state(reader, name, slices[name])
+            self._updates = reader.number("updates")
+            self._skipped_in_a_row = reader.number("skipped_in_a_row")
+            saved_lr = reader.optional_float("next_lr")
+        return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
+
+    def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
+        assert self._optimizer is not None
+        view = self._views[name]
+        self._optimizer.state.pop(view, None)
+        if f"step/{name}" in reader:
+            state = {key: self._restored(name, reader.elements(f"{key}/{name}", piece), view) for key in _STATE}
+            state["step"] = reader.whole(f"step/{name}")
+            self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import LearningRates
+from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
+from skyrl_train.strategies.base import LearningRates, Strategy, widest_dtype
 from skyrl_train.strategies.fill import fill_whole
-from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
-from skyrl_train.strategies.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.shards import Slice
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -37,7 +36,7 @@ class _Piece:
         return tensor.narrow(0, self.offset, self.slice.stop - self.slice.start)
 
 
-class DeepSpeedStrategy(OptimizedModel):
+class DeepSpeedStrategy(Strategy):
     """Call `init_process_group` first, even for one rank. The model is on the CPU or the meta device.
 
     With a compute dtype narrower than the parameters', the model's parameters get that dtype, and the optimizer has
@@ -84,9 +83,8 @@ class DeepSpeedStrategy(OptimizedModel):
         config = self._config()
         self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise it makes one without our deadline
         model: Any = scorer
-        if (
-            self.deepspeed_config.zero_stage == 3
-        ):  # module by module, so that neither host nor device ever has the whole model
+        if self.deepspeed_config.zero_stage == 3:
+            # Module by module, so that neither host nor device ever has the whole model.
             for module in (*(one for one in scorer.modules() if one._parameters), scorer):
                 fill_whole(scorer, module)
                 self.library.zero.Init(module=module, config_dict_or_path=config)

@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import TensorGroup, TensorPart
+from skyrl_train.models.parts import Part
+from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.sharded_tensor import ShardedTensor
+from skyrl_train.strategies.base import Strategy, widest_dtype
 from skyrl_train.strategies.fill import fill
-from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
-from skyrl_train.strategies.sharded_tensor import ShardedTensor
 from skyrl_train.strategies.shards import Slice, local
 
 
-class FSDP2Strategy(OptimizedModel):
+class FSDP2Strategy(Strategy):
     """Shards decoder layers one by one, and the rest as the root. Call `init_process_group` first, even for one rank.
 
     Parameters and gradients keep the dtype that the model was loaded in; `compute_dtype` is that of gathered weights
@@ -48,9 +49,9 @@ class FSDP2Strategy(OptimizedModel):
         if fsdp_config.fsdp_size != -1 and (fsdp_config.fsdp_size < 1 or world_size % fsdp_config.fsdp_size):
             raise ConfigError(_no_divisor(fsdp_config.fsdp_size, world_size, "ranks of the model"))
         self.fsdp_config = fsdp_config
-        self.tensor_parallel: TensorGroup | None = None
-        self.expert_parallel: TensorGroup | None = None
-        self.parts: Mapping[str, TensorPart] = {}
+        self.tensor_parallel: RankGroup | None = None
+        self.expert_parallel: RankGroup | None = None
+        self.parts: Mapping[str, Part] = {}
         self._alike: frozenset[str] = frozenset()
         """Names of the layers' parameters that are replicated over the ranks of `tensor_parallel`."""
         self.compute_dtype = compute_dtype
@@ -59,7 +60,7 @@ class FSDP2Strategy(OptimizedModel):
         self.reduce_once = not frugal if fsdp_config.reduce_once is None else fsdp_config.reduce_once
 
     def prepare(self, scorer: Any, total_steps: int | None) -> nn.Module:
-        """See Strategy. A scorer that is divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
+        """See `Strategy.prepare`. A scorer divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
 
         Layers are then sharded over the ranks that have the same part, and the rest over all ranks. If it is divided
         over `scorer.expert_parallel`, that is so of its experts, and all else is sharded over all ranks.
@@ -121,7 +122,7 @@ class FSDP2Strategy(OptimizedModel):
         return mesh["shard"] if size == ranks else mesh["replicate", "shard"], all_ranks
 
     @property
-    def _divided_over(self) -> TensorGroup | None:
+    def _divided_over(self) -> RankGroup | None:
         """The ranks that have different `parts`."""
         return self.tensor_parallel or self.expert_parallel
 
@@ -223,7 +224,7 @@ class FSDP2Strategy(OptimizedModel):
             super()._move_state(device)
 
 
-def _among_zeros(part: TensorPart, held: Tensor) -> Tensor:
+def _among_zeros(part: Part, held: Tensor) -> Tensor:
     return part.whole([held if rank == part.rank else torch.zeros_like(held) for rank in range(part.size)])
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from skyrl_train.durable import Written, describe
 from skyrl_train.errors import CheckpointError
-from skyrl_train.strategies.base import TensorPart
+from skyrl_train.models.parts import Part
 
 T = TypeVar("T")
 _NOT_AS_SAVED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
@@ -50,7 +50,7 @@ class Slice:
             start, stop = offset[0] * row, (offset[0] + local[0]) * row
         return cls(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), start, stop)
 
-    def within(self, part: TensorPart) -> Slice:
+    def within(self, part: Part) -> Slice:
         """Convert a slice of rows of a part to the slice of these rows in the whole parameter.
 
         If the part is not rows itself, the slice gets all columns.

@@ -9,11 +9,11 @@ from torch import nn
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.strategies.base import Strategy, widest_dtype
 from skyrl_train.strategies.fill import fill_whole
-from skyrl_train.strategies.optimizer import OptimizedModel, widest_dtype
 
 
-class SingleStrategy(OptimizedModel):
+class SingleStrategy(Strategy):
     """One rank. A compute dtype narrower than the parameters' is used by autocast; parameters and gradients stay."""
 
     def __init__(

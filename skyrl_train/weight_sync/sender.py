@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
     AlternatingBuffers,
@@ -21,7 +22,6 @@ from skyrl_train.weight_sync.buckets import (
 from skyrl_train.weight_sync.files import BucketFolder
 from skyrl_train.weight_sync.fingerprints import looks
 from skyrl_train.weight_sync.ipc import SharedPages
-from skyrl_train.weight_sync.sharded import Sharded, sharded
 from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
 from skyrl_train.weight_sync.wire import (
     AdapterSpec,
@@ -48,7 +48,7 @@ class _Sync:
     manifest: Manifest
     cut: list[Bucket]
     specs: dict[str, TensorSpec]
-    stream: Iterator[tuple[str, Sharded]]
+    stream: Iterator[tuple[str, ShardedTensor]]
     buffers: AlternatingBuffers
     largest: int
     """Bytes of the largest bucket."""
@@ -62,7 +62,7 @@ class AdaptedModel:
     """A frozen model and its trained adapter, to be synced separately."""
 
     adapter: AdapterSpec
-    parameters: Callable[[bool], Iterator[tuple[str, Tensor | Sharded]]]
+    parameters: Callable[[bool], Iterator[tuple[str, Tensor | ShardedTensor]]]
     """Like a WeightSender's `parameters`, but not merged: with A and B by `adapter_names`; given True, only those."""
 
 
@@ -77,7 +77,7 @@ class WeightSender:
 
     def __init__(
         self,
-        parameters: Callable[[], Iterator[tuple[str, Tensor | Sharded]]],
+        parameters: Callable[[], Iterator[tuple[str, Tensor | ShardedTensor]]],
         *,
         wire_dtype: str,
         bucket_bytes: int,
@@ -215,7 +215,7 @@ class WeightSender:
         if pages is not None:
             pages.close()
 
-    def _look(self, stream: Iterator[tuple[str, Sharded]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
+    def _look(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
         announced: list[tuple[str, tuple[int, ...], str]] = []
 
@@ -310,12 +310,13 @@ class WeightSender:
             return replace(bucket, file=self._folder.write(sync.manifest.version, bucket.index, list(named)))
         return replace(bucket, payload=buffer)
 
-    def _stream(self, follows: bool) -> Iterator[tuple[str, Sharded]]:
+    def _stream(self, follows: bool) -> Iterator[tuple[str, ShardedTensor]]:
         """The parameters that a sync reads; `follows`: it follows a complete sync."""
         stream = self._parameters() if self._separate is None else self._separate.parameters(follows)
-        return ((name, sharded(tensor)) for name, tensor in stream)
+        # A plain tensor is that of a trainer with one rank.
+        return ((name, replicated(one.detach(), 0) if isinstance(one, Tensor) else one) for name, one in stream)
 
-    def _to_wire(self, name: str, tensor: Sharded) -> Sharded:
+    def _to_wire(self, name: str, tensor: ShardedTensor) -> ShardedTensor:
         def cast(held: Tensor) -> Tensor:
             return (self._altered(name, held) if self._rehearsal else held).to(self._wire_dtype)
 

@@ -34,12 +34,10 @@ VLLM = {
         vllm.envs.VLLM_BATCH_INVARIANT
         vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(engine_args)
     """,
-    "engines/vllm/worker_node.py": """
+    "engines/vllm/engine.py": """
         vllm.EngineArgs.create_engine_config(self, headless=_)
         vllm.v1.executor.multiproc_executor.MultiprocExecutor(vllm_config, monitor_workers=_)
         vllm.v1.executor.multiproc_executor.MultiprocExecutor.start_worker_monitor(self, inline=_)
-    """,
-    "engines/vllm/engine.py": """
         vllm.SamplingParams(..., max_tokens=_, temperature=_, prompt_logprobs=_, flat_logprobs=_, detokenize=_)
         vllm.inputs.tokens_input(prompt_token_ids, cache_salt=_)
         vllm.v1.engine.llm_engine.LLMEngine.collective_rpc(self, method, args=_, timeout=_)
@@ -143,8 +141,6 @@ VLLM = {
         vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=_)
         vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.moe_config
         vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.intermediate_size_per_partition
-    """,
-    "engines/vllm/reloading.py": """
         vllm.distributed.get_tensor_model_parallel_rank()
         vllm.model_executor.models.gpt_oss.OAIAttention.sinks
         vllm.model_executor.models.gpt_oss.OAIAttention.attn
@@ -177,7 +173,7 @@ VLLM = {
         vllm.v1.outputs.SamplerOutput(sampled_token_ids, logprobs_tensors)
         vllm.v1.outputs.LogprobsTensors(logprob_token_ids, logprobs, selected_token_ranks)
     """,
-    "engines/http/native_vllm.py": """
+    "engines/http/native_servers.py": """
         vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., model=_, prompt=_, return_token_ids=_)
         vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., skip_special_tokens=_, top_p=_, top_k=_)
         vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., min_p=_, repetition_penalty=_, request_id=_)
@@ -339,7 +335,7 @@ SGLANG = {
         sglang.srt.managers.schedule_batch.FINISH_MATCHED_TOKEN(matched=_)
         sglang.srt.managers.schedule_batch.FINISH_LENGTH(length=_)
     """,
-    "engines/http/native_sglang.py": """
+    "engines/http/native_servers.py": """
         sglang.srt.managers.io_struct.GenerateReqInput(..., input_ids=_, sampling_params=_, return_logprob=_, rid=_)
         sglang.srt.managers.io_struct.GenerateReqInput(..., logprob_start_len=_)
         sglang.srt.sampling.sampling_params.SamplingParams(..., max_new_tokens=_, temperature=_, stop=_)
@@ -397,7 +393,7 @@ TORCH = {
         torch.distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms(self, enable)
         torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync(self, requires_gradient_sync)
     """,
-    "strategies/optimizer.py": """
+    "strategies/base.py": """
         torch.distributed.tensor.DTensor._spec
         torch.nn.Module._apply(self, fn)
         torch._foreach_mul_
@@ -431,7 +427,7 @@ TORCH = {
     "engines/sglang/weight_store.py": """
         torch.UntypedStorage._new_shared(size)
     """,
-    "engines/transformers/cpu_linear.py": """
+    "engines/transformers/model.py": """
         torch.ops.mkldnn._linear_pointwise
     """,
 }

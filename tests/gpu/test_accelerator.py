@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 POISONED = """
 import torch
-from skyrl_train.engines.accelerator import Accelerator, compute
+from skyrl_train.engines.in_process import Accelerator, compute
 from skyrl_train.errors import EngineError
 device = torch.device("cuda")
 accelerator = Accelerator("a", lambda: compute(device))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.models import sampled_logprobs as module
-from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+from skyrl_train.models.logit_chunks import LogitShape
+from skyrl_train.models.sampled_logprobs import sampled_logprobs
 
 pytestmark = pytest.mark.gpu
 ROWS, SIZE, VOCABULARY = 300, 256, 151_936

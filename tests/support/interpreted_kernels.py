@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.models.sampled_logprobs import LogitShape, sampled_logprobs
+from skyrl_train.models.logit_chunks import LogitShape
+from skyrl_train.models.sampled_logprobs import sampled_logprobs
 
 ROWS, SIZE = 7, 6
 VOCABULARIES = {"one block": 11, "three blocks": 9001}

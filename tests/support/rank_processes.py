@@ -91,8 +91,8 @@ class RankProcess:
     def store(self, value: Any) -> Any:
         return value
 
-    async def call_stored(self, method: str, make: Callable[..., Any], stored: Sequence[Any]) -> Any:
-        return await asyncio.to_thread(lambda: self._call(method, tuple(make(*stored))))
+    async def call_stored(self, method: str, plan: Any, stored: Sequence[Any]) -> Any:
+        return await asyncio.to_thread(lambda: self._call(method, plan.arguments(*stored)))
 
     def end(self) -> None:
         """At once."""

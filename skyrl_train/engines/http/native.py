@@ -1,4 +1,4 @@
-"""An engine whose server is vLLM's or SGLang's own (native_vllm.py, native_sglang.py) instead of ours.
+"""An engine whose server is vLLM's or SGLang's own (native_servers.py) instead of ours.
 
 A paused server of these does not answer, and cannot tell the state of its requests. So this end does the pausing: it
 aborts running requests at the server, keeps their tokens here, and later sends them again to continue from there. No
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -21,22 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
-from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
-from skyrl_train.engines.http.native_server import NativeServer, Sampled
-from skyrl_train.engines.http.native_weights import CheckpointFolder
+from skyrl_train.engines.http.native_servers import NativeServer, Sampled
 from skyrl_train.engines.http.wire import GRACE_S
-from skyrl_train.engines.sampling import request_seed, with_stop_token
-from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids, request_seed, with_stop_token
+from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
+from skyrl_train.models.composite import checkpoint_config
+from skyrl_train.models.export import name_files, save_checkpoint_tensors
 from skyrl_train.models.loading import load_tokenizer, meta_model
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
+from skyrl_train.weight_sync.store import refuse_adapter
+from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
 
 _ABORT_AGAIN_S = 0.2
 """An abort may overtake its request: it is repeated until the request is answered."""
@@ -506,3 +510,78 @@ async def _before_its_end(entry: _NativeRequest, waited: asyncio.Future[Any]) ->
     finally:
         ended.cancel()
         waited.cancel()
+
+
+class CheckpointFolder:
+    """A WeightStore that writes a folder per sync, under a temporary name until it is complete."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        root: Path,
+        tokenizer: Any,
+        hand_over: Callable[[str], None],
+    ):
+        """`model`: on the meta device. `root`: a folder that nothing else uses.
+
+        `hand_over` makes the server load a folder, and returns once it has.
+        """
+        self._model = model
+        self._layout = dict(model.named_parameters(remove_duplicate=False))
+        self._root = root
+        self._tokenizer = tokenizer
+        self._hand_over = hand_over
+        self._count = 0
+        self._files: list[list[str]] = []
+        """Names of the tensors in each file written."""
+        self._bytes = 0
+
+    def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
+        refuse_adapter(adapter)
+        return self._layout
+
+    def held(self, name: str) -> None:
+        """None: the server's tensors cannot be accessed."""
+        return None
+
+    @property
+    def _unfinished(self) -> Path:
+        return self._root / "unfinished"
+
+    def start(self) -> None:
+        self._files, self._bytes = [], 0
+        try:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+            checkpoint_config(self._model).save_pretrained(self._unfinished)
+            self._tokenizer.save_pretrained(self._unfinished)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        path = self._unfinished / f"part-{len(self._files)}.safetensors"
+        try:
+            # Servers silently skip experts under transformers' own names, so they get the checkpoint's names.
+            self._files.append(save_checkpoint_tensors(self._model, dict(tensors), path))
+        except (OSError, SafetensorError) as error:
+            raise self._failed(error) from error
+        self._bytes += sum(tensor.nbytes for _, tensor in tensors)
+
+    def finish(self) -> None:
+        self._count += 1
+        done = self._root / f"weights_{self._count:06d}"
+        try:
+            name_files(self._unfinished, self._files, self._bytes)
+            shutil.rmtree(done, ignore_errors=True)
+            self._unfinished.rename(done)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._hand_over(str(done.resolve()))
+        for old in self._root.iterdir():
+            if old != done:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _failed(self, error: Exception) -> WeightSyncError:
+        return WeightSyncError(
+            f"weights for a server could not be written to {self._root}: {error}; set generator.weight_sync_folder."
+        )

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
+from skyrl_train.engines.client import Progress
 from skyrl_train.engines.http.codec import Malformed, decode, write_json
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.wire import (
@@ -22,7 +23,6 @@ from skyrl_train.engines.http.wire import (
     check_route,
     raised,
 )
-from skyrl_train.engines.progress import Progress
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.listening import is_loopback
 from skyrl_train.tasks import gather_all

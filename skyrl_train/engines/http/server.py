@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.client import COUNTERS, EngineClient, Progress
 from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.openapi import document
@@ -43,7 +43,6 @@ from skyrl_train.engines.http.wire import (
     UnloadAdapter,
     failure,
 )
-from skyrl_train.engines.progress import COUNTERS, Progress
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
 from skyrl_train.http_server import HttpServer, error_body, patience, send, sending
 from skyrl_train.listening import Listener, has_token

@@ -2,8 +2,7 @@
 
 - engine.py        the interface: asynchronous, validates, never blocks the event loop
 - host.py          the thread and the processes
-- arguments.py     SGLang's start arguments
-- models.py        which models it cannot serve
+- arguments.py     start arguments, and which models it cannot serve
 - traffic.py       on that thread: requests, pausing, sleeping
 - weight_store.py  loads full tensors into SGLang's model
 - scheduler.py     in SGLang's process: aborts and scores while paused, prompt cache
@@ -24,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -33,7 +31,8 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.checks import Checks
+from skyrl_train.engines.in_process import Accelerator, compute, query
+from skyrl_train.engines.sampling import Checks
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.host import Host
 from skyrl_train.engines.sglang.traffic import Traffic

@@ -19,8 +19,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.stop_strings import StopStrings
-from skyrl_train.engines.token_sampler import RowSampler, sorted_mask, to_device
+from skyrl_train.engines.token_sampler import RowSampler, StopStrings, sorted_mask, to_device
 
 BACKEND = "pytorch"
 """The `sampling_backend` to replace."""

@@ -15,8 +15,8 @@ import torch
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.checks import check_logprobs, check_new_ids
-from skyrl_train.engines.run_clock import RunClock
+from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.sampling import check_logprobs, check_new_ids
 from skyrl_train.errors import EngineError
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver

@@ -1,14 +1,12 @@
 """The embedded engine: continuous batching over any Hugging Face causal language model with a plain attention cache.
 
 - engine.py            the interface: asynchronous, validates, never blocks the event loop
-- ../step_thread.py    the single thread on which everything below runs
-- scheduler.py         admission, decode steps, ends of requests
-- requests.py          the state of requests and their sampled tokens
-- model.py             forwards; refuses models that it cannot run exactly
+- ../in_process.py     the single thread on which everything below runs
+- scheduler.py         requests and their sampled tokens; admission, decode steps, ends of requests
+- model.py             forwards, and the destination of weight syncs; refuses models that it cannot run exactly
 - attention.py         the attention function and the plan for prompts
 - cache.py             keys and values; samples of one prompt share those of the prompt
 - adapters.py          LoRA: some rows of a batch go through adapters
-- weight_store.py      the destination of the tensors of a weight sync
 - ../token_sampler.py  tokens and log-probs from logits
 """
 
@@ -24,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from skyrl_train.engines.accelerator import Accelerator, compute, query
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING,
@@ -33,12 +30,10 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.checks import Checks
-from skyrl_train.engines.step_thread import StepThread
-from skyrl_train.engines.transformers.model import ServedModel
-from skyrl_train.engines.transformers.requests import GenerateCall
-from skyrl_train.engines.transformers.scheduler import Scheduler
-from skyrl_train.engines.transformers.weight_store import ServedWeights
+from skyrl_train.engines.in_process import Accelerator, StepThread, compute, query
+from skyrl_train.engines.sampling import Checks
+from skyrl_train.engines.transformers.model import ServedModel, ServedWeights
+from skyrl_train.engines.transformers.scheduler import GenerateCall, Scheduler
 from skyrl_train.errors import EngineError
 from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer

@@ -1,4 +1,4 @@
-"""vLLM's start arguments, and the conversion of a request's sampling parameters. Imports vLLM: see engine.py."""
+"""What vLLM is started with and asked for, and what it can do. Imports vLLM: see engine.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
-from skyrl_train.engines.base import SampleRequest
+from skyrl_train.engines.base import PAUSE_MODES, SAMPLING, Capabilities, SampleRequest
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, overrides_of_composite
 from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.loading import has_separate_head, load_config
 from skyrl_train.storage.copies import local_copy
+from skyrl_train.weight_sync.wire import ROUTES
 
 SEED = "seed"
 """A request's seed is in its `extra_args`: in vLLM's own place for it, vLLM would make a generator for each request."""
@@ -30,6 +31,7 @@ _LATENT = 576
 """What vLLM's kernel of latent attention for CPUs is compiled for: the size of DeepSeek-V2 and V3."""
 _CPU_CACHE_BYTES = 4 << 30
 """Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
+_NO_LORA = "adapters are off; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
 
 
 def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -203,4 +205,30 @@ def sampling_params(request: SampleRequest, ends: Sequence[int] = ()) -> Samplin
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, nodes: int = 1) -> Capabilities:
+    engine = f"vLLM {vllm.__version__}"
+    refusals = {
+        "score.temperature": f"{engine} gives log-probs of prompts at temperature 1 only.",
+        "partial_weights": f"{engine} takes a layer's weights only together.",
+        "pipeline_parallel_size": f"{engine} has a batch under way between two steps then; use tensor parallelism.",
+    }
+    if not max_lora_rank:
+        refusals["adapter"] = _NO_LORA
+    elif nodes > 1:
+        refusals["adapter"] = f"it is on {nodes} nodes, of which one alone would see it; syncs bring adapters to all."
+    return Capabilities(
+        name=name,
+        sampling=SAMPLING,
+        weight_routes=ROUTES,
+        weight_ranks=ranks,
+        lora=max_lora_rank > 0 and nodes == 1,
+        synced_adapter_rank=max_lora_rank,
+        pause_modes=PAUSE_MODES,
+        partial_weights=False,
+        keeps_fingerprints=False,
+        score_temperature=False,
+        refusals=refusals,
     )

@@ -22,11 +22,9 @@ import torch
 
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.data.vocabulary import token_text
-from skyrl_train.engines.accelerator import Accelerator
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.checks import SLEEPING, Checks, check_new_ids
-from skyrl_train.engines.run_clock import RunClock
-from skyrl_train.engines.step_thread import StepThread
+from skyrl_train.engines.in_process import Accelerator, RunClock, StepThread
+from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.memory import peak_memory
@@ -40,12 +38,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 try:
-    import vllm  # noqa: F401  where it is missing, its extra is named
+    import vllm
 except ImportError as error:
     raise ConfigError(
         "generator.backend='vllm' needs vLLM: `uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs."
     ) from error
-from vllm import SamplingParams
+from vllm import EngineArgs, SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -53,11 +51,17 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
-from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments, sampling_params, started
-from skyrl_train.engines.vllm.capabilities import vllm_capabilities
+from skyrl_train.engines.vllm.arguments import (
+    bind_threads,
+    engine_arguments,
+    sampling_params,
+    started,
+    vllm_capabilities,
+)
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
 from skyrl_train.tasks import unwatched
 
@@ -596,3 +600,41 @@ class VLLMEngine:
             )
         if "weights" in self._asleep or (self._asleep and not only_weights):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
+
+
+class VLLMWorkerNode:
+    """The ranks of a VLLMEngine on a further node, like `vllm serve --headless`: its first node's scheduler leads them.
+
+    They wait for it for as long as it may think, so whoever starts this ends it together with the engine.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "cpu",
+        name: str = "vllm",
+        threads: int | None = None,
+        slot: int = 0,
+        max_lora_rank: int = 0,
+        max_model_len: int | None = None,
+        **engine_args: Any,
+    ):
+        """Takes what VLLMEngine takes, which must be the same on all nodes but for `node_rank` (1 to nnodes - 1).
+
+        Blocks until the ranks of all nodes have loaded the model. Raises ConfigError for what vLLM refuses.
+        """
+        on_cpu = device == "cpu"
+        arguments = engine_arguments(model, on_cpu, max_lora_rank, {"max_model_len": max_model_len, **engine_args})
+        ranks = arguments["tensor_parallel_size"]
+        self.capabilities = vllm_capabilities(name, ranks, max_lora_rank)
+        bind_threads(threads, ranks // arguments["nnodes"], on_cpu)
+        try:
+            config = EngineArgs(**arguments).create_engine_config(headless=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
+        self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    async def ended(self) -> None:
+        """Returns once one of the ranks has ended, and has ended the others."""
+        await asyncio.to_thread(self._executor.start_worker_monitor, inline=True)

@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.checks import check_logprobs
+from skyrl_train.engines.sampling import check_logprobs
 
 
 class VLLMCall:

@@ -1,35 +1,45 @@
-"""Code that runs inside vLLM's workers: the sampler that returns both log-probs, and the receiver of weight syncs."""
+"""Code that runs inside vLLM's workers: how they take the weights, and the adapter, of a weight sync."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from skyrl_train.engines.accelerator import compute, query
-from skyrl_train.engines.vllm.reloading import Reloading
+from skyrl_train.engines.in_process import compute, query
 from skyrl_train.engines.vllm.sampler import replace_sampler
-from skyrl_train.engines.vllm.synced_adapter import SyncedAdapter
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import served_model
+from skyrl_train.models.composite import composite_of
+from skyrl_train.models.loading import checkpoint_tensors, meta_model, served_model
+from skyrl_train.models.lora import adapted_linears, exported_linears, peft_name
 from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.store import adapter_layout, refuse_adapter
 from skyrl_train.weight_sync.wire import AdapterSpec
 
 _RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger that warns at every sync of layers that got no weights."""
+_BY_EXPERT = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mixtral")
+"""Models whose loaders know experts under the names of published checkpoints only: each separately."""
+_GPT_OSS = "gpt_oss"
+_FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_bias", ".experts.down_proj", ".experts.down_proj_bias")
+_SINKS = ".sinks"
 
 
 class WorkerExtension:
@@ -84,7 +94,7 @@ class WorkerExtension:
         return None, receiver.torn
 
     def reload_folder(self: Any, folder: str) -> None:
-        """Load a checkpoint that has every tensor; for vLLM's own server (http/native_vllm.py).
+        """Load a checkpoint that has every tensor; for vLLM's own server (http/native_servers.py).
 
         Raises WeightSyncError for a model whose weights cannot be loaded again.
         """
@@ -219,3 +229,108 @@ def _packed_experts(model: Any) -> Iterator[Any]:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if isinstance(module, RoutedExperts) and kernel is not None and module.w2_weight.device.type == "cpu":
             yield module
+
+
+class SyncedAdapter:
+    """Passes an adapter from weight syncs on to vLLM, which reads adapters only from folders.
+
+    Each rank has a copy of the adapter's tensors. The first of a node writes the folder, which all load afterwards.
+    """
+
+    def __init__(self, folder: str, model: str, dtype: torch.dtype, max_rank: int, writes: bool):
+        self._folder = Path(folder)
+        self._model = model
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._writes = writes
+        self._spec: AdapterSpec | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    @cached_property
+    def _described(self) -> PreTrainedModel:
+        return meta_model(self._model, self._dtype)
+
+    @cached_property
+    def _linears(self) -> dict[str, nn.Linear]:
+        return adapted_linears(self._described)
+
+    def layout(self, spec: AdapterSpec | None) -> Mapping[str, Tensor]:
+        """Begin a sync with this adapter; returns name -> tensor of its layout. Raises WeightSyncError."""
+        self._spec, self._tensors = spec, {}
+        if spec is None:
+            return {}
+        if not self._max_rank:
+            refuse_adapter(spec)
+        if spec.rank > self._max_rank:
+            raise WeightSyncError(
+                f"an adapter of rank {spec.rank} is above max_lora_rank={self._max_rank} of this engine: raise it in "
+                "generator.engine_init_kwargs, or set trainer.policy.model.lora.sync=merged."
+            )
+        return adapter_layout(spec, self._linears)
+
+    def take(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Keep copies of the adapter's tensors; returns the other tensors."""
+        if self._spec is None:
+            return list(tensors)
+        ours = set(adapter_layout(self._spec, self._linears))
+        self._tensors |= {name: tensor.cpu().clone() for name, tensor in tensors if name in ours}
+        return [(name, tensor) for name, tensor in tensors if name not in ours]
+
+    def finish(self) -> None:
+        """Write the adapter's folder in peft's format. Raises OSError."""
+        if self._spec is None or not self._writes:
+            return
+        names = exported_linears(self._described)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self._spec.rank,
+            "lora_alpha": self._spec.scaling * self._spec.rank,
+            "target_modules": [names[layer] for layer in self._spec.layers],
+            "bias": "none",
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "adapter_config.json").write_text(json.dumps(config))
+        named = {peft_name(name, names): tensor.contiguous() for name, tensor in self._tensors.items()}
+        save_file(named, self._folder / "adapter_model.safetensors")
+
+
+class Reloading:
+    """Renames the tensors of one model's syncs, and copies what does not pass through a `weight_loader` itself.
+
+    Between `initialize_layerwise_reload` and its end vLLM's parameters are on the meta device, and only tensors that
+    pass through a `weight_loader` arrive; what a model's own code copies into a parameter is lost without a word.
+    """
+
+    def __init__(self, served: Any, model: PreTrainedModel):
+        """`served`: vLLM's model. `model`: transformers' on the meta device, whose names tensors have."""
+        self._served = served
+        self._model = model
+        self._kind: str = model.config.model_type
+        self._sinks: dict[str, Tensor] = {}
+
+    def named(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The tensors under names that pass through a `weight_loader`; the others are kept for `finish`."""
+        if self._kind in _BY_EXPERT or composite_of(self._model) is not None:
+            return checkpoint_tensors(self._model, dict(tensors)).items()
+        return self._of_gpt_oss(tensors) if self._kind == _GPT_OSS else tensors
+
+    def _of_gpt_oss(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name.endswith(_SINKS):
+                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+            elif name.endswith(_FUSED):
+                layer, _, own = name.rpartition(".")
+                yield from ((f"{layer}.{expert}.{own}", weights) for expert, weights in enumerate(tensor))
+            else:
+                yield name, tensor
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Copy what has no `weight_loader`: this rank's sinks of attention, which its kernel reads in place or cast."""
+        for name, sinks in self._sinks.items():
+            attention = self._served.get_submodule(name.removesuffix(_SINKS))
+            rank, count = get_tensor_model_parallel_rank(), len(attention.sinks)
+            for held in {id(one): one for one in (attention.sinks, attention.attn.impl.sinks)}.values():
+                held.copy_(sinks[rank * count : (rank + 1) * count])
+        self._sinks.clear()

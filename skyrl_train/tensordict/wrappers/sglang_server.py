@@ -17,7 +17,7 @@ from skyrl_train.data.chat import decode_response, encode_prompt
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
-from skyrl_train.engines.http.native_sglang import SGLangServer
+from skyrl_train.engines.http.native_servers import SGLangServer
 from skyrl_train.engines.sampling import check_supported
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
 from skyrl_train.listening import API_KEY

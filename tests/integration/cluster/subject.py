@@ -12,6 +12,13 @@ from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, f
 from skyrl_train.errors import ConfigError
 
 
+class Together:
+    """A plan whose call has one argument: all stored values."""
+
+    def arguments(self, *values: Any) -> tuple[Any]:
+        return (values,)
+
+
 class Rank:
     """One of two ranks that meet in collectives; methods get the rank's part in the call, True for what goes wrong."""
 

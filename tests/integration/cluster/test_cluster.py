@@ -28,6 +28,7 @@ from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.shards import Stored
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
+from tests.integration.cluster.subject import Together
 from tests.support.padded_reference import grouped_batch
 
 SUBJECT = "tests.integration.cluster.subject:Subject"
@@ -169,7 +170,7 @@ def test_ranks_read_their_parts_of_a_batch_where_they_were_stored(cluster: Clust
     group = WorkerGroup([spawn(cluster, SUBJECT, {}, index=index, **kwargs) for index in range(2)], parallel_size=2)
     batch = grouped_batch([(7, [5, 9, 3]), (4, [60_000])])
     stored = [group.store(batch.select([0, 2])), group.store(batch.select([3]))]
-    answers = asyncio.run(group.scatter("overwrites", [Stored(stored, lambda *batches: (batches,))]))
+    answers = asyncio.run(group.scatter("overwrites", [Stored(stored, Together())]))
     wanted = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
     assert answers == [(wanted, True)] * 2
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
-from skyrl_train.engines.http.native_sglang import SGLangServer
-from skyrl_train.engines.http.native_vllm import VLLMServer
+from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.registry import load_object

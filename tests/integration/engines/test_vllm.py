@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.engines.accelerator import Accelerator
+from skyrl_train.engines.in_process import Accelerator
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model

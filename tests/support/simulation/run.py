@@ -14,8 +14,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.scaling import EngineScaler
-from skyrl_train.engines.supervisor import EngineSupervisor
+from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.residency import AlwaysResident

@@ -12,7 +12,7 @@ from skyrl_train.config.hydra import load
 from skyrl_train.config.machine import model_paths
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.sglang import models as sglang
+from skyrl_train.engines.sglang import arguments as sglang
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import POLICY_PATH, load_config

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from skyrl_train.data.arrays import fresh, give_back, joined, mask_of, spans_of, token_array
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
-from skyrl_train.engines.checks import Checks
+from skyrl_train.engines.sampling import Checks
 from skyrl_train.errors import UnsupportedParameter
 from tests.support.trajectories import completion_from, trajectory_from
 

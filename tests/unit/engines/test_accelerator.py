@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.engines.accelerator import Accelerator, compute
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.in_process import Accelerator, compute
 from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError

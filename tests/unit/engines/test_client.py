@@ -94,7 +94,7 @@ def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.Monk
     for engine in engines:
         turns = [one.split() for one in _served(engine) if one != "other"]
         assert {name for name, number in turns if number == "0"} == {name for name, number in turns if number == "1"}
-    assert len(client._homes) <= 2 * 4 * 160, "what has ended is forgotten"
+    assert len(client._sticky) <= 2 * 4 * 160, "what has ended is forgotten"
 
 
 def test_without_ties_the_least_loaded_engine_is_taken():
@@ -136,7 +136,6 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
 
 @pytest.mark.fault("F29")
 def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
-    monkeypatch.setattr("skyrl_train.engines.progress.GRACE_S", 1.0)
     monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 1.0)
     hung, sound = _engines(2)
     hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
@@ -260,7 +259,7 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
 def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_else_does(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("skyrl_train.engines.progress.GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
     engines = _engines(2)
     setattr(engines[1], method, _never)
     engines[1].health = _never  # type: ignore[method-assign,assignment]
@@ -279,8 +278,7 @@ def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_els
 def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_last(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in ("client", "progress"):
-        monkeypatch.setattr(f"skyrl_train.engines.{module}.GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
     engines = _engines(2)
     plain = getattr(engines[1], method)
 
@@ -314,7 +312,7 @@ def test_a_restart_that_is_given_up_has_ended_and_none_begins():
         engines = _engines(2)
         client = EngineClient(engines, deadline_s=5)
         client.revive = revive
-        client._all[0].mark_dead(EngineError("gone"))
+        client._mark_dead(client._all[0], EngineError("gone"))
         client.revive_dead()
         await asyncio.sleep(0)
         await client.stop_reviving()

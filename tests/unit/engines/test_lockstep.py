@@ -11,8 +11,7 @@ import pytest
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
@@ -147,12 +146,6 @@ def test_requests_outside_of_any_episode_are_answered():
         return await lockstep.generate([_request("evaluation")])
 
     assert _run(work, engine)[0].token_ids.tolist() == [1, 2]
-
-
-def test_the_rest_is_the_clients():
-    engine = ScriptedEngine()
-    _run(lambda lockstep: lockstep.pause(), engine)
-    assert engine.calls == ["pause"]
 
 
 def test_who_waits_is_not_counted_anew_whenever_one_more_does():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.engines.http.native_weights import CheckpointFolder
+from skyrl_train.engines.http.native import CheckpointFolder
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.loading import checkpoint_names, load_causal_lm, load_tokenizer, meta_model
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model

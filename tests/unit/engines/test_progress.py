@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.engines.base import EngineHealth
-from skyrl_train.engines.progress import Progress
+from skyrl_train.engines.client import Progress
 from skyrl_train.errors import DeadlineExceeded
 
 
@@ -61,7 +61,7 @@ def test_one_that_does_nothing_is_left_and_its_call_cancelled():
 
 
 def test_one_that_answers_no_health_check_is_left(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("skyrl_train.engines.progress.GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
 
     async def silent() -> Any:
         await asyncio.sleep(60)

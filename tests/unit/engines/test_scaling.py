@@ -11,8 +11,7 @@ import pytest
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.scaling import EngineScaler
-from skyrl_train.engines.supervisor import EngineSupervisor
+from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 

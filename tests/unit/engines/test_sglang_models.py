@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.engines.sglang.models import refuse_model
+from skyrl_train.engines.sglang.arguments import refuse_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.testing.tiny_models import tiny_model
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.engines.stop_strings import StopStrings
+from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 TOKENIZER: Any = byte_tokenizer()

@@ -277,7 +277,7 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
         supervisor = EngineSupervisor(client, start=start, sync=sync, stop=Mortal.close, max_engine_restarts=4)
         client.revive, client.revives_at_once = supervisor.revive, True
         for record in client._all:
-            record.mark_dead(EngineError("killed"))
+            client._mark_dead(record, EngineError("killed"))
         async with asyncio.timeout(2):
             (completion,) = await client.generate([request("r1")])
         assert len(completion.token_ids) and list(client.dead) == ["b"]

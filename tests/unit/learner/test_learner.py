@@ -303,7 +303,7 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
         def __init__(self) -> None:
             self.taken: list[str] = []
 
-        async def call_stored(self, method: str, make: Any, stored: Any) -> None:
+        async def call_stored(self, method: str, plan: Any, stored: Any) -> None:
             self.taken.append(method)
             await asyncio.sleep(0.01)
 
@@ -314,7 +314,7 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
     group = WorkerGroup(ranks)
 
     async def run() -> None:
-        await asyncio.gather(group.scatter("score", [Stored([], tuple)] * 4), group.all("manifest"))
+        await asyncio.gather(group.scatter("score", [Stored([], None)] * 4), group.all("manifest"))
 
     asyncio.run(run())
     assert [rank.taken for rank in ranks] == [["score", "manifest"]] * 4

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.models import sampled_logprobs as module
-from skyrl_train.models.sampled_logprobs import LogitShape
+from skyrl_train.models import logit_chunks, sampled_logprobs as module
+from skyrl_train.models.logit_chunks import LogitShape
 
 ROWS, SIZE, VOCABULARY = 7, 5, 11
 sampled_logprobs: Any = module.sampled_logprobs
@@ -154,13 +154,13 @@ def wide_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             raise RuntimeError("self and mat2 must have the same dtype")
         return torch.addmm(start, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
-    monkeypatch.setattr(module, "sums_widely", lambda tensor: True)
+    monkeypatch.setattr(logit_chunks, "sums_widely", lambda tensor: True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype_out", mm, "CPU")
         library.impl("addmm.dtype_out", addmm, "CPU")
-        module._adds_widely.cache_clear()
+        logit_chunks._adds_widely.cache_clear()
         yield
-    module._adds_widely.cache_clear()
+    logit_chunks._adds_widely.cache_clear()
 
 
 @pytest.mark.defect("logits-rounded-to-half-precision")

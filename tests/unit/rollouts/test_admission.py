@@ -9,8 +9,7 @@ import pytest
 from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
-from skyrl_train.rollouts.admission import RolloutQueue
-from skyrl_train.rollouts.collector import RolloutCollector
+from skyrl_train.rollouts.collector import RolloutCollector, RolloutQueue
 from skyrl_train.trainer.evaluation import _check_version
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
 from tests.support.trajectories import trajectory_from

@@ -10,8 +10,7 @@ import pytest
 
 from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import MAX_METRIC_LENGTH, MAX_METRICS, ConversationGenerator, RolloutSettings

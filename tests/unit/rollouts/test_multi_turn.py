@@ -14,12 +14,11 @@ from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
 from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.rate_limit import RateLimiter
+from skyrl_train.rollouts.rate_limit import EpisodeLimiter
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -585,7 +584,7 @@ def test_a_limit_lets_no_more_episodes_run_than_it_says_and_loses_none():
     async def run() -> list[TrajectoryGroup]:
         client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
         options = RolloutSettings(SamplingParams(9), 2, 3, max_input_length=900, rollout_s=60.0, max_turns=5)
-        limiter = RateLimiter(trajectories_per_second=1e6, max_concurrency=5)
+        limiter = EpisodeLimiter(trajectories_per_second=1e6, max_concurrency=5)
         generator = ConversationGenerator(client, Counted(until(2)), TOKENIZER, options, limiter=limiter)
         prompts = [Prompt(str(uid), PROMPT.messages, "toy") for uid in range(6)]
         return await asyncio.gather(*(generator.rollout(prompt, place) for place, prompt in enumerate(prompts)))
@@ -597,7 +596,7 @@ def test_a_limit_lets_no_more_episodes_run_than_it_says_and_loses_none():
 
 def test_episodes_begin_no_faster_than_the_rate():
     async def run() -> float:
-        limiter, clock = RateLimiter(trajectories_per_second=100), asyncio.get_running_loop().time
+        limiter, clock = EpisodeLimiter(trajectories_per_second=100), asyncio.get_running_loop().time
         start = clock()
         await asyncio.gather(*(limiter.admit(2) for _ in range(6)))
         return clock() - start

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.strategies import host_copies
+from skyrl_train.strategies.base import Strategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.host_copies import HostCopies
-from skyrl_train.strategies.optimizer import OptimizedModel
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.padded_reference import ragged_batch
@@ -140,8 +140,8 @@ def test_what_is_there_is_not_copied(streams: Streams):
 
 
 @pytest.fixture(params=["single", "fsdp2"])
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], OptimizedModel]]:
-    def make() -> OptimizedModel:
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Strategy]]:
+    def make() -> Strategy:
         settings: dict[str, Any] = {
             "optimizer_config": OptimizerConfig(lr=1e-2),
             "fsdp_config": FSDPConfig(),
@@ -177,7 +177,7 @@ def places(strategy: Any) -> tuple[set[str], set[str]]:
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
 def test_a_model_that_leaves_for_engines_and_a_sync_goes_on_as_its_twin_that_stayed(
-    make: Callable[[], OptimizedModel], monkeypatch: pytest.MonkeyPatch, streams: Streams
+    make: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, streams: Streams
 ):
     strategy, twin = make(), make()
     emptied: list[tuple[set[str], set[str]]] = []

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.rollouts.reward_model import JudgedRollout
+from skyrl_train.rollouts.scoring import FirstRollout, ScoredRollouts
 from tests.support.trajectories import trajectory_from
 
 PROMPT = Prompt("7", [{"role": "user", "content": "hi"}], "chat")
@@ -40,7 +40,7 @@ def judged(*rows: Trajectory, coef: float = 0.5) -> tuple[list[Trajectory], Judg
         assert (prompt, position) == (PROMPT, 3)
         return TrajectoryGroup(prompt, list(rows))
 
-    group = asyncio.run(JudgedRollout(rollout, judge, coef)(PROMPT, 3))
+    group = asyncio.run(ScoredRollouts(rollout, judge=judge, coef=coef)(PROMPT, 3))
     return group.trajectories, judge
 
 
@@ -85,3 +85,36 @@ def test_a_generator_that_keeps_no_messages_is_told_so():
     row.messages = []
     with pytest.raises(ConfigError, match=r"prompt 7 has no messages.*Trajectory\.messages"):
         judged(row)
+
+
+def _group(uid: str, *statuses: str) -> TrajectoryGroup:
+    prompt = Prompt(uid, [{"role": "user", "content": uid}], "none", {})
+    items = []
+    for sample, status in enumerate(statuses):
+        items.append(trajectory_from(prompt, sample, [1], [2], [1], [-0.5], [], 0.0, "stop", 1.0))
+        if status != "ok":
+            items[-1].fail(status, "")
+    return TrajectoryGroup(prompt, items)
+
+
+def test_the_first_that_ends_well_is_shown_and_no_other():
+    shown: list[tuple[str, int, float]] = []
+    first = FirstRollout(lambda item, seconds: shown.append((item.prompt.uid, item.sample, seconds)))
+    groups = {
+        "slow": (0.2, _group("slow", "ok")),
+        "bad": (0.0, _group("bad", "engine")),
+        "mixed": (0.05, _group("mixed", "engine", "ok")),
+    }
+
+    async def rollout(prompt: str, position: int) -> TrajectoryGroup:
+        seconds, made = groups[prompt]
+        await asyncio.sleep(seconds)
+        return made
+
+    async def main() -> None:
+        train, evaluate = (ScoredRollouts(rollout, first=first) for _ in range(2))  # type: ignore[arg-type]
+        made = await asyncio.gather(train("slow", 0), train("bad", 1), evaluate("mixed", 2))  # type: ignore[arg-type]
+        assert list(made) == [made for _, made in groups.values()]
+
+    asyncio.run(main())
+    assert [one[:2] for one in shown] == [("mixed", 1)] and shown[0][2] > 0.04

@@ -11,8 +11,7 @@ import pytest
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.lockstep import Lockstep
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
@@ -69,7 +68,7 @@ def play(work: Callable[..., Awaitable[None]], engines: int = 2, most: int = 2) 
 
     async def run() -> None:
         async with asyncio.timeout(20):
-            await work(EngineClient(made, deadline_s=30, most_calls=most), *made)
+            await work(EngineClient(made, deadline_s=30, max_calls=most), *made)
 
     asyncio.run(run())
     return made

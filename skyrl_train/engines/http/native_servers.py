@@ -1,0 +1,355 @@
+"""The servers of vLLM and SGLang themselves, for NativeEngine (native.py). Imports neither."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from skyrl_train.data.arrays import Tokens, plain_ids, token_array
+from skyrl_train.engines.base import SampleRequest, SamplingParams
+from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.sampling import SLEEPING
+from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.listening import API_KEY
+
+_DEV_MODE = "this route needs a server that was started with VLLM_SERVER_DEV_MODE=1 in its environment."
+_EXTENSION = "skyrl_train.engines.vllm.worker.WorkerExtension"
+_NOT_EXTENDED = ("no attribute 'reload_folder'", "'reload_folder' is not implemented")
+"""Errors of a server without the extension: with VLLM_ENABLE_V1_MULTIPROCESSING on, and off."""
+_CALIBRATION = (1, 2, 3)
+"""Arbitrary tokens."""
+_HOT = 2.0
+"""A temperature at which log-probs clearly differ from those at 1; servers accept none above."""
+_ANOTHER = "it is no SGLang server; see generator.backend."
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A server's answer to a request; lists are [L] for L sampled tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """nats, temperature-scaled, without truncation; at temperature 1 if greedy."""
+    stop_reason: str
+    """stop | length | abort"""
+    cached_tokens: int = 0
+
+
+class NativeServer(ABC):
+    """One kind of server: its routes and parameters. A call that fails raises EngineError or DeadlineExceeded."""
+
+    kind: str
+    """E.g. "vLLM 0.32.0"; set by `start`, as are the other attributes."""
+    max_model_len: int
+    SAMPLING: ClassVar = frozenset({"temperature", "stop", "stop_token_ids", "ignore_eos"})
+    """SamplingParams fields that a server may support: those that leave both log-probs of a token equal."""
+    sampling: frozenset[str]
+    """The fields that this server supports."""
+    seeds: bool
+    refusals: Mapping[str, str]
+
+    def __init__(self, connection: Connection, deadline_s: float):
+        """`deadline_s`: the deadline of every call."""
+        self.connection = connection
+        self.deadline_s = deadline_s
+
+    @abstractmethod
+    async def start(self, deadline_s: float) -> None:
+        """Wait for the server and find out what it supports.
+
+        Raises EngineError if it is of another kind, or was started with wrong options.
+        """
+
+    @abstractmethod
+    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+        """Sample one request, under the id `rid`."""
+
+    @abstractmethod
+    async def abort(self, rids: Sequence[str]) -> None:
+        """End these requests: they are answered with their tokens so far. Unknown ids are ignored."""
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs (nats, temperature 1) of all tokens but the first."""
+
+    @abstractmethod
+    async def load(self, folder: str) -> None:
+        """Serve the weights of a Hugging Face folder, which the server must be able to read."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prompts; to be called only while no request runs."""
+
+    @abstractmethod
+    async def sleep(self, level: int) -> frozenset[str]:
+        """Free memory; returns the tags of what was freed: "weights", "kv_cache"."""
+
+    @abstractmethod
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """Reallocate what `sleep` freed."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raises EngineError if the server is not alive."""
+
+    async def ask(
+        self,
+        verb: str,
+        route: str,
+        payload: Any = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+        hints: Mapping[int, str] | None = None,
+        once: bool = False,
+    ) -> Any:
+        """Call a route; returns the JSON of the answer, or None. `hints`: HTTP status -> what to do about it.
+
+        The call is repeated if the connection breaks, unless `once`: then repeating is up to the caller
+        (`Connection.attempts`).
+        """
+        body = b"" if payload is None else json.dumps(payload, default=operator.index).encode()
+
+        async def attempt(_: int) -> tuple[int, bytes]:
+            return await self.connection.once(verb, route, body, params)
+
+        work = attempt(0) if once else self.connection.attempts(route, attempt, repeatable=True)
+        status, raw = await self.connection.within(route, deadline_s or self.deadline_s, work)
+        if status != 200:
+            raise self.refusal(status, route, raw, hints or {})
+        try:
+            return json.loads(raw) if raw else None
+        except ValueError:
+            return None
+
+    def refusal(self, status: int, route: str, raw: bytes, hints: Mapping[int, str]) -> EngineError:
+        """The exception for an answer with an error status."""
+        name, url = self.connection.name, self.connection.url
+        if status == 401:
+            hint = f"it does not accept this token: set {API_KEY} to the server's --api-key."
+        else:
+            hint = hints.get(status) or raw.decode(errors="replace")[:500]
+        kind = UnsupportedParameter if status == 400 else EngineError
+        return kind(f"Engine {name!r} at {url} answered {route} with HTTP status {status}: {hint}")
+
+
+class VLLMServer(NativeServer):
+    """vLLM's server: `VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server`.
+
+    Its routes for pausing, weights and aborts exist only in development mode, and need no token.
+    """
+
+    seeds = True
+    _extended = True
+    """Whether its workers have our extension; the first `load` finds out."""
+
+    async def start(self, deadline_s: float) -> None:
+        self.kind = "vLLM"
+        self.kind = await self.connection.until_there(self._version, deadline_s)
+        (model, *_) = (await self.ask("GET", "/v1/models"))["data"]
+        self._served_name: str = model["id"]
+        self.max_model_len = model["max_model_len"]
+        if (await self.ask("GET", "/is_paused", hints={404: _DEV_MODE}))["is_paused"]:
+            await self.ask("POST", "/wake_up")
+        self.sampling, self.refusals = self.SAMPLING, {}
+        if not await self._scales_logprobs():
+            self.sampling -= {"temperature"}
+            self.refusals = {
+                "temperature": f"this server of {self.kind} tells log-probs at temperature 1 whatever it samples at; "
+                "start it with --logprobs-mode processed_logprobs."
+            }
+
+    async def _version(self) -> str | None:
+        status, raw = await self.connection.once("GET", "/version")
+        if status != 200 or b'"version"' not in raw:
+            raise self.refusal(status, "/version", raw, {status: "it is no vLLM server; see generator.backend."})
+        ready, _ = await self.connection.once("GET", "/health")
+        return f"vLLM {(await self.ask('GET', '/version'))['version']}" if ready == 200 else None
+
+    async def _scales_logprobs(self) -> bool:
+        """Whether the log-probs of sampled tokens are those at the sampling temperature."""
+        hot = SampleRequest("", token_array(_CALIBRATION), SamplingParams(max_tokens=1, temperature=_HOT), 0)
+        sampled = await self.sample("", hot)
+        (at_one,) = (await self.score((*_CALIBRATION, *sampled.token_ids)))[-1:]
+        return abs(sampled.logprobs[0] - at_one) > 1e-3
+
+    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+        sampling = request.sampling
+        choice, usage = await self._complete(
+            rid,
+            request.token_ids,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            seed=request.seed % 2**63,
+            logprobs=0,
+        )
+        if choice["finish_reason"] not in ("stop", "length", "abort"):
+            raise EngineError(
+                f"Engine {self.connection.name!r}: {self.kind} ended a request: {choice['finish_reason']}."
+            )
+        return Sampled(
+            token_ids=choice["token_ids"],
+            logprobs=[-9999.0 if one is None else one for one in (choice["logprobs"] or {}).get("token_logprobs", [])],
+            stop_reason=choice["finish_reason"],
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        )
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        if len(token_ids) < 2:
+            return []
+        choice, _ = await self._complete("", token_ids, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        rows = zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+        return [row[str(token)]["logprob"] for token, row in rows]
+
+    async def _complete(self, rid: str, token_ids: Sequence[int] | Tokens, **options: Any) -> tuple[Any, Any]:
+        """The only choice, and the usage. It sends every parameter for which a generation config may have a default."""
+        body = {
+            "model": self._served_name,
+            "prompt": plain_ids(token_ids),
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            **({"request_id": rid} if rid else {}),
+            **options,
+        }
+        answer = await self.ask("POST", "/v1/completions", body, once=bool(rid))
+        return answer["choices"][0], answer["usage"]
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        ids = [f"cmpl-{rid}-0" for rid in rids]
+        await self.ask("POST", "/abort_requests", {"request_ids": ids}, hints={404: _DEV_MODE})
+
+    async def load(self, folder: str) -> None:
+        try:
+            if self._extended:
+                try:
+                    await self._call_workers("reload_folder", args=[folder])
+                    return
+                except EngineError as error:
+                    if not any(text in str(error) for text in _NOT_EXTENDED):
+                        raise
+                    self._extended = False
+            await self._call_workers("reload_weights", kwargs={"weights_path": folder})
+        except EngineError as error:
+            raise WeightSyncError(f"{error} (the weights are in {folder}: can the server read that?)") from error
+
+    async def _call_workers(self, method: str, **options: Any) -> None:
+        await self.ask("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE})
+
+    async def reset_prefix_cache(self) -> None:
+        for _ in range(50):  # blocks of aborted requests are freed one step later
+            if (await self.ask("POST", "/reset_prefix_cache", hints={404: _DEV_MODE}))["success"]:
+                return
+        raise EngineError(f"Engine {self.connection.name!r}: {self.kind} does not reset its prefix cache.")
+
+    async def sleep(self, level: int) -> frozenset[str]:
+        await self.ask("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE})
+        return SLEEPING  # at level 1 the weights move to the host
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        await self.ask("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE})
+
+    async def check(self) -> None:
+        await self.ask("GET", "/health", deadline_s=30.0)
+
+
+class SGLangServer(NativeServer):
+    """SGLang's server: `python -m sglang.launch_server`.
+
+    Its log-probs are temperature-scaled, without truncation. It does not support seeds.
+    """
+
+    seeds = False
+
+    async def start(self, deadline_s: float) -> None:
+        self.kind = "SGLang"
+        info = await self.connection.until_there(self._info, deadline_s)
+        self.kind = f"SGLang {info['version']}"
+        self.max_model_len = info["max_req_input_len"]
+        self._frees_memory = bool(info.get("enable_memory_saver"))
+        self.sampling = self.SAMPLING
+        self.refusals = {"seed": f"{self.kind} samples every batch from one stream of random numbers."}
+
+    async def _info(self) -> Any:
+        status, raw = await self.connection.once("GET", "/server_info")
+        if status == 503:  # starting
+            return None
+        if status != 200:
+            raise self.refusal(status, "/server_info", raw, {status: _ANOTHER})
+        info = await self.ask("GET", "/server_info")
+        if not isinstance(info, dict) or not {"version", "max_req_input_len"} <= info.keys():
+            raise EngineError(f"Engine {self.connection.name!r} at {self.connection.url}: {_ANOTHER}")
+        ready, _ = await self.connection.once("GET", "/ready")
+        return info if ready == 200 else None
+
+    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+        sampling = request.sampling
+        answer = await self._generate(
+            rid,
+            request.token_ids,
+            {
+                "max_new_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": sampling.ignore_eos,
+            },
+            logprob_start_len=-1,
+        )
+        meta = answer["meta_info"]
+        return Sampled(
+            token_ids=list(answer["output_ids"]),
+            logprobs=[-9999.0 if one is None else one for one, *_ in meta.get("output_token_logprobs") or ()],
+            stop_reason=meta["finish_reason"]["type"],
+            cached_tokens=meta.get("cached_tokens") or 0,
+        )
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        answer = await self._generate("", token_ids, {"max_new_tokens": 0, "temperature": 0.0}, logprob_start_len=0)
+        logprobs = [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        return [math.nan if one is None else one for one in logprobs]
+
+    async def _generate(self, rid: str, token_ids: Sequence[int] | Tokens, sampling: Any, **options: Any) -> Any:
+        """Sends every parameter for which a model's generation config may have a default."""
+        off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
+        body = {"input_ids": plain_ids(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
+        if rid:
+            body["rid"] = rid
+        return await self.ask("POST", "/generate", body, once=bool(rid))
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        await asyncio.gather(*(self.ask("POST", "/abort_request", {"rid": rid}) for rid in rids if rid))
+
+    async def load(self, folder: str) -> None:
+        try:
+            await self.ask("POST", "/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
+        except EngineError as error:
+            raise WeightSyncError(f"{error} (the weights are in {folder}: can the server read that?)") from error
+
+    async def reset_prefix_cache(self) -> None:
+        await self.ask("POST", "/flush_cache", params={"timeout": "10"})
+
+    async def sleep(self, level: int) -> frozenset[str]:
+        tags = SLEEPING if level >= 2 else SLEEPING - {"weights"}
+        if self._frees_memory:
+            await self.ask("POST", "/release_memory_occupation", {"tags": sorted(tags)})
+        return tags
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        if self._frees_memory:
+            await self.ask("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    async def check(self) -> None:
+        await self.ask("GET", "/ready", deadline_s=30.0)
