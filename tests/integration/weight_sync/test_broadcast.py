@@ -178,14 +178,15 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
 
 
 class OneCallAtATime(LocalTrainer):
-    """As an actor's: what it is asked next waits until it has answered."""
+    """As an actor's: every call is made, even if its caller gives up, and the next one waits until it has ended."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.thread = ThreadPoolExecutor(1)
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return [await asyncio.get_running_loop().run_in_executor(self.thread, getattr(self, method), *args)]
+        call = asyncio.get_running_loop().run_in_executor(self.thread, getattr(self, method), *args)
+        return [await asyncio.shield(call)]
 
 
 class Unwilling(Faulty):
