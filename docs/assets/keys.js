@@ -1,8 +1,9 @@
-// A box that filters tables of keys with their defaults (configuration.md): words of the whole key or of its meaning.
+// A box that filters the tables of keys (configuration.md): words of the whole key or of its meaning.
 // The page is complete without it.
 (() => {
   const HEADINGS = "h1, h2, h3";
-  const named = (table) => [...table.rows[0].cells].map((cell) => cell.textContent.trim()).join().startsWith("key,default");
+  const columns = (table) => [...table.rows[0].cells].map((cell) => cell.textContent.trim()).join();
+  const named = (table) => /^(key,default|keys,accepted)/.test(columns(table)); // the second kind has whole keys
   if (![...document.querySelectorAll("article table")].some(named)) return;
 
   const sections = []; // a heading, what follows it up to the next one, and its rows with the text to look in
@@ -11,7 +12,7 @@
       sections.push({ heading: element, rows: [] });
     } else if (named(element) && sections.length) {
       const { heading, rows } = sections.at(-1);
-      const section = heading.matches("h1") ? "" : `${heading.firstChild.textContent.trim()}.`;
+      const section = heading.matches("h1") || columns(element).startsWith("keys") ? "" : `${heading.firstChild.textContent.trim()}.`;
       for (const row of [...element.rows].slice(1)) {
         const key = section + row.cells[0].textContent.trim();
         row.cells[0].title = key;

@@ -207,8 +207,11 @@ def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
             if isinstance(tensor, Tensor) and name not in _OF_TOKENS and not any(tensor is one for one in known):
                 raise _not_separable(composite, f"it also gives {name} to its language model")
     _, alone = _around_body(model, inputs)
-    if logits.is_meta or logits.shape != alone.shape or not torch.equal(logits, alone):
-        raise _not_separable(composite, "its logits are not those of its language model")
+    if logits.is_meta or alone.is_meta or logits.shape != alone.shape:
+        raise _not_separable(composite, "its logits are not made of its head's outputs alone")
+    if not torch.equal(logits, alone):
+        gap = float((logits - alone).abs().max())
+        raise _not_separable(composite, f"its logits are not those of its language model: they differ by {gap:.3g}")
 
 
 def _around_body(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -327,10 +328,13 @@ class WeightPublisher:
         self._connected = []
         closing = asyncio.ensure_future(self._trainer.all("disconnect_weights"))
         address, self._address = self._address, ""
+        deadline = time.monotonic() + self._deadline_s
         done, _ = await asyncio.wait([closing], timeout=_CLOSES_S)
-        if not done and address:  # a rank that waits for a peer takes no other call
+        # A rank that waits for a peer takes no other call. A busy machine may not take the first connection in time.
+        while not done and address and time.monotonic() < deadline:
             await asyncio.to_thread(call_off, address)
-        done, _ = await asyncio.wait([closing], timeout=self._deadline_s)
+            done, _ = await asyncio.wait([closing], timeout=_CLOSES_S)
+        done, _ = await asyncio.wait([closing], timeout=deadline - time.monotonic())
         for task in done:
             task.exception()
 

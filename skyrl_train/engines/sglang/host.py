@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 _STAND_INS = str(Path(__file__).parent / "stand_ins")
 _GRACE_S = 5.0
@@ -221,7 +222,7 @@ def _undisturbed(on_cpu: bool, sockets: str) -> Iterator[None]:
         sys.path.insert(0, _STAND_INS)
         os.environ.update({key: value for key, value in _FOR_CHILDREN.items() if before[key] is None})
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _patched_transformers():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -231,6 +232,36 @@ def _undisturbed(on_cpu: bool, sockets: str) -> Iterator[None]:
         multiprocessing.set_start_method(method, force=True)
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+
+_PATCHED = "standardize_rope_params"
+"""A method of transformers' configurations, in whose place SGLang puts one that skips vision towers."""
+_patch: list[Any] = []
+"""What SGLang put in its place, once SGLang is imported."""
+_registered_by_sglang: dict[str, Any] = {}
+"""Model type -> SGLang's class of its configuration."""
+
+
+@contextmanager
+def _patched_transformers() -> Iterator[None]:
+    """Keep SGLang's changes of transformers to the time in which an engine starts: it reads configurations only then.
+
+    Otherwise models that this process makes itself would differ. SGLang makes these changes once, when it is imported.
+    """
+    registered: Any = CONFIG_MAPPING._extra_content
+    before, method = dict(registered), vars(PreTrainedConfig).get(_PATCHED)
+    registered.update(_registered_by_sglang)
+    if _patch:
+        setattr(PreTrainedConfig, _PATCHED, _patch[0])
+    try:
+        yield
+    finally:
+        _registered_by_sglang.update((kind, config) for kind, config in registered.items() if kind not in before)
+        registered.clear()
+        registered.update(before)
+        if (now := vars(PreTrainedConfig).get(_PATCHED)) is not method:
+            _patch[:] = [now]
+            delattr(PreTrainedConfig, _PATCHED) if method is None else setattr(PreTrainedConfig, _PATCHED, method)
 
 
 def _kill(processes: Iterable[BaseProcess]) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel, Qwen2_5_VLConfig
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.data.arrays import token_array
@@ -61,6 +61,8 @@ def surroundings() -> dict[str, Any]:
         "path": sys.path[:],
         "logging": (logging.getLogger().handlers[:], logging.getLogger().level),
         "PYTHONPATH": os.environ.get("PYTHONPATH"),
+        "model types": sorted(CONFIG_MAPPING),
+        "rope of a vision tower": Qwen2_5_VLConfig().vision_config.rope_parameters,
     }
 
 

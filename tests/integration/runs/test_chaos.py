@@ -23,6 +23,7 @@ END_TAKES = 3
 """Times as long as the undisturbed run, which needs neither a process nor a Ray of its own."""
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(
     run: Run, plugins: Path, tmp_path: Path, tiny_model_path: str

@@ -48,6 +48,7 @@ def parity(small: Callable[[Path], list[str]], plugins: Path, tmp_path: Path):  
     return overrides
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_filtered_run_resumes_to_the_same_prompts_metrics_and_bits(
     run: Run, parity: Callable[[Path], list[str]], tmp_path: Path

@@ -47,6 +47,7 @@ def script(small: Callable[[Path], list[str]], tmp_path: Path) -> Script:
     return run
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_own_generator_with_rewards_by_token(script: Script):
     rows, _ = script("own_generator.py", "+generator.my_rewards=by_token")
@@ -68,6 +69,7 @@ def test_the_script_of_the_page(script: Script, tmp_path: Path):
     assert set(rows) == {0, 1, 2} and rows[2]["rollouts/failed"] == 0
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_own_loss_reaches_the_ranks_from_the_main_program(script: Script):
     rows, _ = script("own_loss.py", "trainer.algorithm.policy_loss_type=my_reinforce")
@@ -80,6 +82,7 @@ def test_own_estimator_reaches_the_task(script: Script):
     assert rows[2]["advantages/mean"] == pytest.approx(0.5)
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_own_environment_of_the_gym_package(script: Script, tmp_path: Path):
     data = [{"prompt": [{"role": "user", "content": f"say {number}"}]} for number in range(8)]
@@ -113,6 +116,7 @@ def test_own_experiment_with_rows_tracker_and_a_changed_generator(script: Script
     assert not batch.loss_mask[first].any() and batch.loss_mask[first + 1].all()
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_own_trainer_changes_masks_and_rewards_around_the_loop(script: Script, tmp_path: Path):
     rows, _ = script(

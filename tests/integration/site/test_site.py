@@ -81,6 +81,8 @@ def test_keys_are_found_by_words_of_their_whole_name_and_meaning(page: Page, add
     found = rows.locator("td:first-child").all_inner_texts()
     assert "eps_clip_high" in found and len(found) < 12 < everything
     assert "data" not in page.locator("article h2:visible").all_inner_texts(), "sections without a match are hidden"
+    box.fill("hf_export_config")
+    assert rows.count() == 1, "a key of SkyRL that is not accepted is found, too"
     box.fill("")
     assert rows.count() == everything
 

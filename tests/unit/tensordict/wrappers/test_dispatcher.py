@@ -34,7 +34,7 @@ GOOD, BAD, SLOW, STUCK = range(4)
 
 
 @pytest.mark.defect("D10")
-def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers(wrap: Any):
+def test_64_threads_50_calls_with_failures_and_timeouts_get_their_own_answers(wrap: Any):
     def answer(request: Any) -> list[int]:
         kind = request.token_ids[-1]
         if kind == BAD:
@@ -58,7 +58,7 @@ def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers(w
 
     def caller(thread: int) -> dict[str, int]:
         dice, seen = random.Random(thread), {"good": 0, "bad": 0, "late": 0}
-        for number in range(200):
+        for number in range(50):
             kind = dice.choices([GOOD, BAD, SLOW, STUCK], [895, 50, 50, 5])[0]
             top_k, policy = dice.randint(1, 3), impatient if dice.random() < 0.03 else wrapper
             prompts = [[thread, number, place, *[7] * dice.randrange(3), kind] for place in range(dice.randint(1, 3))]
@@ -79,9 +79,9 @@ def test_64_threads_200_calls_with_failures_and_timeouts_get_their_own_answers(w
     started = time.process_time()
     with ThreadPoolExecutor(64) as pool:  # a hang is ended by the limit of every test
         results = list(pool.map(caller, range(64)))
-    assert time.process_time() - started < 60 * slowness()
-    assert sum(sum(seen.values()) for seen in results) == 64 * 200
-    assert sum(seen["good"] for seen in results) > 64 * 200 * 0.6
+    assert time.process_time() - started < 20 * slowness()
+    assert sum(sum(seen.values()) for seen in results) == 64 * 50
+    assert sum(seen["good"] for seen in results) > 64 * 50 * 0.6
     assert all(sum(seen[kind] for seen in results) > 0 for kind in ("bad", "late"))
     state = wrapper.get_batching_state()
     assert state["queue_size"] == state["pending_futures"] == 0
