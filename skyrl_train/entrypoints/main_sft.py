@@ -10,10 +10,9 @@ from pathlib import Path
 
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.sources import is_address
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.restarts import rank_losses
-from skyrl_train.experiments.stopping import exits_as_told
-from skyrl_train.report.phases import Said, phase
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.report.phases import phase
 from skyrl_train.storage.places import working_folder
 
 
@@ -34,22 +33,13 @@ class SFTExp(Experiment):
         print(f"exported to {export_path.rstrip('/')}/{inside}" if is_address(export_path) else f"exported to {folder}")
 
     async def _train(self) -> Path:
-        from skyrl_train.assembly.algorithm import sft_learning
-        from skyrl_train.assembly.data import build_demonstrations
-        from skyrl_train.assembly.memory_fit import announce_fit
-        from skyrl_train.assembly.services import (
-            build_batch_dump,
-            build_profiles,
-            build_state,
-            fingerprints_of,
-            intervals,
-            learner_services,
-            schedule_of,
-            start_learner,
-        )
-        from skyrl_train.data.order import PromptOrder
-        from skyrl_train.trainer.guards import Guards
-        from skyrl_train.trainer.sft_trainer import SFTTrainer
+        from skyrl_train.experiment.algorithm import sft_learning
+        from skyrl_train.experiment.data import build_demonstrations
+        from skyrl_train.experiment.learner import start_learner
+        from skyrl_train.experiment.memory_fit import announce_fit
+        from skyrl_train.experiment.restarts import rank_losses
+        from skyrl_train.experiment.services import fingerprints_of, learner_services, schedule_of
+        from skyrl_train.experiment.trainer import build_sft_trainer
 
         trainer, learning = self.config.trainer, sft_learning(self.config)
         demonstrations, fingerprint = build_demonstrations(self.config, self.tokenizer)
@@ -58,6 +48,7 @@ class SFTExp(Experiment):
         async with learner_services(
             self.config,
             self.cluster,
+            self.uses,
             fingerprints=fingerprints,
             schedule=schedule,
             learning=learning,
@@ -67,18 +58,12 @@ class SFTExp(Experiment):
             assert base.learner is not None
             with phase("models", "processes of the trainer that load them"):
                 await start_learner(base.learner, trainer)
-            sft = SFTTrainer(
+            sft = build_sft_trainer(
+                base,
+                tokenizer=self.tokenizer,
                 demonstrations=demonstrations,
-                index_at=PromptOrder(len(demonstrations), trainer.seed).row,
+                fingerprints=fingerprints,
                 schedule=schedule,
-                intervals=intervals(trainer, schedule),
-                learner=base.learner,
-                state=build_state(base, fingerprints, {}, self.tokenizer),
-                trackers=base.trackers,
-                guards=Guards(trainer.guards, None),
-                batch_dump=build_batch_dump(trainer),
-                phases=Said(),
-                profiles=build_profiles(base),
             )
             sft.restarts = self.restarts
             async with rank_losses(base.learner, trainer.restarts):

@@ -18,7 +18,7 @@ from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiments.base import imports_of_workers
+from skyrl_train.experiment.base import imports_of_workers
 from skyrl_train.messages import to_stderr
 
 _LAST_LINES_S = 1.0
