@@ -155,6 +155,14 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
     return any(switch is not None for switch in switches)
 
 
+# -- Sequences
+
+
+def longest_sequence(generator: GeneratorConfig) -> int:
+    """The most tokens that a sequence may have."""
+    return generator.max_input_length + generator.sampling_params.max_generate_length
+
+
 # -- Parts of a run and their slots
 
 

@@ -37,6 +37,7 @@ from skyrl_train.config.predicates import (
     kl_in_loss,
     kl_in_reward,
     lacks_critic,
+    longest_sequence,
     needs_critic,
     needs_reference,
     sft_needs_reference,
@@ -169,8 +170,8 @@ def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
 
 def build_reduction(cfg: Config) -> Callable[..., Tensor]:
     """The function that gives the tokens of a mini-batch their weights."""
-    algorithm, generator = cfg.trainer.algorithm, cfg.generator
-    longest = algorithm.max_seq_len or generator.max_input_length + generator.sampling_params.max_generate_length
+    algorithm = cfg.trainer.algorithm
+    longest = algorithm.max_seq_len or longest_sequence(cfg.generator)
     what = f"loss_reduction={algorithm.loss_reduction}"
     micro_batch = cfg.trainer.micro_train_batch_size_per_gpu or 1
     known = {"max_seq_len": longest, "micro_train_batch_size_per_gpu": micro_batch}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.cluster.named import named_cluster_has_gpus, short_grace
 from skyrl_train.config.predicates import Uses, slots_of
-from skyrl_train.config.prepare import launch
+from skyrl_train.config.prepare import PreparedConfig, launch
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import is_address
@@ -261,15 +261,15 @@ def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = No
 
 def start(experiment: type[Experiment], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
+
+    def run(prepared: PreparedConfig) -> None:
+        made = experiment(prepared.config)
+        with explained(made):
+            made.run()
+
     with accounted():
         uses = used_by(experiment)
-        launch(
-            lambda prepared: _run(experiment(prepared.config)),
-            argv,
-            own_code=own_code,
-            uses=uses,
-            has_accelerator=named_cluster_has_gpus,
-        )
+        launch(run, argv, own_code=own_code, uses=uses, has_accelerator=named_cluster_has_gpus)
 
 
 @contextmanager
@@ -284,11 +284,6 @@ def accounted() -> Iterator[None]:
     except Exception as error:
         to_stderr(account_of(error))
         sys.exit(1)
-
-
-def _run(experiment: Experiment) -> None:
-    with explained(experiment):
-        experiment.run()
 
 
 @contextmanager

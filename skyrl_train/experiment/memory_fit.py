@@ -12,11 +12,12 @@ from typing import Any
 from skyrl_train.algorithms.registry import policy_losses
 from skyrl_train.algorithms.skyrl_style import is_skyrl_style
 from skyrl_train.config.keys import value_at, with_value_at
+from skyrl_train.config.predicates import longest_sequence
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, OutOfMemory
 from skyrl_train.experiment.algorithm import Learning, policy_learning
-from skyrl_train.experiment.memory_plan import LEARNING, capacity_of, longest_sequence, memory_plan, model_ranks
+from skyrl_train.experiment.memory_plan import LEARNING, capacity_of, memory_plan, model_ranks
 from skyrl_train.messages import to_stderr
 
 TOKENS = 1 << 14
@@ -117,7 +118,7 @@ def _budgets(cfg: Config) -> list[int | None]:
     alone = is_skyrl_style(policy_losses.get(trainer.algorithm.policy_loss_type))
     if alone or any(size is not None for size in configured):
         return [None]
-    longest, sections = longest_sequence(cfg), (trainer.policy, trainer.ref, trainer.critic)
+    longest, sections = longest_sequence(cfg.generator), (trainer.policy, trainer.ref, trainer.critic)
     budgets = [TOKENS * max(section.sequence_parallel_size for section in sections)]  # which a group of ranks shares
     while budgets[-1] // 2 > longest:
         budgets.append(budgets[-1] // 2)

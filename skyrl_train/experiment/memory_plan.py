@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from skyrl_train.config.predicates import replaces_weights, shares_memory, slots_per_engine
+from skyrl_train.config.predicates import longest_sequence, replaces_weights, shares_memory, slots_per_engine
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
@@ -752,7 +752,7 @@ def _policy(cfg: Config, ranks: int, capacity: int | None) -> ModelRank:
         autocast=trainer.strategy == "single" and trainer.bf16,
         on_gpu=cfg.device == "cuda",
         gradient_checkpointing=trainer.gradient_checkpointing,
-        longest=longest_sequence(cfg),
+        longest=longest_sequence(cfg.generator),
         capacity=capacity,
     )
     return _model(cfg, "policy", policy, shape, ranks, run, shares_memory(cfg), trainer.policy_mini_batch_size)
@@ -781,7 +781,7 @@ def _reward_lines(cfg: Config) -> Iterator[MemoryLine]:
     if reward.model.path is None:
         return
     shape = reward_model_shape(reward.model.path, reward.model_config_kwargs)
-    size, tokens = 2 if cfg.trainer.bf16 else FP32, longest_sequence(cfg)
+    size, tokens = 2 if cfg.trainer.bf16 else FP32, longest_sequence(cfg.generator)
     run = Settings(a=size, autocast=False, on_gpu=cfg.device == "cuda", gradient_checkpointing=False, longest=tokens)
     weights = numel(shape.weights)
     yield MemoryLine("reward model", "parameters", f"{weights / 1e6:,.1f} M frozen", {"": size * weights}, exact=True)
@@ -823,11 +823,6 @@ def _shape(cfg: Config, path: str, key: str, overrides: Mapping[str, Any], **opt
     return model_shape(path, key=key, overrides=overrides, rope_scaling=scaling, rope_theta=theta, **options)
 
 
-def longest_sequence(cfg: Config) -> int:
-    """The most tokens that a sequence may have."""
-    return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
-
-
 def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, parts: int) -> _Pass:
     """A pass of `sequences`, or of max_tokens_per_microbatch tokens, when the samples of `prompts` are sharded.
 
@@ -835,7 +830,7 @@ def _pass(cfg: Config, sequences: int, prompts: int, ranks: int, over: int, part
     each of `parts` ranks runs all of them, with a part of the layers. Either way it scores its share of the tokens.
     """
     group = over * parts
-    trainer, generator, longest = cfg.trainer, cfg.generator, longest_sequence(cfg)
+    trainer, generator, longest = cfg.trainer, cfg.generator, longest_sequence(cfg.generator)
     share = -(-min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt * group // ranks)
     budget = trainer.max_tokens_per_microbatch
     tokens = min(max(budget, longest) if budget else sequences * longest, share * longest)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from skyrl_train.config.machine import ENGINE_MODEL, data_sources, missing, model_paths, why_not_writable
-from skyrl_train.config.predicates import Uses
+from skyrl_train.config.predicates import Uses, longest_sequence
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
@@ -27,7 +27,6 @@ from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.data import build_demonstrations, build_prompts, build_tokenizer, check_same_tokens
 from skyrl_train.experiment.environments import environment_settings
-from skyrl_train.experiment.memory_plan import longest_sequence
 from skyrl_train.messages import to_stderr
 from skyrl_train.models.composite import composite_class, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
@@ -225,7 +224,7 @@ def _check_length(cfg: Config, uses: Uses, model: PreTrainedModel) -> None:
     generator, limit = cfg.generator, longest_exact(model.config.get_text_config())
     if limit is None:
         return
-    longest = longest_sequence(cfg)
+    longest = longest_sequence(generator)
     if uses.engines and generator.run_engines_locally:
         if generator.backend == "transformers":
             return  # it has the same limit

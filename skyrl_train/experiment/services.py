@@ -82,63 +82,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Mirrors:
-    """The mirrors of a run's two folders, for those that are at addresses."""
-
-    run: Mirror | None = None
-    exports: Mirror | None = None
-
-    async def enter(self, stack: AsyncExitStack, directory: RunDirectory) -> RunDirectory:
-        """Enter the run's folder beside the event loop, which hears signals meanwhile.
-
-        Whether a process that has claimed the address still lives takes a while to see, and so do downloads.
-        """
-        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, directory))
-        try:
-            return await asyncio.shield(entering)
-        except asyncio.CancelledError:
-            if self.run is not None:
-                self.run.stop()
-            await asyncio.wait([entering])  # what it has entered, `stack` leaves
-            raise
-
-    @asynccontextmanager
-    async def kept(self, deadline_s: float) -> AsyncIterator[None]:
-        """Inside, they are kept up to date; on exit the last uploads are waited for.
-
-        Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
-        """
-        mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
-        try:
-            for mirror in mirrors:
-                await asyncio.to_thread(mirror.start)
-        except BaseException:
-            for mirror in mirrors:
-                mirror.stop()
-            raise
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            deadline = time.monotonic() + deadline_s
-            try:
-                for mirror in mirrors:
-                    with phase("upload", mirror.waits_for):
-                        await asyncio.to_thread(mirror.finish, max(0.0, deadline - time.monotonic()))
-            except StorageError as error:
-                if not failed:
-                    raise
-                _log.error("%s", error)
-            except asyncio.CancelledError:
-                _log.warning("The last uploads were not waited for: the same command finishes them.")
-                raise
-            finally:
-                for mirror in mirrors:
-                    await asyncio.to_thread(mirror.stop)
-
-
-@dataclass(frozen=True)
 class Services:
     """The open resources of every kind of run; all of them are closed when it ends."""
 
@@ -148,7 +91,7 @@ class Services:
     layout: Layout
     learner: Learner | None
     trackers: Trackers
-    mirrors: Mirrors = Mirrors()
+    mirrors: Mirrors
 
 
 @dataclass(frozen=True)
@@ -280,7 +223,7 @@ async def learner_services(
         yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
 
 
-# -- schedule and folder
+# -- schedule, folder and uploads
 
 
 def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
@@ -297,6 +240,63 @@ def _check_profiled_steps(trainer: TrainerConfig, schedule: StepSchedule) -> Non
     allowed, advice = f"steps of this run, 1 to {schedule.total_steps}", "They are counted as in metrics.jsonl."
     late = any(step > schedule.total_steps for step in trainer.profile_steps)
     raise_all([Problem("trainer.profile_steps", trainer.profile_steps, allowed, advice)] if late else [])
+
+
+@dataclass(frozen=True)
+class Mirrors:
+    """The mirrors of a run's two folders, for those that are at addresses."""
+
+    run: Mirror | None = None
+    exports: Mirror | None = None
+
+    async def enter(self, stack: AsyncExitStack, directory: RunDirectory) -> RunDirectory:
+        """Enter the run's folder beside the event loop, which hears signals meanwhile.
+
+        Whether a process that has claimed the address still lives takes a while to see, and so do downloads.
+        """
+        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, directory))
+        try:
+            return await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            if self.run is not None:
+                self.run.stop()
+            await asyncio.wait([entering])  # what it has entered, `stack` leaves
+            raise
+
+    @asynccontextmanager
+    async def kept(self, deadline_s: float) -> AsyncIterator[None]:
+        """Inside, they are kept up to date; on exit the last uploads are waited for.
+
+        Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
+        """
+        mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
+        try:
+            for mirror in mirrors:
+                await asyncio.to_thread(mirror.start)
+        except BaseException:
+            for mirror in mirrors:
+                mirror.stop()
+            raise
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            deadline = time.monotonic() + deadline_s
+            try:
+                for mirror in mirrors:
+                    with phase("upload", mirror.waits_for):
+                        await asyncio.to_thread(mirror.finish, max(0.0, deadline - time.monotonic()))
+            except StorageError as error:
+                if not failed:
+                    raise
+                _log.error("%s", error)
+            except asyncio.CancelledError:
+                _log.warning("The last uploads were not waited for: the same command finishes them.")
+                raise
+            finally:
+                for mirror in mirrors:
+                    await asyncio.to_thread(mirror.stop)
 
 
 def folder_of(cfg: Config, fingerprints: Mapping[str, str]) -> Path:
