@@ -36,35 +36,25 @@ class SFTExp(Experiment):
         from skyrl_train.experiment.algorithm import sft_learning
         from skyrl_train.experiment.data import build_demonstrations
         from skyrl_train.experiment.learner import start_learner
-        from skyrl_train.experiment.memory_fit import announce_fit
         from skyrl_train.experiment.restarts import rank_losses
-        from skyrl_train.experiment.services import fingerprints_of, learner_services, schedule_of
+        from skyrl_train.experiment.services import learner_services
         from skyrl_train.experiment.trainer import build_sft_trainer
 
         trainer, learning = self.config.trainer, sft_learning(self.config)
         demonstrations, fingerprint = build_demonstrations(self.config, self.tokenizer)
-        schedule = schedule_of(trainer, len(demonstrations))
-        fingerprints = fingerprints_of(trainer, fingerprint)
         async with learner_services(
             self.config,
             self.cluster,
             self.uses,
-            fingerprints=fingerprints,
-            schedule=schedule,
             learning=learning,
-            fitted=announce_fit(self.config, learning).trainer,
+            num_prompts=len(demonstrations),
+            train_data=fingerprint,
             build_tracker=self.build_tracker,
         ) as base:
             assert base.learner is not None
             with phase("models", "processes of the trainer that load them"):
                 await start_learner(base.learner, trainer)
-            sft = build_sft_trainer(
-                base,
-                tokenizer=self.tokenizer,
-                demonstrations=demonstrations,
-                fingerprints=fingerprints,
-                schedule=schedule,
-            )
+            sft = build_sft_trainer(base, tokenizer=self.tokenizer, demonstrations=demonstrations)
             sft.restarts = self.restarts
             async with rank_losses(base.learner, trainer.restarts):
                 return await sft.fit_and_export()

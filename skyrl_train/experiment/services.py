@@ -87,6 +87,9 @@ class Services:
 
     cfg: Config
     cluster: Cluster
+    fingerprints: Mapping[str, str]
+    """See fingerprints_of; empty where nothing is trained."""
+    schedule: StepSchedule | None
     directory: Path
     layout: Layout
     learner: Learner | None
@@ -121,21 +124,15 @@ async def services(
     trainer, generator = cfg.trainer, cfg.generator
     if generator.run_engines_locally:
         require_installed(generator.backend)
-    learning, fitted = None, cfg
-    if train_dataset is not None:
-        learning = policy_learning(cfg)
-        fitted = announce_fit(cfg, learning)
-        memory_plan.announce(fitted, learning)
     async with AsyncExitStack() as stack:
         base = await stack.enter_async_context(
             learner_services(
                 cfg,
                 cluster,
                 uses,
-                fingerprints=fingerprints_of(trainer, train_dataset.fingerprint) if train_dataset else {},
-                schedule=schedule_of(trainer, len(train_dataset)) if train_dataset else None,
-                learning=learning,
-                fitted=fitted.trainer,
+                learning=None if train_dataset is None else policy_learning(cfg),
+                num_prompts=0 if train_dataset is None else len(train_dataset),
+                train_data="" if train_dataset is None else train_dataset.fingerprint,
                 build_tracker=build_tracker,
             )
         )
@@ -169,19 +166,29 @@ async def learner_services(
     cluster: Cluster,
     uses: Uses,
     *,
-    fingerprints: Mapping[str, str],
-    schedule: StepSchedule | None,
     learning: Learning | None,
-    fitted: TrainerConfig,
+    num_prompts: int,
+    train_data: str,
     build_tracker: Callable[[Path], Trackers],
 ) -> AsyncIterator[Services]:
     """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
 
-    `fitted`: the trainer's section for the learner, see memory_fit.py; what the run saves is `cfg`, as it was written.
-    Raises ConfigError for profiled steps that the schedule does not have.
+    Args:
+        learning: What the learner trains with; None if there is none.
+        num_prompts: The size of the training data.
+        train_data: Their fingerprint.
+
+    Raises:
+        ConfigError: A step is to be profiled that the run does not have.
     """
-    trainer = cfg.trainer
-    if schedule is not None:
+    trainer, fitted = cfg.trainer, cfg
+    fingerprints: dict[str, str] = {}
+    schedule = None
+    if learning is not None:
+        fitted = announce_fit(cfg, learning)  # for the learner; what the run saves is `cfg`, as it was written
+        if uses.engines:  # the plan is that of training with rewards
+            memory_plan.announce(fitted, learning)
+        fingerprints, schedule = fingerprints_of(trainer, train_data), schedule_of(trainer, num_prompts)
         _check_profiled_steps(trainer, schedule)
     async with AsyncExitStack() as stack:
         mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
@@ -213,14 +220,14 @@ async def learner_services(
         if schedule is not None and learning is not None:
             learner = build_learner(
                 cluster,
-                fitted,
+                fitted.trainer,
                 layout,
                 learning=learning,
                 schedule=schedule,
                 generator=cfg.generator,
                 device=cfg.device,
             )
-        yield Services(cfg, cluster, directory.path, layout, learner, trackers, mirrors)
+        yield Services(cfg, cluster, fingerprints, schedule, directory.path, layout, learner, trackers, mirrors)
 
 
 # -- schedule, folder and uploads

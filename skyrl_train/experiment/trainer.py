@@ -22,7 +22,7 @@ from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.experiment.algorithm import build_advantage_step, build_correction_steps, compared_rewards
 from skyrl_train.experiment.data import template_of
 from skyrl_train.experiment.publisher import build_publisher, build_publishing
-from skyrl_train.experiment.services import RunningServices, Services, fingerprints_of, schedule_of
+from skyrl_train.experiment.services import RunningServices, Services
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
 from skyrl_train.report.phases import Said, say
@@ -67,10 +67,10 @@ def build_trainer(
 ) -> Trainer:
     """The trainer that uses these running services; `schedule` is the configuration's if there is no other."""
     base, trainer = running.base, cfg.trainer
-    assert base.learner is not None
+    schedule = schedule or base.schedule
+    assert base.learner is not None and schedule is not None
     first = first_rollout()
     advantage_step = build_advantage_step(trainer.algorithm)
-    schedule = schedule_of(trainer, len(train_dataset)) if schedule is None else schedule
     rollouts = scored_rollouts(cfg, train_generator, running.reward_model, first)
     collector = build_collector(cfg, rollouts, train_dataset, schedule)
     end_of_turn = end_of_turn_name(tokenizer, cfg.generator.chat_template_kwargs)
@@ -95,12 +95,7 @@ def build_trainer(
         publish=publish,
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
-        state=build_state(
-            base,
-            fingerprints_of(trainer, train_dataset.fingerprint),
-            {"kl": advantage_step, "collector": collector, "guards": guards},
-            tokenizer,
-        ),
+        state=build_state(base, {"kl": advantage_step, "collector": collector, "guards": guards}, tokenizer),
         trackers=base.trackers,
         guards=guards,
         release=release,
@@ -111,24 +106,17 @@ def build_trainer(
     )
 
 
-def build_sft_trainer(
-    base: Services,
-    *,
-    tokenizer: Any,
-    demonstrations: Sequence[Demonstration],
-    fingerprints: Mapping[str, str],
-    schedule: StepSchedule,
-) -> SFTTrainer:
+def build_sft_trainer(base: Services, *, tokenizer: Any, demonstrations: Sequence[Demonstration]) -> SFTTrainer:
     """The trainer that fine-tunes on demonstrations."""
-    trainer = base.cfg.trainer
-    assert base.learner is not None
+    trainer, schedule = base.cfg.trainer, base.schedule
+    assert base.learner is not None and schedule is not None
     return SFTTrainer(
         demonstrations=demonstrations,
         index_at=PromptOrder(len(demonstrations), trainer.seed).row,
         schedule=schedule,
         intervals=intervals(trainer, schedule),
         learner=base.learner,
-        state=build_state(base, fingerprints, {}, tokenizer),
+        state=build_state(base, {}, tokenizer),
         trackers=base.trackers,
         guards=Guards(trainer.guards, None),
         batch_dump=build_batch_dump(trainer),
@@ -282,9 +270,7 @@ def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:
     )
 
 
-def build_state(
-    base: Services, fingerprints: Mapping[str, str], controllers: Mapping[str, Any], tokenizer: Any
-) -> RunState:
+def build_state(base: Services, controllers: Mapping[str, Any], tokenizer: Any) -> RunState:
     """Return the checkpoints and exports of a run.
 
     `tokenizer` has the chat template of the training, unless generator.chat_template_kwargs gives or names another one.
@@ -297,7 +283,7 @@ def build_state(
         working_folder(trainer.export_path),
         resume_mode=trainer.resume_mode,
         resume_path=trainer.resume_path,
-        fingerprints=fingerprints,
+        fingerprints=base.fingerprints,
         controllers=controllers,
         chat_template=template_of(tokenizer, base.cfg.generator.chat_template_kwargs),
         reference_folder=base.directory / "reference.partial" if trainer.update_ref_every_epoch else None,
