@@ -1,4 +1,4 @@
-"""How a run ends before its time: by real signals, by an error that is explained; and the driver's garbage collector."""
+"""How a run ends early: by real signals, by an error that is explained; and the driver's garbage collector."""
 
 from __future__ import annotations
 
