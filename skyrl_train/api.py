@@ -27,6 +27,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError, Stopped
 from skyrl_train.experiment.base import Experiment, Session, explained, used_by
 from skyrl_train.experiment.driver import until_told
+from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.registry import load_object, unknown
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 
@@ -130,7 +131,6 @@ def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
         ConfigError: Lists everything that is missing at once.
         StorageError: An address cannot be reached.
     """
-    from skyrl_train.experiment.plugins import check_plugins
     from skyrl_train.experiment.preflight import check_run
 
     uses = used_by(experiment)

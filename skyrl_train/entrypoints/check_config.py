@@ -26,7 +26,9 @@ from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, known_data, run_lines
 from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
-from skyrl_train.experiment.base import Experiment, used_by
+from skyrl_train.experiment.base import Experiment, accounted, used_by
+from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.messages import to_stdout
 from skyrl_train.registry import load_object
 
@@ -60,8 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if probes and not here:
             raise ConfigError("--probe --elsewhere: a probe runs here, on the run's own slots; leave one of them out.")
         if here or (plans and prepared.config.trainer.plugins):
-            from skyrl_train.experiment.plugins import check_plugins
-
             check_plugins(prepared.config)
         if here:
             check_here(prepared.config, used_by(experiment))
@@ -79,9 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if not probes:
         return check_all()
-    from skyrl_train.experiment.base import accounted
-    from skyrl_train.experiment.driver import exits_as_told
-
     with exits_as_told(), accounted():
         check_all()
 

@@ -21,6 +21,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import is_address
 from skyrl_train.errors import ClusterLost, Stopped
 from skyrl_train.experiment.driver import account_of, collecting_seldom, signals_leave, until_told
+from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.phases import phase, say
 from skyrl_train.storage.places import working_folder
@@ -51,8 +52,6 @@ class Experiment:
     """What of a configuration it uses."""
 
     def __init__(self, config: Config):
-        from skyrl_train.experiment.plugins import check_plugins
-
         check_plugins(config)
         trainer = config.trainer
         if self.uses.learner:
