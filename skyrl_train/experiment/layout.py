@@ -15,8 +15,6 @@ from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig
 from skyrl_train.config.sources import local_path
 from skyrl_train.storage.places import working_folder
 
-_ENGINES = "generator.num_inference_engines"
-
 
 @dataclass(frozen=True)
 class RoleSlots:
