@@ -1,13 +1,15 @@
-"""A run, built from its configuration. The modules, in the order in which a run needs them:
+"""Builds a run from its configuration, starts it and ends it.
 
-- `base`: the Experiment, whose methods build the parts, and how a program runs it
-- `driver`: the process around it: signals, garbage collection, what is printed when it fails
+The modules, in the order in which a run uses them:
+
+- `base`: the `Experiment` class, whose `get_*` and `build_*` methods a program can override, and `run_experiment`
+- `driver`: the driver process: signals, garbage collection, and the report of a failure
 - `plugins`, `preflight`: checks before anything is started
-- `data`, `environments`, `algorithm`: tokenizer and prompts, settings of environments, losses and advantages
-- `memory_plan`, `memory_fit`: what every slot will hold, and the sizes that are chosen by it
-- `layout`, `learner`, `engines`: slots, and the processes in them
-- `services`: all that is started, in order
-- `publisher`, `trainer`: weight syncs, and the loop over what has been started
-- `restarts`: another start on what is left after a rank was lost
-- `export`: a model from one of its checkpoints
+- `data`, `environments`, `algorithm`: tokenizer and prompts, environment settings, losses and advantages
+- `memory_plan`, `memory_fit`: the predicted memory of every slot, and the sizes that are chosen to fit it
+- `services`: everything that a run starts, in order; each kind of process is built by `layout` (its slots), `learner`
+  and `engines`
+- `trainer`: the training loop over what has been started; `publisher`: its weight syncs
+- `restarts`: another attempt on the nodes that are left after a rank was lost
+- `export`: a model from a checkpoint
 """

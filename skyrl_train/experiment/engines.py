@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -120,33 +120,6 @@ async def build_engine(
     # A run that began on one node has ranks that meet on loopback, to which an engine of a node that came later cannot.
     engine.know(capabilities=replace(capabilities, other_machine=not cluster.single_machine))
     return engine
-
-
-async def build_engine_again(
-    index: int,
-    cluster: Cluster,
-    generator: GeneratorConfig,
-    timeouts: TimeoutsConfig,
-    role_slots: RoleSlots,
-    device: str,
-    patience_s: float,
-    *,
-    place: int | None = None,
-) -> Remote:
-    """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
-
-    `patience_s`: how long a new node is waited for.
-
-    Ray may not know yet that the node is lost: then the first start ends when it does.
-    """
-    indices = _slots_of(index, role_slots, place)
-    if not cluster.single_machine:
-        await placed_again(role_slots.slots, indices, patience_s)
-    try:
-        return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
-    except ClusterLost:
-        await placed_again(role_slots.slots, indices, patience_s)
-    return await build_engine(index, cluster, generator, timeouts, role_slots, device, place=place)
 
 
 async def _shares(
@@ -287,16 +260,33 @@ class EngineSeats:
         self._own: dict[int, RoleSlots] = {}
 
     async def start_again(self, name: str, patience_s: float) -> Remote:
-        """Start an engine that died where it was, or on another node: see build_engine_again."""
-        return await build_engine_again(*self._of(name), patience_s, place=self._place(name))
+        """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
 
-    def _of(self, name: str) -> tuple[int, Cluster, GeneratorConfig, TimeoutsConfig, RoleSlots, str]:
-        cfg, index = self._cfg, engine_index(name)
-        slots = self._own.get(index, self._first)
-        return index, self._cluster, engine_settings(cfg), cfg.trainer.timeouts, slots, cfg.device
+        `patience_s`: how long a new node is waited for.
 
-    def _place(self, name: str) -> int | None:
-        return 0 if engine_index(name) in self._own else None
+        Ray may not know yet that the node is lost: then the first start ends when it does.
+        """
+        role_slots, place = self._seat(name)
+        indices = _slots_of(engine_index(name), role_slots, place)
+        if not self._cluster.single_machine:
+            await placed_again(role_slots.slots, indices, patience_s)
+        try:
+            return await self._start(name)
+        except ClusterLost:
+            await placed_again(role_slots.slots, indices, patience_s)
+        return await self._start(name)
+
+    async def _start(self, name: str) -> Remote:
+        cfg, (role_slots, place) = self._cfg, self._seat(name)
+        generator, timeouts = engine_settings(cfg), cfg.trainer.timeouts
+        return await build_engine(
+            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, place=place
+        )
+
+    def _seat(self, name: str) -> tuple[RoleSlots, int | None]:
+        """The slots in which an engine is, and its place among them: see build_engine."""
+        own = self._own.get(engine_index(name))
+        return (self._first, None) if own is None else (own, 0)
 
     async def start_new(self, name: str) -> Remote:
         """Find slots for an engine more, and start it there. Raises ConfigError if the cluster has no room."""
@@ -314,7 +304,7 @@ class EngineSeats:
             )
             self._own[index] = replace(self._first, slots=slots)
         try:
-            return await build_engine(*self._of(name), place=self._place(name))
+            return await self._start(name)
         except BaseException:
             self.give_back(name)
             raise
@@ -361,7 +351,7 @@ def build_watch(
 
 
 class WantedEngines:
-    """Follows the number that is asked for in a run's folder, from the moment that its engines have weights."""
+    """Follows the number of engines that is asked for in a run's folder; begins once the engines have weights."""
 
     def __init__(self, folder: Path, scaler: EngineScaler | None, fixed: str):
         """`scaler` is None where the number is `fixed`, for that reason: who asks for another one is told."""
@@ -370,18 +360,10 @@ class WantedEngines:
         self._fixed = fixed
         self._task: asyncio.Task[None] | None = None
 
-    def after(
-        self, publish: Callable[[int], Awaitable[dict[str, float]]]
-    ) -> Callable[[int], Awaitable[dict[str, float]]]:
-        """The same `publish`, the first of which begins to watch."""
-
-        async def watched(version: int) -> dict[str, float]:
-            values = await publish(version)
-            if self._task is None:
-                self._task = asyncio.ensure_future(self._watch())
-            return values
-
-        return watched
+    def begin(self) -> None:
+        """Watch the file from now on, on the running event loop."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._watch())
 
     async def end(self) -> None:
         """Watch no longer, and give up what is under way."""

@@ -9,10 +9,8 @@ from weakref import WeakKeyDictionary
 from skyrl_train.config.predicates import sleep_level
 from skyrl_train.config.schema import Config, DataConfig, TrainerConfig
 from skyrl_train.config.secrets import redact
-from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.end_of_turn import end_of_turn_name, end_of_turn_token
-from skyrl_train.data.messages import template_kwargs_of
 from skyrl_train.data.order import PromptOrder
 from skyrl_train.data.sft import Demonstration
 from skyrl_train.data.vocabulary import vocabulary_texts
@@ -21,7 +19,7 @@ from skyrl_train.engines.sampling import normalise, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.experiment.algorithm import build_advantage_step, build_correction_steps, compared_rewards
 from skyrl_train.experiment.data import template_of
-from skyrl_train.experiment.publisher import build_publisher, build_publishing
+from skyrl_train.experiment.publisher import build_publisher
 from skyrl_train.experiment.services import RunningServices, Services
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
@@ -47,9 +45,6 @@ from skyrl_train.trainer.sft_trainer import SFTTrainer
 from skyrl_train.trainer.step_profiles import StepProfiles
 from skyrl_train.trainer.trainer import Trainer
 
-PROBE_SEQUENCES = 4
-PROBE_TOKENS = 64
-"""Tokens per sequence of the log-prob probe, whose sequences are the beginnings of the first training prompts."""
 SAMPLE_GB = 1.0
 """What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""
 
@@ -78,27 +73,20 @@ def build_trainer(
     residency: Residency = AlwaysResident()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
-    probe_ids = [
-        render_prompt(
-            tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, cfg.generator.chat_template_kwargs)
-        )[:PROBE_TOKENS]
-        for prompt in train_dataset.prompts[:PROBE_SEQUENCES]
-    ]
-    publisher = build_publisher(cfg, base.learner, running.client, probe_ids, one_node=base.layout.one_node)
-    publish, release = build_publishing(base, running.client, publisher)
+    publisher = build_publisher(base, running.client, tokenizer, train_dataset)
     return Trainer(
         schedule=schedule,
         intervals=intervals(trainer, schedule),
         collector=collector,
         learner=base.learner,
         batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],
-        publish=publish,
+        publish=publisher.publish,
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
         state=build_state(base, {"kl": advantage_step, "collector": collector, "guards": guards}, tokenizer),
         trackers=base.trackers,
         guards=guards,
-        release=release,
+        release=publisher.release,
         phases=Said(),
         profiles=build_profiles(base, running.client),
         batch_dump=build_batch_dump(trainer),

@@ -13,7 +13,7 @@ from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
-from skyrl_train.experiment.publisher import PAUSES, send_whole_version, supervised_publish
+from skyrl_train.experiment.publisher import PAUSES, SupervisedPublisher, send_whole_version
 from skyrl_train.experiment.trainer import build_samplers
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.loop import Intervals
@@ -139,7 +139,7 @@ def _publish(
         client, supervisor, start=start, stop=stop, drain_s=cfg.trainer.timeouts.drain_s, tell=lambda line: None
     )
     mode = PAUSES[cfg.trainer.fully_async.on_sync] if shape.staleness else None
-    return supervised_publish(learner, client, publisher, supervisor, mode=mode), scaler
+    return SupervisedPublisher(learner, client, publisher, supervisor, mode=mode).publish, scaler
 
 
 def _engines(cfg: Config, timings: Timings, unit: int, made: list[SimulatedEngine]) -> Callable[[str], SimulatedEngine]:

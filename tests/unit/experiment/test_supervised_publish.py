@@ -62,7 +62,7 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
         supervisor = builders.build_supervisor(base, client, publisher, None)
-        publish = builders.supervised_publish(base.learner, client, publisher, supervisor)
+        publish = builders.SupervisedPublisher(base.learner, client, publisher, supervisor).publish
         first = await publish(1)
         for engine in engines[:dying]:
             engine.dies = True
