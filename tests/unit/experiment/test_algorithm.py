@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from skyrl_train.experiment.algorithm import (
     correction_of,
     policy_learning,
     read_before_loss,
+    settings,
 )
 from skyrl_train.metrics import Metrics
 from tests.support.each import check_each
@@ -188,3 +189,11 @@ def test_estimators_of_plugins_are_known_after_their_import():
 def test_old_log_probs_are_asked_for_where_something_reads_them(keys: list[str], needed: bool | None):
     cfg = load([*(f"trainer.algorithm.{key}" for key in ["use_kl_loss=false", *keys])])
     assert policy_learning(cfg).needs_old_logprobs is needed
+
+
+def test_no_two_keys_that_losses_may_ask_for_have_the_same_name():
+    algorithm = AlgorithmConfig()
+    losses = (algorithm.sapo, algorithm.clip_cov, algorithm.kl_cov, algorithm.cispo, algorithm.dppo, algorithm.sft)
+    names = [key.name for section in (algorithm, *losses) for key in fields(section)]
+    assert len(names) == len(set(names))
+    assert settings(algorithm).keys() <= {"config", *names}
