@@ -108,7 +108,7 @@ def test_what_is_asked_for_is_followed_once_the_engines_have_weights(
         wanted = WantedEngines(tmp_path, scaler, "")
         write_wanted(tmp_path, 3)
         await asyncio.sleep(0.05)
-        assert scaler.asked == [], "nobody may join before the first sync"
+        assert scaler.asked == [], "nobody may join before it begins"
         for _ in range(2):  # after every sync
             wanted.begin()
         await asyncio.sleep(0.05)

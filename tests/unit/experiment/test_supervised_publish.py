@@ -43,6 +43,15 @@ class AtRest:
         return True
 
 
+class Followed:
+    """A number of engines that is followed from the moment that `begin` is called."""
+
+    begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+
 @pytest.mark.fault("F29")
 @pytest.mark.defect("syncs-that-were-repeated-are-in-no-row")
 @pytest.mark.parametrize("dying", [1, 2])
@@ -62,8 +71,11 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
         supervisor = builders.build_supervisor(base, client, publisher, None)
-        publish = builders.SupervisedPublisher(base.learner, client, publisher, supervisor).publish
+        wanted: Any = Followed()
+        publish = builders.SupervisedPublisher(base.learner, client, publisher, supervisor, wanted=wanted).publish
+        assert not wanted.begun, "no engine may join before the others have weights"
         first = await publish(1)
+        assert wanted.begun
         for engine in engines[:dying]:
             engine.dies = True
         return first, await publish(2)
