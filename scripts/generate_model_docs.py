@@ -15,9 +15,10 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from skyrl_train.assembly.memory_shapes import FirstRank
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_model import RaggedModel, linear_head
+from skyrl_train.models.rank_group import planned_group
+from skyrl_train.models.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -203,7 +204,7 @@ def _refusal(model: Any) -> str | None:
     except ConfigError:
         return None
     try:
-        FirstRank(None, "tensor_parallel_size", 1).divide(model)  # type: ignore[arg-type]
+        planned_group(TensorParallel, 1, "tensor_parallel_size").divide(model)
     except ConfigError as error:
         for pattern, reason in REASONS:
             if match := re.search(pattern, str(error)):

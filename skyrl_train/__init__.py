@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         SkyRLError as SkyRLError,
         WeightSyncError as WeightSyncError,
     )
-    from skyrl_train.experiments.base import (
+    from skyrl_train.experiment.base import (
         Experiment as Experiment,
         Session as Session,
         run_experiment as run_experiment,
@@ -78,7 +78,7 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             "skyrl_train.data.reasoning": ("final_answer",),
             "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
             "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
-            "skyrl_train.experiments.base": ("Experiment", "Session", "run_experiment"),
+            "skyrl_train.experiment.base": ("Experiment", "Session", "run_experiment"),
             "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),
             "skyrl_train.environments.tools.base": ("Tool", "ToolError"),
             "skyrl_train.errors": (

@@ -25,8 +25,9 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError, Stopped
-from skyrl_train.experiments.base import Experiment, Session, explained, used_by
-from skyrl_train.experiments.stopping import until_told
+from skyrl_train.experiment.base import Experiment, Session, explained, used_by
+from skyrl_train.experiment.driver import until_told
+from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.registry import load_object, unknown
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 
@@ -130,8 +131,7 @@ def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
         ConfigError: Lists everything that is missing at once.
         StorageError: An address cannot be reached.
     """
-    from skyrl_train.assembly.names import check_plugins
-    from skyrl_train.assembly.preflight import check_run
+    from skyrl_train.experiment.preflight import check_run
 
     uses = used_by(experiment)
     raise_all(missing(cfg, uses))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiment.base import Experiment, start
 
 ASYNC = ("trainer.fully_async.enabled=true", "trainer.fully_async.max_staleness_steps=1")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
 
 
 @exits_as_told()

@@ -17,8 +17,8 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.environments.tasks.mini_swe import TEMPLATES
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiments.base import Experiment, run_experiment
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, run_experiment
+from skyrl_train.experiment.driver import exits_as_told
 
 SECTION = "environment.skyrl_gym.mini_swe"
 OWN = ("generator.miniswe_config_path", "generator.miniswe_traj_dir")

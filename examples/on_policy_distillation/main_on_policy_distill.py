@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import skyrl_train as sk
 from skyrl_train.algorithms.advantages import distillation
-from skyrl_train.experiments.base import Experiment, run_experiment
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, run_experiment
+from skyrl_train.experiment.driver import exits_as_told
 
 sk.register.advantage("no_op")(distillation)
 

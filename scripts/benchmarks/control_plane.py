@@ -304,7 +304,7 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError):  # as a run does since then
-            from skyrl_train.experiments.collecting import collecting_seldom
+            from skyrl_train.experiment.driver import collecting_seldom
 
             stack.enter_context(collecting_seldom())
         turns, stood_still = asyncio.run(run())

@@ -12,7 +12,7 @@ machine they tell more than the time does.
 - bare: `vllm.LLM.generate` and `sglang.Engine.generate`, started with the arguments that our engines start them with;
   their own samplers, no seeds, no text. Of the transformers engine the object itself. One call with all prompts, in a
   process of its own.
-- client: an EngineClient over an engine in a Ray actor, as skyrl_train.assembly makes them: a seed for every
+- client: an EngineClient over an engine in a Ray actor, as skyrl_train.experiment makes them: a seed for every
   request, both log-probs, weight versions. Calls of 8 requests, as the samples of a prompt make them.
 - remote: an EngineClient over a RemoteEngine in a process of its own, the same calls. The HTTP endpoint is in the
   process that started the actor, as in skyrl_train.entrypoints.serve, and leads to the same actor.
@@ -44,17 +44,17 @@ from typing import Any
 import psutil
 import torch
 
-from skyrl_train.assembly.engines import build_client, build_engines
-from skyrl_train.assembly.layout import place
-from skyrl_train.assembly.learner import threads_per_process
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
+from skyrl_train.config.predicates import count_slots
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.transformers.engine import TransformersEngine
+from skyrl_train.experiment.engines import build_client, build_engines
+from skyrl_train.experiment.layout import place, threads_per_process
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 
 KINDS = ("transformers", "vllm", "sglang")
@@ -256,7 +256,8 @@ async def compare(kind: str, model: str, repeats: int) -> Speeds:
     )
     timeouts = cfg.trainer.timeouts
     with Cluster() as cluster:
-        layout = place(cluster, cfg.trainer.placement, cfg.generator, device="cpu", deadline_s=60, with_policy=False)
+        counts = count_slots(cfg.trainer.placement, cfg.generator, with_policy=False)
+        layout = place(cluster, counts, cfg.trainer.placement, cfg.generator, device="cpu", deadline_s=60)
         assert layout.engines is not None
         threads = threads_per_process(cluster, layout.engines, "cpu")
         engines = await build_engines(cluster, cfg.generator, timeouts, layout.engines, "cpu")

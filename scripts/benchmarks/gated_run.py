@@ -12,9 +12,9 @@ from typing import Any
 
 from measure import Gate
 
-from skyrl_train.assembly import engines, learner
 from skyrl_train.engines.base import Completion, SampleRequest
-from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiment import engines, learner
+from skyrl_train.experiment.base import Experiment, run_experiment
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from skyrl_train.config.schema import Config
-from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiment.base import Experiment, run_experiment
 
 STARTED = psutil.Process().create_time()
 _ended: dict[str, float] = {}

@@ -16,8 +16,8 @@ from typing import Any
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiments.base import Experiment, run_experiment
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, run_experiment
+from skyrl_train.experiment.driver import exits_as_told
 
 KEY = "trainer.num_dummy_steps"
 DEFAULT_STEPS = 5

@@ -10,7 +10,7 @@ from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.registry import register
 from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv
-from skyrl_train.experiments.base import Experiment
+from skyrl_train.experiment.base import Experiment
 
 SPIKES = (20, 23)
 """0-based steps with a reward a thousand times as large."""

@@ -23,7 +23,7 @@ import runs
 from workshop import Workshop
 
 from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.experiments.base import start
+from skyrl_train.experiment.base import start
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 RECORDED = Path(__file__).parents[2] / "tests" / "unit" / "report" / "recorded"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.experiments.base import Experiment
+from skyrl_train.experiment.base import Experiment
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 

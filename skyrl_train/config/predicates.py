@@ -155,6 +155,14 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
     return any(switch is not None for switch in switches)
 
 
+# -- Sequences
+
+
+def longest_sequence(generator: GeneratorConfig) -> int:
+    """The most tokens that a sequence may have."""
+    return generator.max_input_length + generator.sampling_params.max_generate_length
+
+
 # -- Parts of a run and their slots
 
 
@@ -253,3 +261,40 @@ def slots_of(config: Config, uses: Uses) -> SlotCounts:
         with_reward=uses.rewards and config.trainer.reward.model.path is not None,
         with_engines=uses.engines and config.generator.run_engines_locally,
     )
+
+
+# -- Weight syncs
+
+
+def shares_memory(config: Config) -> bool:
+    """True if engines and learner take turns on the same accelerators."""
+    return config.device == "cuda" and config.trainer.placement.colocate_all and config.generator.run_engines_locally
+
+
+def wants_adapter(config: Config) -> bool:
+    """True if engines that support it should get the policy's adapter separately instead of merged into the model.
+
+    `auto`: only if merging into the engines' dtype would round most of the adapter away. In float32 it does not, and
+    merged weights are served faster.
+    """
+    lora = config.trainer.policy.model.lora
+    wanted = {"adapter": True, "merged": False, "auto": config.generator.model_dtype != "float32"}
+    return lora.rank > 0 and wanted[lora.sync]
+
+
+def replaces_weights(config: Config) -> bool:
+    """True if every sync replaces all that an engine holds as weights, so that it need not keep them until then.
+
+    It does not where only changes are sent, nor does it replace adapters that an engine has a place for.
+    """
+    generator = config.generator
+    partial = generator.weight_sync_only_changed or wants_adapter(config)
+    return shares_memory(config) and not partial and "max_lora_rank" not in generator.engine_init_kwargs
+
+
+def sleep_level(config: Config) -> int:
+    """Return how deeply engines sleep until a sync.
+
+    At level 2 they give up their weights, of which vLLM would keep a copy at level 1.
+    """
+    return 2 if replaces_weights(config) else 1

@@ -71,7 +71,7 @@ def load_prompts(
     """Read `sources` (see `rows.read_rows`) one after the other.
 
     Args:
-        length: Number of tokens of a prompt for the model; see `assembly.data.build_prompts`.
+        length: Number of tokens of a prompt for the model; see `experiment.data.build_prompts`.
         max_prompt_length: In tokens; longer prompts are left out.
         default_env_class: The env_class of rows that have none.
         sample_s: Read only as far as the first prompt that is kept, for at most so many seconds: then the dataset may

@@ -26,12 +26,14 @@ from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, known_data, run_lines
 from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
-from skyrl_train.experiments.base import Experiment, used_by
+from skyrl_train.experiment.base import Experiment, accounted, used_by
+from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.messages import to_stdout
 from skyrl_train.registry import load_object
 
 if TYPE_CHECKING:
-    from skyrl_train.assembly.memory_plan import SlotPlan
+    from skyrl_train.experiment.memory_plan import SlotPlan
 
 PLAN = "--plan"
 PROBE = "--probe"
@@ -60,8 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if probes and not here:
             raise ConfigError("--probe --elsewhere: a probe runs here, on the run's own slots; leave one of them out.")
         if here or (plans and prepared.config.trainer.plugins):
-            from skyrl_train.assembly.names import check_plugins
-
             check_plugins(prepared.config)
         if here:
             check_here(prepared.config, used_by(experiment))
@@ -79,16 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if not probes:
         return check_all()
-    from skyrl_train.experiments.base import accounted
-    from skyrl_train.experiments.stopping import exits_as_told
-
     with exits_as_told(), accounted():
         check_all()
 
 
 def check_here(config: Config, uses: Uses) -> None:
     """Check models, tokenizer, data and addresses on this machine. Imports torch. Raises ConfigError."""
-    from skyrl_train.assembly.preflight import check_run
+    from skyrl_train.experiment.preflight import check_run
 
     try:
         check_run(config, uses)
@@ -105,10 +102,9 @@ def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None
 
     `here`: whether the data may be read; `probes`: whether a probe follows.
     """
-    from skyrl_train.assembly.algorithm import policy_learning
-    from skyrl_train.assembly.capacity import capacity_of
-    from skyrl_train.assembly.memory_fit import announce_fit
-    from skyrl_train.assembly.memory_plan import memory_plan
+    from skyrl_train.experiment.algorithm import policy_learning
+    from skyrl_train.experiment.memory_fit import announce_fit
+    from skyrl_train.experiment.memory_plan import capacity_of, memory_plan
 
     learning = policy_learning(prepared.config)
     config = announce_fit(prepared.config, learning)
@@ -140,7 +136,7 @@ def report_probe(config: Config) -> None:
 
 def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, host: int | None) -> Iterator[str]:
     """A table for every kind of slot, and whether it fits. `capacity`: bytes of the device; `host`: of this machine."""
-    from skyrl_train.assembly.memory_plan import PHASES
+    from skyrl_train.experiment.memory_plan import PHASES
 
     unit, size = ("GiB", 2**30) if max(plan.peak()[0] for plan in plans) >= 2**30 else ("MiB", 2**20)
     for plan in plans:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.assembly.environments import build_environments, environment_settings
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
@@ -30,6 +29,7 @@ from skyrl_train.data.trajectory import Message, Prompt
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+from skyrl_train.experiment.environments import environment_settings, host_settings
 from skyrl_train.messages import to_stderr, to_stdout, visible
 from skyrl_train.registry import import_plugins
 
@@ -141,11 +141,11 @@ async def _play_all(
 ) -> int:
     tokenizer = None
     if model is not None:
-        from skyrl_train.assembly.data import build_tokenizer  # torch
+        from skyrl_train.experiment.data import build_tokenizer  # torch
 
         tokenizer = build_tokenizer(cfg)
     failed = 0
-    async with build_environments(cfg) as host:
+    async with EnvironmentHost(**host_settings(cfg)) as host:
         for number, attempt in enumerate(attempts, 1):
             _say(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
             prompt = prompts[attempt.row]

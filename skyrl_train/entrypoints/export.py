@@ -18,7 +18,7 @@ from skyrl_train.messages import to_stderr, to_stdout
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
-    from skyrl_train.assembly.export import Export, export, said
+    from skyrl_train.experiment.export import Export, export, said
 
     try:
         where, agreement = export(Export(**vars(given)))

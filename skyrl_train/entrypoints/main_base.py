@@ -7,8 +7,8 @@ subclass `skyrl_train.Experiment` instead.
 from __future__ import annotations
 
 from skyrl_train.config.hydra import presets_dir
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
 from skyrl_train.skyrl.experiment import BasePPOExp
 from skyrl_train.skyrl.launch import validate_cfg
 

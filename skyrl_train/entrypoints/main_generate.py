@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 
 from skyrl_train.config.predicates import Uses
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
 
 
 class EvaluationExp(Experiment):
@@ -21,8 +21,9 @@ class EvaluationExp(Experiment):
         """There is nothing to train on."""
 
     async def _run(self) -> None:
-        from skyrl_train.assembly.run import build_evaluator, services
         from skyrl_train.errors import ConfigError
+        from skyrl_train.experiment.services import services
+        from skyrl_train.experiment.trainer import build_evaluator
 
         if self.eval_dataset is None:
             raise ConfigError(
@@ -32,6 +33,7 @@ class EvaluationExp(Experiment):
         async with services(
             self.config,
             self.cluster,
+            self.uses,
             train_dataset=None,
             build_tracker=self.build_tracker,
             build_client=self.build_client,

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.sources import is_address
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.restarts import rank_losses
-from skyrl_train.experiments.stopping import exits_as_told
-from skyrl_train.report.phases import Said, phase
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.report.phases import phase
 from skyrl_train.storage.places import working_folder
 
 
@@ -34,52 +33,28 @@ class SFTExp(Experiment):
         print(f"exported to {export_path.rstrip('/')}/{inside}" if is_address(export_path) else f"exported to {folder}")
 
     async def _train(self) -> Path:
-        from skyrl_train.assembly.algorithm import sft_learning
-        from skyrl_train.assembly.data import build_demonstrations
-        from skyrl_train.assembly.memory_fit import announce_fit
-        from skyrl_train.assembly.services import (
-            build_batch_dump,
-            build_profiles,
-            build_state,
-            fingerprints_of,
-            intervals,
-            learner_services,
-            schedule_of,
-            start_learner,
-        )
-        from skyrl_train.data.order import PromptOrder
-        from skyrl_train.trainer.guards import Guards
-        from skyrl_train.trainer.sft_trainer import SFTTrainer
+        from skyrl_train.experiment.algorithm import sft_learning
+        from skyrl_train.experiment.data import build_demonstrations
+        from skyrl_train.experiment.learner import start_learner
+        from skyrl_train.experiment.restarts import rank_losses
+        from skyrl_train.experiment.services import learner_services
+        from skyrl_train.experiment.trainer import build_sft_trainer
 
         trainer, learning = self.config.trainer, sft_learning(self.config)
         demonstrations, fingerprint = build_demonstrations(self.config, self.tokenizer)
-        schedule = schedule_of(trainer, len(demonstrations))
-        fingerprints = fingerprints_of(trainer, fingerprint)
         async with learner_services(
             self.config,
             self.cluster,
-            fingerprints=fingerprints,
-            schedule=schedule,
+            self.uses,
             learning=learning,
-            fitted=announce_fit(self.config, learning).trainer,
+            num_prompts=len(demonstrations),
+            train_data=fingerprint,
             build_tracker=self.build_tracker,
         ) as base:
             assert base.learner is not None
             with phase("models", "processes of the trainer that load them"):
                 await start_learner(base.learner, trainer)
-            sft = SFTTrainer(
-                demonstrations=demonstrations,
-                index_at=PromptOrder(len(demonstrations), trainer.seed).row,
-                schedule=schedule,
-                intervals=intervals(trainer, schedule),
-                learner=base.learner,
-                state=build_state(base, fingerprints, {}, self.tokenizer),
-                trackers=base.trackers,
-                guards=Guards(trainer.guards, None),
-                batch_dump=build_batch_dump(trainer),
-                phases=Said(),
-                profiles=build_profiles(base),
-            )
+            sft = build_sft_trainer(base, tokenizer=self.tokenizer, demonstrations=demonstrations)
             sft.restarts = self.restarts
             async with rank_losses(base.learner, trainer.restarts):
                 return await sft.fit_and_export()

@@ -11,7 +11,7 @@ from skyrl_train.config.predicates import SlotCounts, Uses, slots_of, slots_per_
 from skyrl_train.config.schema import Config
 
 if TYPE_CHECKING:
-    from skyrl_train.assembly.memory_plan import SlotPlan
+    from skyrl_train.experiment.memory_plan import SlotPlan
 
 MEASURED = "measured by --probe"
 _LOOKED_AT = 1000
@@ -29,9 +29,9 @@ class KnownData:
 
 def known_data(cfg: Config) -> KnownData:
     """Read the training data as a run does. Raises what that raises."""
-    from skyrl_train.assembly.data import build_prompts, build_tokenizer
     from skyrl_train.data.chat import render_prompt
     from skyrl_train.data.messages import template_kwargs_of
+    from skyrl_train.experiment.data import build_prompts, build_tokenizer
 
     tokenizer = build_tokenizer(cfg)
     dataset = build_prompts(cfg, tokenizer, cfg.data.train_data, "data.train_data")
@@ -74,7 +74,7 @@ def _share(cfg: Config, slots: int) -> str:
 
 
 def _tokens(cfg: Config, data: KnownData | str) -> Iterator[list[str]]:
-    from skyrl_train.assembly.services import schedule_of
+    from skyrl_train.experiment.services import schedule_of
 
     trainer, generator = cfg.trainer, cfg.generator
     known = isinstance(data, KnownData)

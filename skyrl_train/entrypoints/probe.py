@@ -21,14 +21,14 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 from skyrl_train.errors import ConfigError, Stopped
-from skyrl_train.experiments.base import Experiment, Session, explained
+from skyrl_train.experiment.base import Experiment, Session, explained
 from skyrl_train.report.phases import say
 from skyrl_train.trainer.schedule import StepSchedule
 
 if TYPE_CHECKING:
-    from skyrl_train.assembly.run import RunningServices
     from skyrl_train.data.batch import TrainBatch
     from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.experiment.services import RunningServices
     from skyrl_train.learner.learner import BatchSizes
     from skyrl_train.metrics import Metrics
     from skyrl_train.trainer.trainer import Trainer
@@ -352,7 +352,7 @@ async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: floa
 async def _rounds(
     cfg: Config, session: Session, batch: TrainBatch, tried: Mapping[int | None, BatchSizes]
 ) -> list[Passes]:
-    from skyrl_train.assembly.memory_advice import out_of_memory
+    from skyrl_train.experiment.memory_fit import out_of_memory
 
     learner = session.learner
     found: dict[int | None, Passes] = {}
@@ -401,6 +401,6 @@ def sizes_between(longest: int, most: float) -> list[int]:
 
 def sizes_that_fit(cfg: Config, sizes: Sequence[int]) -> list[int]:
     """Those with which the memory plan leaves room; all if there is no plan."""
-    from skyrl_train.assembly.memory_fit import fits
+    from skyrl_train.experiment.memory_fit import fits
 
     return [limit for limit in sizes if fits(with_value_at(cfg, LIMIT, limit))]

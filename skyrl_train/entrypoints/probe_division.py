@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
-from skyrl_train.assembly.memory_fit import fits
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.predicates import Uses, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.plan_table import aligned
 from skyrl_train.entrypoints.probe_estimate import PHASES, MeasuredStep, non_negative
+from skyrl_train.experiment.memory_fit import fits
 
 _MIN_ROWS = 3
 """With fewer steps, the time of a decode step is not fitted."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median, quantiles
 
-from skyrl_train.assembly.services import intervals, schedule_of
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import aligned
 from skyrl_train.entrypoints.probe import LIMIT, Passes, Probed
@@ -19,6 +18,8 @@ from skyrl_train.entrypoints.probe_estimate import (
     estimate_run,
     estimate_step,
 )
+from skyrl_train.experiment.services import schedule_of
+from skyrl_train.experiment.trainer import intervals
 
 _WORTH = 1.05
 """How many times as fast something must be to be proposed: less is noise."""

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from skyrl_train.config.predicates import Uses
 from skyrl_train.errors import Stopped
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
 
 ENDPOINT = "generator.enable_http_endpoint=true"
 """Values that serving sets by itself, so that the keys of the endpoint have an effect."""
@@ -35,7 +35,7 @@ class ServingExp(Experiment):
             super().run()
 
     async def _run(self) -> None:
-        from skyrl_train.assembly.serving import serving, until_none_lives
+        from skyrl_train.experiment.engines import serving, until_none_lives
 
         async with serving(self.config, self.cluster, self.tokenizer, self.build_client) as client:
             await until_none_lives(client)

@@ -13,14 +13,14 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.experiments.base import Experiment, Session, used_by
+from skyrl_train.experiment.base import Experiment, Session, used_by
 from skyrl_train.skyrl.launch import config_of, readable
 from skyrl_train.skyrl.refusals import EXPERIMENT, refuse, refuse_overrides
 from skyrl_train.storage.places import working_folder
 
 if TYPE_CHECKING:
-    from skyrl_train.assembly.run import RunningServices
     from skyrl_train.data.dataset import PromptDataset
+    from skyrl_train.experiment.services import RunningServices
     from skyrl_train.skyrl.client import InferenceEngineClient
     from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
     from skyrl_train.skyrl.trainer import RayPPOTrainer
@@ -131,7 +131,7 @@ class BasePPOExp(Experiment):
         return usual if own is None else Trackers({"run": usual, "get_tracker": _OwnTracker(own)})
 
     def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
-        from skyrl_train.assembly.run import build_trainer
+        from skyrl_train.experiment.trainer import build_trainer
         from skyrl_train.skyrl.client import InferenceEngineClient
         from skyrl_train.skyrl.trainer import StepNumbers
 
@@ -179,7 +179,7 @@ class BasePPOExp(Experiment):
 
         `generate`: that of the trainer, which calls the generator's, if a subclass overrides it.
         """
-        from skyrl_train.assembly.algorithm import needs_rollout_logprobs
+        from skyrl_train.experiment.algorithm import needs_rollout_logprobs
         from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
         from skyrl_train.skyrl.interface import GeneratorInterface
         from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings

@@ -12,13 +12,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.cluster.job import cluster_has_gpus
 from skyrl_train.config.hydra import compose, plain
-from skyrl_train.config.predicates import Uses, slots_of
+from skyrl_train.config.predicates import Uses, longest_sequence, slots_of
 from skyrl_train.config.prepare import prepare_composed, read_command_line
 from skyrl_train.config.problems import raise_all
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiments.base import imports_of_workers
+from skyrl_train.experiment.base import imports_of_workers
 from skyrl_train.messages import to_stderr
 
 _LAST_LINES_S = 1.0
@@ -90,11 +90,9 @@ def validate_cfg(cfg: DictConfig) -> None:
         to_stderr(f"note: {text}")
     for text in prepared.warnings:
         to_stderr(f"warning: {redact(text)}")
-    generator = prepared.config.generator
     cfg.device = prepared.config.device  # a task may run where there is no accelerator to be seen
     if cfg.trainer.algorithm.max_seq_len is None:
-        longest = generator.max_input_length + generator.sampling_params.max_generate_length
-        cfg.trainer.algorithm.max_seq_len = longest
+        cfg.trainer.algorithm.max_seq_len = longest_sequence(prepared.config.generator)
 
 
 def _disconnect(cluster: Any) -> None:

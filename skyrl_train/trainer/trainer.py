@@ -31,7 +31,7 @@ Publish = Callable[[int], Awaitable[dict[str, float]]]
 
 
 class Trainer(TrainingLoop):
-    """Decides the order of events and nothing else: all of its parts are built by `assembly` and passed in.
+    """Decides the order of events and nothing else: all of its parts are built by `experiment` and passed in.
 
     `step` is the number of finished steps, and also the version of the weights that the engines serve.
     """

@@ -216,7 +216,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     "skyrl-train env try show_work": (run_by("tests/integration/quickstart/test_your_environment.py"),),
     "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py"),),
     r"skyrl-train (report|watch)": (of_a_run, run_by("tests/unit/entrypoints/test_report_and_watch.py")),
-    "skyrl-train export": (of_a_run, run_by("tests/unit/assembly/test_export.py")),
+    "skyrl-train export": (of_a_run, run_by("tests/unit/experiment/test_export.py")),
     "curl ": (run_by("tests/unit/engines/test_serving_page.py"),),
     r"python -m vllm\.": (native_flags, run_by("tests/integration/runs/test_documented_runs.py")),
     r"python -m sglang\.": (

@@ -13,7 +13,7 @@ What files import is read from them: see touched.py.
 from __future__ import annotations
 
 VLLM = {
-    "assembly/engines.py": """
+    "experiment/engines.py": """
         vllm.EngineArgs(..., enable_prefix_caching=_, enable_chunked_prefill=_, max_num_batched_tokens=_)
         vllm.EngineArgs(..., dtype=_, max_num_seqs=_, gpu_memory_utilization=_, tensor_parallel_size=_, enforce_eager=_)
         vllm.EngineArgs(..., nnodes=_, node_rank=_, master_addr=_, master_port=_)

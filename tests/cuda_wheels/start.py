@@ -9,9 +9,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.assembly.engines import engine_kwargs
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.experiment.engines import engine_kwargs
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import save_tiny_model
 

@@ -16,7 +16,7 @@ import pytest
 from skyrl_train.api import TrainingResult, _wait_for, check, load_config, read_rollouts, train
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.errors import ClusterLost, ConfigError, DataError, WorkerDied
-from skyrl_train.experiments.base import Experiment
+from skyrl_train.experiment.base import Experiment
 from skyrl_train.report.rollout_files import step_file
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
 

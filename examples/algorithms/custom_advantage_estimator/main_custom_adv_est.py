@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import skyrl_train as sk
-from skyrl_train.experiments.base import Experiment, run_experiment
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, run_experiment
+from skyrl_train.experiment.driver import exits_as_told
 
 
 @sk.register.advantage("simple_baseline")

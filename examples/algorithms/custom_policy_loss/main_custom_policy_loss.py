@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from examples.algorithms.custom_loss import reinforce as reinforce  # registers itself
-from skyrl_train.experiments.base import Experiment, run_experiment
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, run_experiment
+from skyrl_train.experiment.driver import exits_as_told
 
 
 @exits_as_told()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from skyrl_train.experiments.base import Experiment, start
-from skyrl_train.experiments.stopping import exits_as_told
+from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.driver import exits_as_told
 
 _NAMED = "environment.env_class="
 

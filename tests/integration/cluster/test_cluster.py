@@ -18,13 +18,14 @@ import pytest
 import ray
 from tensordict import TensorDict
 
-from skyrl_train.assembly.layout import place
 from skyrl_train.cluster.actors import Remote, spawn
 from skyrl_train.cluster.placement import cpus_per_slot, reserve
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.cluster.stacks import stacks
+from skyrl_train.config.predicates import count_slots
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
+from skyrl_train.experiment.layout import Layout, place
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.shards import Stored
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
@@ -293,25 +294,32 @@ def test_two_ranks_and_an_engine_fit_two_cores():
     assert cpus_per_slot(64.0, 3) == 1.0
 
 
+def place_on(
+    cluster: Cluster, placement: PlacementConfig, generator: GeneratorConfig, at_once: bool = False, **roles: bool
+) -> Layout:
+    counts = count_slots(placement, generator, **roles)
+    return place(cluster, counts, placement, generator, device="cpu", deadline_s=10, at_once=at_once)
+
+
 @pytest.mark.defect("threads-for-engines-that-are-elsewhere")
 def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     generator = GeneratorConfig(num_inference_engines=2)
     colocated = PlacementConfig(policy_num_gpus_per_node=2)
     with Cluster() as one_run:
-        layout = place(one_run, colocated, generator, device="cpu", deadline_s=10, with_reference=True)
+        layout = place_on(one_run, colocated, generator, with_reference=True)
     assert layout.time_shared
     assert layout.policy and layout.engines and layout.reference
     assert layout.policy.slots is layout.engines.slots is layout.reference.slots
     assert layout.policy.slots.tenants == 3
     dedicated = PlacementConfig(colocate_all=False)
     with Cluster() as another_run:
-        layout = place(another_run, dedicated, generator, device="cpu", deadline_s=10, at_once=True)
+        layout = place_on(another_run, dedicated, generator, at_once=True)
     assert layout.policy and layout.engines
     assert (layout.policy.beside, layout.engines.beside) == (2, 1)
     with Cluster() as a_third:
-        layout = place(a_third, dedicated, generator, device="cpu", deadline_s=10, at_once=True, with_engines=False)
+        layout = place_on(a_third, dedicated, generator, at_once=True, with_engines=False)
     assert layout.policy and layout.policy.beside == 0, "engines elsewhere take none of these cores"
-    layout = place(cluster, dedicated, generator, device="cpu", deadline_s=10, with_reference=True)
+    layout = place_on(cluster, dedicated, generator, with_reference=True)
     assert not layout.time_shared
     assert layout.policy and layout.engines and layout.reference
     assert layout.policy.slots is not layout.engines.slots
@@ -323,20 +331,20 @@ def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluste
     generator = GeneratorConfig(num_inference_engines=1)
     colocated = PlacementConfig(policy_num_gpus_per_node=2, reward_num_gpus_per_node=3)
     with Cluster() as one_run:
-        layout = place(one_run, colocated, generator, device="cpu", deadline_s=10, with_reward=True)
+        layout = place_on(one_run, colocated, generator, with_reward=True)
     assert layout.reward is layout.policy and layout.policy is not None
     assert layout.policy.slots.tenants == 3
     dedicated = PlacementConfig(colocate_all=False, reward_num_gpus_per_node=2)
     with Cluster() as one_run:
-        layout = place(one_run, dedicated, generator, device="cpu", deadline_s=10, with_reward=True)
+        layout = place_on(one_run, dedicated, generator, with_reward=True)
     assert layout.policy and layout.reward
     assert (layout.reward.count, layout.reward.slots.tenants, layout.policy.slots.tenants) == (2, 1, 1)
     with Cluster() as one_run:
-        alone = place(one_run, colocated, generator, device="cpu", deadline_s=10, with_policy=False, with_reward=True)
+        alone = place_on(one_run, colocated, generator, with_policy=False, with_reward=True)
     assert alone.policy is None and alone.reward and alone.engines
     assert alone.reward.slots is alone.engines.slots and alone.engines.slots.tenants == 2
     elsewhere = {"with_policy": False, "with_engines": False, "with_reward": True}
-    layout = place(cluster, colocated, generator, device="cpu", deadline_s=10, **elsewhere)
+    layout = place_on(cluster, colocated, generator, **elsewhere)
     assert layout.reward and layout.reward.count == 3
 
 

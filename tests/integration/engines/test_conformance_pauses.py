@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.assembly.publisher import PAUSES
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import UnsupportedParameter
+from skyrl_train.experiment.publisher import PAUSES
 from tests.support.engine_bench import (
     LONG_PROMPT,
     LONGEST,

@@ -14,12 +14,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from skyrl_train.assembly.engines import connect_engine
 from skyrl_train.config.hydra import load
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.experiment.engines import connect_engine
 from skyrl_train.listening import API_KEY
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from skyrl_train.assembly.environment_hosts import build_hosts
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
 from skyrl_train.data.trajectory import Prompt
@@ -20,6 +19,7 @@ from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.hosts import BEAT_S, EnvironmentHosts
 from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode
 from skyrl_train.errors import ConfigError, EnvironmentFailure, EnvironmentHostsLost
+from skyrl_train.experiment.services import build_hosts
 from tests.support.others_processes import gone
 
 PLUGINS = str(Path(__file__).parent / "plugins")

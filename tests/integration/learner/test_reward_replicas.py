@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.assembly.layout import place
-from skyrl_train.assembly.reward import build_reward_model
-from skyrl_train.assembly.services import Services
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
+from skyrl_train.config.predicates import count_slots
 from skyrl_train.errors import ConfigError, RewardModelLost
+from skyrl_train.experiment.layout import place
+from skyrl_train.experiment.learner import build_reward_model
 from skyrl_train.learner.reward_worker import RewardModel
-from skyrl_train.report.trackers import Trackers
 from skyrl_train.testing.tiny_models import save_tiny_reward_model
 
 CONVERSATION = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-def replicas(cluster: Cluster, folder: Path, path: str, count: int) -> RewardModel:
+def replicas(cluster: Cluster, path: str, count: int) -> RewardModel:
     cfg = load(
         [
             "device=cpu",
@@ -30,9 +29,9 @@ def replicas(cluster: Cluster, folder: Path, path: str, count: int) -> RewardMod
         ]
     )
     placement, generator = cfg.trainer.placement, cfg.generator
-    options = {"with_policy": False, "with_engines": False, "with_reward": True}
-    layout = place(cluster, placement, generator, device="cpu", deadline_s=30, **options)
-    model = build_reward_model(Services(cfg, cluster, folder, layout, None, Trackers({})))
+    counts = count_slots(placement, generator, with_policy=False, with_engines=False, with_reward=True)
+    layout = place(cluster, counts, placement, generator, device="cpu", deadline_s=30)
+    model = build_reward_model(cluster, cfg.trainer, layout, device="cpu")
     assert model is not None
     return model
 
@@ -55,6 +54,6 @@ def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
     path = save_tiny_reward_model(tmp_path / "model")
     with Cluster():
         with Cluster() as one_run:
-            asyncio.run(run(replicas(one_run, tmp_path, path, 2)))
+            asyncio.run(run(replicas(one_run, path, 2)))
         with Cluster() as another, pytest.raises(ConfigError, match=r"trainer\.reward\.model\.path='/no/such"):
-            asyncio.run(replicas(another, tmp_path, "/no/such", 1).setup(120))
+            asyncio.run(replicas(another, "/no/such", 1).setup(120))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.assembly.publisher import score_sequences
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.experiment.publisher import score_sequences
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model

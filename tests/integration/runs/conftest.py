@@ -26,7 +26,7 @@ from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.environments.tools.registry import tools
-from skyrl_train.experiments.base import Experiment, start as start_experiment
+from skyrl_train.experiment.base import Experiment, start as start_experiment
 from skyrl_train.registry import Registry
 from skyrl_train.report.trackers import trackers
 

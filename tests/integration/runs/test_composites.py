@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from skyrl_train.assembly.export import Export, export
+from skyrl_train.experiment.export import Export, export
 from tests.integration.models.table import COMPOSITES
 from tests.support.composites import save_composite
 

@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.engines.wanted import read_wanted
 from skyrl_train.entrypoints.engines import main as engines
-from skyrl_train.experiments.base import Experiment, start
+from skyrl_train.experiment.base import Experiment, start
 from skyrl_train.trainer.batch_dump import read_batch
 from tests.integration.runs.conftest import Run, metrics_of
 

@@ -42,7 +42,7 @@ register("letters", "my_plugin:LetterEnv")
 """
 
 SUBCLASS = """
-from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiment.base import Experiment, run_experiment
 
 
 class Halved(Experiment):

@@ -41,7 +41,7 @@ runtime.Cluster().connect()
 OWN_PROGRAM = """
 import skyrl_train as sk
 from skyrl_train.algorithms.reductions import token_mean
-from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiment.base import Experiment, run_experiment
 
 import ray  # before anything of ours
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_train.assembly.export import Export, export
+from skyrl_train.experiment.export import Export, export
 
 from .conftest import Run, metrics_of
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.assembly import publisher
+from skyrl_train.experiment import publisher
 
 from .conftest import Run, metrics_of
 
 HALF = ["generator.model_dtype=float16", "trainer.max_steps=1", "trainer.ckpt_interval=0"]
 EVERY_SECOND = """
-from skyrl_train.experiments.base import Experiment, run_experiment
+from skyrl_train.experiment.base import Experiment, run_experiment
 
 
 class EverySecond(Experiment):

@@ -14,7 +14,7 @@ import datasets
 import psutil
 import pytest
 
-from skyrl_train.assembly.export import Export, export
+from skyrl_train.experiment.export import Export, export
 from skyrl_train.storage.copies import local_copy
 from tests.support.pages import documented
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, s3_server

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyrl_train.assembly.collector import build_samplers
-from skyrl_train.assembly.publisher import PAUSES, send_whole_version, supervised_publish
 from skyrl_train.config.schema import Config
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
+from skyrl_train.experiment.publisher import PAUSES, SupervisedPublisher, send_whole_version
+from skyrl_train.experiment.trainer import build_samplers
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.loop import Intervals
 from skyrl_train.trainer.residency import AlwaysResident
@@ -89,7 +89,7 @@ def build_run(
         prompts_of_step=schedule.prompts_of_step,
         max_staleness_steps=shape.staleness,
         max_failed_fraction=1.0,
-        samplers=replace(build_samplers(cfg, ahead=shape.staleness > 0), over_provisioning=shape.over_provisioning),
+        samplers=replace(build_samplers(cfg), over_provisioning=shape.over_provisioning),
         num_parallel_generation_workers=trainer_config.fully_async.num_parallel_generation_workers
         if shape.staleness
         else None,
@@ -139,7 +139,7 @@ def _publish(
         client, supervisor, start=start, stop=stop, drain_s=cfg.trainer.timeouts.drain_s, tell=lambda line: None
     )
     mode = PAUSES[cfg.trainer.fully_async.on_sync] if shape.staleness else None
-    return supervised_publish(learner, client, publisher, supervisor, mode=mode), scaler
+    return SupervisedPublisher(learner, client, publisher, supervisor, mode=mode).publish, scaler
 
 
 def _engines(cfg: Config, timings: Timings, unit: int, made: list[SimulatedEngine]) -> Callable[[str], SimulatedEngine]:

@@ -15,15 +15,15 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from skyrl_train.algorithms.reductions import weigh
-from skyrl_train.assembly.algorithm import (
+from skyrl_train.config.algorithm import AlgorithmConfig, CISPOConfig, OffPolicyCorrectionConfig
+from skyrl_train.config.schema import Config
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.experiment.algorithm import (
     build_advantage_step,
     build_correction_steps,
     build_objective,
     build_reduction,
 )
-from skyrl_train.config.algorithm import AlgorithmConfig, CISPOConfig, OffPolicyCorrectionConfig
-from skyrl_train.config.schema import Config
-from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
 SEEDS = range(4)

@@ -11,9 +11,9 @@ from skyrl_train.algorithms import advantage_step as advantages, policy_objectiv
 from skyrl_train.algorithms.advantage_step import AdvantageStep
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh
-from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.experiment.algorithm import settings
 from skyrl_train.metrics import Metrics
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"

@@ -19,10 +19,10 @@ from skyrl_train.algorithms.selections import selection_of
 from skyrl_train.algorithms.sft_objective import SFTObjective
 from skyrl_train.algorithms.skyrl_style import SkyRLLoss
 from skyrl_train.algorithms.value_objective import ValueObjective
-from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.experiment.algorithm import settings
 from skyrl_train.metrics import Metrics
 from tests.support.each import check_each
 from tests.support.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch

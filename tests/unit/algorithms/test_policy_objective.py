@@ -15,10 +15,10 @@ from skyrl_train.algorithms.losses import cispo, clipped_surrogate, gspo, import
 from skyrl_train.algorithms.policy_objective import TENSORS, PolicyObjective
 from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
 from skyrl_train.algorithms.skyrl_style import SkyRLLoss
-from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.experiment.algorithm import settings
 from skyrl_train.metrics import Metrics
 from tests.support.hard_batches import current_logprobs, hard_batch
 

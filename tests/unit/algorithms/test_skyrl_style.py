@@ -13,8 +13,8 @@ from skyrl_train.algorithms.advantage_step import AdvantageStep
 from skyrl_train.algorithms.advantages import dr_grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
-from skyrl_train.assembly.algorithm import settings
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.experiment.algorithm import settings
 from skyrl_train.metrics import Metrics
 from tests.support.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
 

@@ -172,7 +172,7 @@ def test_a_probe_elsewhere_is_refused(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_what_does_not_fit_is_said():
-    from skyrl_train.assembly.memory_plan import MemoryLine, SlotPlan
+    from skyrl_train.experiment.memory_plan import MemoryLine, SlotPlan
 
     plan = SlotPlan("policy", 2, (MemoryLine("policy", "parameters", "", {"": 3 << 30}, exact=True),))
     on_cpu = "\n".join(check_config.plan_lines([plan], "cpu", 4 << 30, 4 << 30))
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_plan_for_accelerators_compares_nothing_with_a_machine_that_has_none():
-    from skyrl_train.assembly.memory_plan import MemoryLine, SlotPlan
+    from skyrl_train.experiment.memory_plan import MemoryLine, SlotPlan
 
     rows = [MemoryLine("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]
     text = "\n".join(check_config.plan_lines([SlotPlan("policy", 2, tuple(rows))], "cuda", None, 1 << 30))

@@ -19,7 +19,7 @@ from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiments.base import Experiment, used_by
+from skyrl_train.experiment.base import Experiment, used_by
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ def source_of_readers() -> str:
     modules = [
         path for path in PACKAGE.rglob("*.py") if not {"config", "testing"} & set(path.relative_to(PACKAGE).parts)
     ]
-    modules.append(PACKAGE / "config" / "predicates.py")  # read on behalf of `assembly`
+    modules.append(PACKAGE / "config" / "predicates.py")  # read on behalf of `experiment`
     return "\n".join(path.read_text() for path in modules)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from skyrl_train.assembly.serving import until_none_lives
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits
@@ -18,6 +17,7 @@ from skyrl_train.errors import (
     EngineError,
     EnginesLost,
 )
+from skyrl_train.experiment.engines import until_none_lives
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
 from tests.support.http_calls import CALL, CHAT, TOKEN, TOKENIZER, ask, says, serve
 

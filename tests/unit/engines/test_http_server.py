@@ -16,7 +16,6 @@ import aiohttp
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.assembly.serving import check_endpoint
 from skyrl_train.config.prepare import prepare
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits
@@ -27,6 +26,7 @@ from skyrl_train.errors import (
     UnsupportedParameter,
     WeightSyncError,
 )
+from skyrl_train.experiment.engines import check_endpoint
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from tests.support.http_calls import CALL, CHAT, TOKEN, ask, says, serve
 

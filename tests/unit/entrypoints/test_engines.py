@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.assembly.elastic import announce_number
 from skyrl_train.config.hydra import save_resolved
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, write_wanted
 from skyrl_train.entrypoints.engines import main
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiment.engines import announce_number
 from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.pages import Command, documented
 

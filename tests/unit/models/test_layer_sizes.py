@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from skyrl_train.assembly.memory_shapes import model_shape
+from skyrl_train.experiment.memory_plan import model_shape
 from skyrl_train.models.layer_sizes import sizes_of_layers
 from skyrl_train.models.loading import POLICY_PATH
 from skyrl_train.testing.tiny_models import save_tiny_model

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from skyrl_train import http_server
 from skyrl_train.config.prepare import prepare
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiments.base import Experiment
+from skyrl_train.experiment.base import Experiment
 from skyrl_train.http_server import Room
 from skyrl_train.report.metric_table import METRICS
 from skyrl_train.report.metrics_server import check_metrics_address

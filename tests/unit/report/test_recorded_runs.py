@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.algorithms import registry as algorithms
-from skyrl_train.assembly.services import rules_of
 from skyrl_train.config.prepare import prepare
+from skyrl_train.experiment.services import rules_of
 from skyrl_train.registry import import_plugins
 from skyrl_train.report.diagnosis import (
     NO_DIFFERENCE,

@@ -14,10 +14,10 @@ import torch
 
 from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
 from skyrl_train.algorithms.kl import FixedKLController, k1
-from skyrl_train.assembly.algorithm import build_advantage_step
 from skyrl_train.config.hydra import load
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiment.algorithm import build_advantage_step
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import Rectangles, TrainingInputBatch, training_input
 from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer, StepNumbers

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.assembly.storage import Mirrors
 from skyrl_train.errors import RunDirectoryError, StorageError
+from skyrl_train.experiment.services import Mirrors
 from skyrl_train.storage import lease
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror

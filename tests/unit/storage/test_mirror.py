@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.assembly.storage import Mirrors
 from skyrl_train.errors import CheckpointError, ConfigError, StorageError
+from skyrl_train.experiment.services import Mirrors
 from skyrl_train.storage import mirror as mirrors
 from skyrl_train.storage.manifests import fetch
 from skyrl_train.storage.mirror import Mirror

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.assembly.environments import environment_settings
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.trajectory import Prompt
 from skyrl_train.environments.base import StepOutput
@@ -15,6 +14,7 @@ from skyrl_train.environments.foreign import skyrl_gym
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.registry import environments
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiment.environments import environment_settings
 
 QUESTION = [{"role": "user", "content": "12 * 34?"}]
 SETTINGS = [

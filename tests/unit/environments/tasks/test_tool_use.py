@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.assembly.environments import check_environments
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.trajectory import Prompt
@@ -21,6 +20,7 @@ from skyrl_train.environments.tasks.tool_use import ToolUseEnv
 from skyrl_train.environments.tools import registry
 from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiment.environments import check_environments
 
 QUESTION = [{"role": "user", "content": "What is 6 * 7?"}]
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "42"}, "max_turns": 3}

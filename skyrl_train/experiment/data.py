@@ -1,0 +1,194 @@
+"""Tokenizer, prompts and demonstrations, from configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.generator import ChatTemplateConfig
+from skyrl_train.config.schema import Config
+from skyrl_train.data.chat import render_demonstrations, render_prompt, rewrites_history
+from skyrl_train.data.chat_templates import TEMPLATES
+from skyrl_train.data.dataset import PromptDataset, load_prompts
+from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.messages import messages_of, template_kwargs_of, tools_of
+from skyrl_train.data.rows import DatasetRow, read_rows
+from skyrl_train.data.sft import Demonstration
+from skyrl_train.data.trajectory import Prompt
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.models.loading import has_tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def build_tokenizer(cfg: Config) -> Any:
+    """The policy's tokenizer, with the configured chat template.
+
+    Raises ConfigError if conversations of several turns are configured and the template cannot render them.
+    """
+    tokenizer = load_tokenizer(
+        cfg.trainer.policy.model.path,
+        use_fast=not cfg.trainer.disable_fast_tokenizer,
+        chat_template=configured_template(cfg.generator.chat_template),
+    )
+    _check_history(cfg, tokenizer)
+    end = end_of_turn_token(tokenizer, cfg.generator.chat_template_kwargs)
+    if end is not None and end != tokenizer.eos_token_id:
+        name = tokenizer.convert_ids_to_tokens(end)
+        log.info("Answers also end at %r (token %d), with which the chat template closes them.", name, end)
+    return tokenizer
+
+
+def check_same_tokens(policy_path: str, path: str, key: str) -> None:
+    """Raises ConfigError unless the tokenizer of `path` gives the policy's tokens the same ids, except added tokens.
+
+    Models of one family may differ in control tokens that were added later, and in the padding of their vocabulary. A
+    folder without a tokenizer cannot be checked and is accepted.
+    """
+    if path == policy_path or not has_tokenizer(path):
+        return
+    policy, other = load_tokenizer(policy_path), load_tokenizer(path, key=key).get_vocab()
+    added = policy.added_tokens_decoder
+    differing = [
+        token for token, index in policy.get_vocab().items() if index not in added and other.get(token) != index
+    ]
+    if differing:
+        raise ConfigError(
+            f"{key}={path!r}: {len(differing)} tokens of the policy's ({policy_path!r}), such as {differing[0]!r}, "
+            "have another id or none in its tokenizer, so it would score other text than was sampled; use a model with "
+            "the policy's tokenizer."
+        )
+
+
+def configured_template(template: ChatTemplateConfig) -> str | None:
+    """Return the text of the configured chat template; None for the tokenizer's own. Raises ConfigError."""
+    if template.name_or_path is None:
+        return None
+    if template.source == "name":
+        return TEMPLATES[template.name_or_path]
+    try:
+        return Path(template.name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"generator.chat_template.name_or_path={template.name_or_path!r} cannot be read ({error}); with "
+            "source=file it must be the path of a Jinja chat template."
+        ) from error
+
+
+def template_of(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
+    """Return the text of the template that renders conversations; None if tools decide which of several it is."""
+    chosen = chat_template_kwargs.get("chat_template")
+    template = tokenizer.get_chat_template(chosen) if chosen else getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else None
+
+
+def _check_history(cfg: Config, tokenizer: Any) -> None:
+    """Raises ConfigError if the template rewrites earlier turns, so that tokens could not be append-only."""
+    generator = cfg.generator
+    if generator.max_turns == 1 or not generator.use_conversation_multi_turn or generator.step_wise_trajectories:
+        return
+    try:
+        rewrites = rewrites_history(tokenizer, dict(generator.chat_template_kwargs))
+    except DataError as error:
+        raise ConfigError(
+            f"generator.max_turns={generator.max_turns}: the tokenizer of {cfg.trainer.policy.model.path!r} cannot "
+            f"write a conversation of several turns ({error}). Name a template in generator.chat_template.name_or_path."
+        ) from error
+    if rewrites:
+        raise ConfigError(
+            f"generator.max_turns={generator.max_turns}: the chat template of {cfg.trainer.policy.model.path!r} writes "
+            "earlier turns differently once others follow (without their reasoning, or without what its header puts "
+            "before an answer), so the tokens of a conversation do not follow each other. Set "
+            "generator.step_wise_trajectories=true, which trains on what the model read at every turn, or name a "
+            "template that keeps the history in "
+            "generator.chat_template.name_or_path (qwen3_with_thinking for Qwen3)."
+        )
+
+
+def build_prompts(
+    cfg: Config, tokenizer: Any, sources: Sequence[str], key: str, sample_s: float | None = None
+) -> PromptDataset:
+    """The prompts of `sources` that are short enough; logs how many are left out.
+
+    Args:
+        key: The configuration key of the sources, for the log.
+        sample_s: Read only as far as the first prompt that is short enough, for at most so many seconds: then there may
+            be none. None reads everything.
+
+    Raises:
+        DataError: A row cannot be used, or no prompt is short enough.
+    """
+    options, limit = dict(cfg.generator.chat_template_kwargs), cfg.trainer.max_prompt_length
+
+    def length(prompt: Prompt) -> int:
+        return len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, options)))
+
+    dataset = load_prompts(sources, length, limit, cfg.environment.env_class, sample_s=sample_s)
+    if dataset.too_long and sample_s is None:
+        log.warning(
+            "%s: %d of %d prompts are longer than trainer.max_prompt_length=%d tokens and are left out.",
+            key,
+            dataset.too_long,
+            dataset.too_long + len(dataset),
+            limit,
+        )
+    return dataset
+
+
+def build_demonstrations(cfg: Config, tokenizer: Any, sample_s: float | None = None) -> tuple[list[Demonstration], str]:
+    """Return the conversations of the `messages` column as tokens, and a fingerprint of all of them.
+
+    A conversation is one demonstration, or one for each answer where the chat template rewrites earlier turns. Those
+    longer than max_prompt_length + max_generate_length tokens are left out; their number is logged.
+
+    Args:
+        sample_s: Read only as far as the first conversation that is kept, for at most so many seconds: then there may
+            be none. None reads everything.
+
+    Raises:
+        DataError: A row is no conversation, has no answer to learn, or the chat template does not write all that it
+            says; names the row. Also if no demonstration is left.
+    """
+    limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
+    options = dict(cfg.generator.chat_template_kwargs)
+    kept: list[Demonstration] = []
+    digest = hashlib.sha256()
+    too_long = 0
+    begun = time.monotonic()
+    for source in cfg.data.train_data:
+        for where, row in read_rows(source):
+            for ids, mask in _sequences(where, row, tokenizer, options):
+                if len(ids) > limit:
+                    too_long += 1
+                    continue
+                digest.update(repr((ids, mask)).encode())
+                kept.append(Demonstration(ids, mask))
+            if sample_s is not None and (kept or time.monotonic() - begun > sample_s):
+                return kept, digest.hexdigest()[:32]
+    if not kept:
+        raise DataError(f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens.")
+    if too_long:
+        log.warning("data.train_data: %d demonstrations of more than %d tokens are left out.", too_long, limit)
+    return kept, digest.hexdigest()[:32]
+
+
+def _sequences(
+    where: str, row: DatasetRow, tokenizer: Any, options: dict[str, Any]
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the token ids and loss masks of a row. Raises DataError that names it."""
+    if row.get("messages") is None:
+        raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
+    messages = messages_of(where, "messages", row["messages"])
+    if tools := tools_of(where, row.get("tools")):
+        options = {**options, "tools": tools}
+    try:
+        sequences = render_demonstrations(tokenizer, messages, options)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not any(any(mask) for _, mask in sequences):
+        raise DataError(f"{where}: its messages hold no answer of the assistant to learn.")
+    return sequences

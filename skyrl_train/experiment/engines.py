@@ -1,0 +1,494 @@
+"""The inference engines of a run: how they are started, replaced, added while it trains, and served over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from skyrl_train.cluster.actors import Remote, spawn
+from skyrl_train.cluster.placement import (
+    free_address_of,
+    placed_again,
+    places_of,
+    reserve_beside,
+    unless_lost,
+    visible_devices,
+)
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.choices import ENGINES, WORKER_NODES
+from skyrl_train.config.machine import INSTALL
+from skyrl_train.config.predicates import count_slots, wants_adapter
+from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.native import NativeEngine
+from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
+from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
+from skyrl_train.engines.http.server import ENDPOINT, HttpEndpoint
+from skyrl_train.engines.sampling import check_supported, normalise
+from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
+from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, why_fixed, write_wanted
+from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, SkyRLError
+from skyrl_train.experiment.layout import Layout, RoleSlots, place, threads_per_process, weight_folder
+from skyrl_train.listening import API_KEY
+from skyrl_train.report.phases import say
+from skyrl_train.tasks import gather_all
+
+_NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
+"""Backends that have a server of their own."""
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for max_lora_rank."""
+_POLL_S = 5.0
+"""Seconds between health checks of engines that serve without a trainer."""
+_LOOKS_EVERY_S = 1.0
+_CLOSES_S = 10.0
+"""Time for an engine that left to clean up, before it is killed."""
+_tell = partial(say, "engines")
+
+
+def require_installed(backend: str) -> None:
+    """Raises ConfigError naming the extra to install, if the backend is not installed here."""
+    if backend in INSTALL and importlib.util.find_spec(backend) is None:
+        raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL[backend]}.")
+
+
+async def build_engines(
+    cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_slots: RoleSlots, device: str
+) -> list[Remote]:
+    """Start all engines at once and wait until they have loaded their weights."""
+    starts = (
+        build_engine(index, cluster, generator, timeouts, role_slots, device) for index in range(role_slots.count)
+    )
+    return await gather_all(starts)
+
+
+async def build_engine(
+    index: int,
+    cluster: Cluster,
+    generator: GeneratorConfig,
+    timeouts: TimeoutsConfig,
+    role_slots: RoleSlots,
+    device: str,
+    *,
+    place: int | None = None,
+) -> Remote:
+    """Start engine `index` in its slots and wait until it has loaded its weights.
+
+    `place`: which member of `role_slots` it is; None for the `index`-th.
+    """
+    slots, indices = role_slots.slots, _slots_of(index, role_slots, place)
+    kwargs = engine_kwargs(generator, device, f"{generator.backend} {index}")
+    kwargs |= {"threads": threads_per_process(cluster, role_slots, device), "slot": index * role_slots.stride}
+    if role_slots.nodes > 1:
+        asked = free_address_of(cluster, slots, indices[0], timeouts.engine_start_s)
+        host, port = await unless_lost(asked, slots, indices[:1])
+        kwargs |= {"nnodes": role_slots.nodes, "master_addr": host, "master_port": port}
+    started: list[Remote] = []
+    try:
+        for node, (share, devices) in enumerate(await _shares(indices, generator, timeouts, role_slots, device)):
+            process = spawn(
+                cluster,
+                WORKER_NODES[generator.backend] if node else ENGINES[generator.backend],
+                kwargs | ({"node_rank": node} if node else {}),
+                slots=slots,
+                index=share[0],
+                name=f"{engine_name(index)} node {node}" if node else engine_name(index),
+                concurrent=True,
+                deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
+                deadlines={"generate": math.inf},  # the client watches its progress
+                died=EngineError,
+                devices=devices,
+            )
+            started.append(process)
+        ready = gather_all(process.read("capabilities", timeouts.engine_start_s) for process in started)
+        capabilities, *_ = await unless_lost(ready, slots, indices)
+    except BaseException:
+        for process in started:
+            process.kill()  # an engine that has not started still occupies its slots
+        raise
+    engine, *others = started
+    if others:
+        engine.lives_with(others, cluster)
+    # A run that began on one node has ranks that meet on loopback, to which an engine of a node that came later cannot.
+    engine.know(capabilities=replace(capabilities, other_machine=not cluster.single_machine))
+    return engine
+
+
+async def _shares(
+    indices: range, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_slots: RoleSlots, device: str
+) -> list[tuple[range, str | None]]:
+    """The slots of an engine on each of its nodes, and which accelerators these are if Ray does not say it there."""
+    size = role_slots.stride // role_slots.nodes
+    shares = [indices[begin : begin + size] for begin in range(0, role_slots.stride, size)]
+    if device != "cuda" or size <= role_slots.slots.together:
+        return [(share, None) for share in shares]
+    key = f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size}"
+    asked = places_of(role_slots.slots, indices, timeouts.engine_start_s)
+    places = await unless_lost(asked, role_slots.slots, indices)
+    found = iter(places)
+    return [(share, visible_devices([next(found) for _ in share], key)) for share in shares]
+
+
+def _slots_of(index: int, role_slots: RoleSlots, place: int | None) -> range:
+    """The slots of engine `index`: see build_engine."""
+    first = (index if place is None else place) * role_slots.stride
+    return range(first, first + role_slots.stride)
+
+
+async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
+    """Connect to an engine that runs elsewhere: behind our server, or that of vLLM or SGLang (generator.backend).
+
+    Raises ConfigError without a token or for an unknown kind of server, DeadlineExceeded if there is no answer in time,
+    EngineError for a server that is not what its backend says.
+    """
+    token, generator, timeouts = os.environ.get(API_KEY), cfg.generator, cfg.trainer.timeouts
+    if not token:
+        raise ConfigError(f"generator.run_engines_locally=false: set {API_KEY} in the environment: the servers' token.")
+    deadline_s = timeouts.rollout_s + timeouts.weight_sync_s
+    connection = Connection(url, token, name=url)
+    if await has_our_routes(connection, timeouts.engine_start_s):
+        return await RemoteEngine(url, token, name=url, deadline_s=deadline_s).connect(timeouts.engine_start_s)
+    if generator.backend not in _NATIVE_SERVERS:
+        raise ConfigError(
+            f"generator.remote_inference_engine_urls: what answers at {url} is not skyrl_train.entrypoints.serve. For "
+            f"the servers of vLLM and SGLang set generator.backend, which is {generator.backend!r}."
+        )
+    engine = NativeEngine(
+        _NATIVE_SERVERS[generator.backend](connection, deadline_s),
+        model=generator.model_name,
+        dtype=generator.model_dtype,
+        device=cfg.device,
+        folder=str(Path(weight_folder(cfg)) / "served"),
+        max_num_seqs=generator.max_num_seqs,
+    )
+    return await engine.connect(timeouts.engine_start_s)
+
+
+def engine_settings(cfg: Config) -> GeneratorConfig:
+    """`generator`, extended by what the run's own engines need to take the policy's adapter, and to tell of experts."""
+    generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
+    if cfg.trainer.moe_routing_replay == "rollout":
+        generator = replace(generator, engine_init_kwargs={"keeps_routing": True} | generator.engine_init_kwargs)
+    room = next((most for most in _VLLM_RANKS if most >= rank), None)
+    if generator.backend != "vllm" or room is None or not wants_adapter(cfg):
+        return generator
+    return replace(generator, engine_init_kwargs={"max_lora_rank": room} | generator.engine_init_kwargs)
+
+
+def server_urls(generator: GeneratorConfig) -> list[str]:
+    """The URLs of the engines, for run_engines_locally=false."""
+    return list(generator.external_server_urls or generator.remote_inference_engine_urls)
+
+
+def engine_name(index: int) -> str:
+    return f"engine {index}"
+
+
+def engine_index(name: str) -> int:
+    """The index of the engine with this `engine_name`."""
+    return int(name.removeprefix("engine "))
+
+
+def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:
+    """The constructor arguments of an engine."""
+    common = {
+        "model": generator.model_name,
+        "dtype": generator.model_dtype,
+        "device": device,
+        "max_num_seqs": generator.max_num_seqs,
+        "name": name,
+        "rope_scaling": generator.rope_scaling,
+        "rope_theta": generator.rope_theta,
+    }
+    if generator.backend != "transformers":
+        common |= {
+            "tensor_parallel_size": generator.inference_engine_tensor_parallel_size,
+            "pipeline_parallel_size": generator.inference_engine_pipeline_parallel_size,
+            "expert_parallel_size": generator.inference_engine_expert_parallel_size,
+            "enable_prefix_caching": generator.enable_prefix_caching,
+            "enable_chunked_prefill": generator.enable_chunked_prefill,
+            "max_num_batched_tokens": generator.max_num_batched_tokens,
+            "enforce_eager": generator.enforce_eager,
+            "gpu_memory_utilization": generator.gpu_memory_utilization,
+            "batch_invariant": generator.batch_invariant,
+        }
+    return common | generator.engine_init_kwargs
+
+
+def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
+    """One client for all engines. One of the run's own has at most twice the calls that fill its batch.
+
+    Raises UnsupportedParameter for configured sampling that an engine does not support, ConfigError for
+    weight_sync_only_changed with an engine that loads whole models only.
+    """
+    for key in ("sampling_params", "eval_sampling_params"):
+        sampling = normalise(getattr(generator, key), f"generator.{key}")
+        for engine in engines:
+            check_supported(sampling, engine.capabilities)
+    if generator.weight_sync_only_changed:
+        for engine in engines:
+            if not engine.capabilities.partial_weights:
+                raise ConfigError(
+                    f"generator.weight_sync_only_changed=true: the {generator.backend} engine loads whole models only; "
+                    "leave it false."
+                )
+    batch = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
+    max_calls = 2 * int(batch) if generator.run_engines_locally else None  # others may run with another number
+    return EngineClient(engines, deadline_s=timeouts.rollout_s, max_calls=max_calls)
+
+
+# -- their number, which a file in the run's folder may change while it trains
+
+
+class EngineSeats:
+    """Where the run's own engines are: in the slots of its layout, and in groups of their own those beyond them."""
+
+    def __init__(self, cfg: Config, cluster: Cluster, layout: Layout):
+        assert layout.engines is not None
+        self._cfg = cfg
+        self._cluster = cluster
+        self._num_slots = layout.num_slots
+        self._first = layout.engines
+        self._own: dict[int, RoleSlots] = {}
+
+    async def start_again(self, name: str, patience_s: float) -> Remote:
+        """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
+
+        `patience_s`: how long a new node is waited for.
+
+        Ray may not know yet that the node is lost: then the first start ends when it does.
+        """
+        role_slots, place = self._seat(name)
+        indices = _slots_of(engine_index(name), role_slots, place)
+        if not self._cluster.single_machine:
+            await placed_again(role_slots.slots, indices, patience_s)
+        try:
+            return await self._start(name)
+        except ClusterLost:
+            await placed_again(role_slots.slots, indices, patience_s)
+        return await self._start(name)
+
+    async def _start(self, name: str) -> Remote:
+        cfg, (role_slots, place) = self._cfg, self._seat(name)
+        generator, timeouts = engine_settings(cfg), cfg.trainer.timeouts
+        return await build_engine(
+            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, place=place
+        )
+
+    def _seat(self, name: str) -> tuple[RoleSlots, int | None]:
+        """The slots in which an engine is, and its place among them: see build_engine."""
+        own = self._own.get(engine_index(name))
+        return (self._first, None) if own is None else (own, 0)
+
+    async def start_new(self, name: str) -> Remote:
+        """Find slots for an engine more, and start it there. Raises ConfigError if the cluster has no room."""
+        index = engine_index(name)
+        if index >= self._first.count:
+            trainer, environment = self._cfg.trainer, self._cfg.environment
+            slots = await reserve_beside(
+                self._cluster,
+                self._first.slots,
+                count=self._first.stride,
+                total_slots=self._num_slots + (len(self._own) + 1) * self._first.stride,
+                deadline_s=trainer.timeouts.placement_s,
+                labels=trainer.placement.engine_node_labels,
+                other_cpus=environment.hosts * environment.host_cpus,
+            )
+            self._own[index] = replace(self._first, slots=slots)
+        try:
+            return await self._start(name)
+        except BaseException:
+            self.give_back(name)
+            raise
+
+    async def stop(self, name: str, engine: Remote) -> None:
+        """End an engine, and give its slots back: to the cluster, or to the run if it began with them."""
+        try:
+            with suppress(SkyRLError, ConnectionError):
+                await engine.call_within(_CLOSES_S, "close")
+        finally:
+            engine.kill()
+            self.give_back(name)
+
+    def give_back(self, name: str) -> None:
+        own = self._own.pop(engine_index(name), None)
+        if own is not None:
+            self._cluster.gives_back(own.slots.group)
+
+
+def announce_number(cfg: Config, folder: Path) -> None:
+    """Say in the run's folder how many engines it has, where that can be changed; what an earlier run wrote is gone."""
+    if _fixed(cfg) is None:
+        write_wanted(folder, cfg.generator.num_inference_engines)
+    else:
+        (folder / ENGINES_FILE).unlink(missing_ok=True)
+
+
+def build_watch(
+    cfg: Config, folder: Path, client: EngineClient, supervisor: EngineSupervisor, seats: EngineSeats | None
+) -> WantedEngines:
+    """What follows the file in the folder of this run."""
+    fixed, scaler = _fixed(cfg), None
+    if seats is not None and fixed is None:
+        scaler = EngineScaler(
+            client,
+            supervisor,
+            start=seats.start_new,
+            stop=seats.stop,
+            drain_s=cfg.trainer.timeouts.drain_s,
+            tell=_tell,
+            name_of=engine_name,
+        )
+    return WantedEngines(folder, scaler, fixed or "")
+
+
+class WantedEngines:
+    """Follows the number of engines that is asked for in a run's folder; begins once the engines have weights."""
+
+    def __init__(self, folder: Path, scaler: EngineScaler | None, fixed: str):
+        """`scaler` is None where the number is `fixed`, for that reason: who asks for another one is told."""
+        self._folder = folder
+        self._scaler = scaler
+        self._fixed = fixed
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Watch the file from now on, on the running event loop."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._watch())
+
+    async def end(self) -> None:
+        """Watch no longer, and give up what is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._scaler is not None:
+            await self._scaler.end()
+
+    async def _watch(self) -> None:
+        seen: tuple[int, int] | None = None
+        while True:
+            latest = await asyncio.to_thread(stamp, self._folder)
+            if latest is not None and latest != seen:
+                await self._follow()
+            seen = latest or seen
+            await asyncio.sleep(_LOOKS_EVERY_S)
+
+    async def _follow(self) -> None:
+        if self._scaler is None:
+            _tell(f"{ENGINES_FILE} changes nothing: {self._fixed}")
+            return
+        try:
+            wanted = await asyncio.to_thread(read_wanted, self._folder)
+        except (ConfigError, OSError) as error:
+            _tell(f"their number stays as it is: {error}")
+            return
+        before = self._scaler.number
+        self._scaler.set(wanted)
+        if wanted != before:
+            _tell(f"{wanted} are wanted, there are {before}")
+
+
+def _fixed(cfg: Config) -> str | None:
+    return why_fixed(
+        colocate_all=cfg.trainer.placement.colocate_all, run_engines_locally=cfg.generator.run_engines_locally
+    )
+
+
+# -- over HTTP
+
+
+def build_endpoint(cfg: Config, engine: Any, tokenizer: Any, *, control: bool) -> HttpEndpoint:
+    """The endpoint for an engine or a client; enter it on the event loop that they run on.
+
+    `control`: whether requests with the token may also pause engines and change their weights. The token comes from
+    SKYRL_API_KEY in the environment, never from the configuration, which is saved and printed. Raises ConfigError for a
+    host that other machines can reach without a token.
+    """
+    generator = cfg.generator
+    return HttpEndpoint(
+        engine,
+        tokenizer,
+        model_name=generator.served_model_name or generator.model_name,
+        host=generator.http_endpoint_host,
+        port=generator.http_endpoint_port,
+        token=os.environ.get(API_KEY),
+        deadline_s=cfg.trainer.timeouts.rollout_s,
+        default_max_tokens=generator.sampling_params.max_generate_length,
+        chat_template_kwargs=dict(generator.chat_template_kwargs),
+        control=control,
+    )
+
+
+def check_endpoint(cfg: Config) -> None:
+    """Raises ConfigError for an address that needs a token and has none, or that is in use.
+
+    To be called before the engines start, which takes minutes.
+    """
+    generator = cfg.generator
+    if generator.enable_http_endpoint:
+        ENDPOINT.check_token(os.environ.get(API_KEY), generator.http_endpoint_host)
+        ENDPOINT.check_address(generator.http_endpoint_host, generator.http_endpoint_port)
+
+
+def announce(endpoint: HttpEndpoint) -> None:
+    """Print one line with the address and the place of the token, never the token itself."""
+    token = f"in {endpoint.token_file}" if endpoint.token_file else f"that of {API_KEY}"
+    print(f"Serving {endpoint.model_name} at {endpoint.url}/v1; the token is {token}.", flush=True)
+
+
+@asynccontextmanager
+async def endpoint_of_run(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
+    """Serve the run's engines over HTTP, for sampling only, while inside; does nothing unless it is configured."""
+    if not cfg.generator.enable_http_endpoint:
+        yield
+        return
+    async with build_endpoint(cfg, client, tokenizer, control=False) as endpoint:
+        announce(endpoint)
+        yield
+
+
+@asynccontextmanager
+async def serving(
+    cfg: Config, cluster: Cluster, tokenizer: Any, build_client: Callable[[Sequence[Any]], EngineClient]
+) -> AsyncIterator[EngineClient]:
+    """Start the cluster, the engines and their endpoint, without a trainer; yields the client of the engines.
+
+    A single engine is served directly, so that a trainer elsewhere can send it weights. Several engines are served
+    through their client, without the routes for a single engine.
+    """
+    trainer, generator = cfg.trainer, cfg.generator
+    check_endpoint(cfg)
+    require_installed(generator.backend)
+    with cluster:
+        placement, deadline_s = trainer.placement, trainer.timeouts.placement_s
+        counts = count_slots(placement, generator, with_policy=False)
+        layout = place(cluster, counts, placement, generator, device=cfg.device, deadline_s=deadline_s)
+        assert layout.engines is not None
+        engines = await build_engines(cluster, generator, trainer.timeouts, layout.engines, cfg.device)
+        client = build_client(engines)
+        served = engines[0] if len(engines) == 1 else client
+        async with build_endpoint(cfg, served, tokenizer, control=True) as endpoint:
+            announce(endpoint)
+            yield client
+
+
+async def until_none_lives(client: EngineClient, poll_s: float = _POLL_S) -> NoReturn:
+    """Wait until every engine is dead, then raise EnginesLost with the causes.
+
+    An engine that hangs counts as dead after rollout_s.
+    """
+    while client.engines:
+        await asyncio.sleep(poll_s)
+        with suppress(SkyRLError):  # the client records which engines died, and why
+            await client.health()
+    causes = "; ".join(f"{name}: {reason}" for name, reason in client.dead.items())
+    raise EnginesLost(f"No engine is alive, so nothing is served any more. {causes}")

@@ -1,0 +1,244 @@
+"""The models that a run trains or scores with: ranks of policy, reference and critic, and the reward model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.schema import (
+    CriticConfig,
+    GeneratorConfig,
+    LoraConfig,
+    PolicyConfig,
+    RefConfig,
+    TimeoutsConfig,
+    TrainerConfig,
+)
+from skyrl_train.errors import DeadlineExceeded
+from skyrl_train.experiment.algorithm import Learning
+from skyrl_train.experiment.data import check_same_tokens
+from skyrl_train.experiment.layout import Layout, RoleSlots, threads_per_process
+from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
+from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.learner.worker import LearnerSpec
+from skyrl_train.storage.places import working_folder
+from skyrl_train.trainer.schedule import StepSchedule
+
+LEARNER_WORKER = "skyrl_train.learner.worker:LearnerWorker"
+REWARD_WORKER = "skyrl_train.learner.reward_worker:RewardWorker"
+
+
+def build_learner(
+    cluster: Cluster,
+    trainer: TrainerConfig,
+    layout: Layout,
+    *,
+    learning: Learning,
+    schedule: StepSchedule,
+    generator: GeneratorConfig,
+    device: str,
+) -> Learner:
+    """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
+    assert layout.policy is not None
+    spec = LearnerSpec(
+        model_path=trainer.policy.model.path,
+        strategy=STRATEGIES[trainer.strategy],
+        device=device,
+        dtype="bfloat16" if trainer.bf16 else "float32",
+        seed=trainer.seed,
+        threads=threads_per_process(cluster, layout.policy, device),
+        optimizer_config=trainer.policy.optimizer_config,
+        total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
+        objective=learning.objective,
+        use_torch_compile=trainer.policy.use_torch_compile,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+        rendezvous_s=trainer.timeouts.rendezvous_s,
+        update_s=trainer.timeouts.update_s,
+        max_skipped_updates=trainer.guards.max_skipped_updates,
+        model_dtype=generator.model_dtype,
+        weight_transfer_threshold_cuda_ipc_GB=generator.weight_transfer_threshold_cuda_ipc_GB,
+        weight_sync_only_changed=generator.weight_sync_only_changed,
+        lora=_lora(trainer.policy.model.lora),
+        router_aux_loss_coef=trainer.algorithm.router_aux_loss_coef,
+        moe_routing_replay=trainer.moe_routing_replay,
+        **_of_section(trainer.policy),
+        shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
+        memory_folder=str(working_folder(trainer.export_path) / "memory_snapshots")
+        if trainer.policy.record_memory
+        else None,
+    )
+    reference = critic = None
+    if layout.reference is not None:
+        check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
+        frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference, device))
+        reference = _group(cluster, frozen, layout.reference, "reference", trainer.timeouts)
+    if layout.critic is not None:
+        check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
+        valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
+        critic = _group(cluster, valued, layout.critic, "critic", trainer.timeouts)
+    return Learner(
+        _group(cluster, spec, layout.policy, "learner", trainer.timeouts),
+        reference,
+        batch_sizes(trainer),
+        critic=critic,
+        reduction=learning.reduction,
+        choose=learning.choose,
+        needs_old_logprobs=learning.needs_old_logprobs,
+        moe_routing_replay=trainer.moe_routing_replay,
+        stacks_file=working_folder(trainer.ckpt_path) / "stacks.txt",
+    )
+
+
+async def start_learner(learner: Learner, trainer: TrainerConfig) -> None:
+    """Load the learner's models. Raises DeadlineExceeded if that takes more than timeouts.engine_start_s."""
+    try:
+        async with asyncio.timeout(trainer.timeouts.engine_start_s) as deadline:
+            await learner.setup()
+    except TimeoutError as error:
+        if not deadline.expired():
+            await learner.explain(error)
+            raise
+        late = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
+        await learner.explain(late)
+        raise late from error
+
+
+def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
+    """The settings of the reference: frozen, in the compute dtype."""
+    return replace(
+        policy,
+        model_path=trainer.ref.model.path,
+        model_key="trainer.ref.model.path",
+        optimizer_config=None,
+        total_steps=None,
+        objective=None,
+        threads=threads,
+        lora=None,
+        router_aux_loss_coef=0.0,
+        moe_routing_replay=None,
+        **_of_section(trainer.ref),
+        memory_folder=None,
+    )
+
+
+def _critic(
+    policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: Learning, schedule: StepSchedule
+) -> LearnerSpec:
+    """The settings of the critic: a body with a value head, and its own optimizer."""
+    critic = trainer.critic
+    assert critic.model.path is not None
+    return replace(
+        policy,
+        model_path=critic.model.path,
+        model_key="trainer.critic.model.path",
+        optimizer_config=critic.optimizer_config,
+        total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
+        objective=learning.critic,
+        threads=threads,
+        value_head_prefix=trainer.algorithm.value_head_prefix,
+        lora=_lora(critic.model.lora),
+        router_aux_loss_coef=0.0,
+        moe_routing_replay=None,
+        **_of_section(critic),
+        memory_folder=None,
+    )
+
+
+def _of_section(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
+    """Return the keys that policy, reference and critic each have of their own."""
+    names = (
+        "fsdp_config",
+        "deepspeed_config",
+        "model_config_kwargs",
+        "sequence_parallel_size",
+        "tensor_parallel_size",
+        "expert_parallel_size",
+    )
+    return {name: getattr(section, name) for name in names}
+
+
+def _lora(settings: LoraConfig) -> LoraConfig | None:
+    return settings if settings.rank else None
+
+
+def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
+    """Number of optimizer steps in a run for a model updated on `mini_batch_size` prompts at a time."""
+    sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
+    return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
+
+
+def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
+    return BatchSizes(
+        policy_mini_batch_size=trainer.policy_mini_batch_size,
+        critic_mini_batch_size=trainer.critic_mini_batch_size,
+        update_epochs_per_batch=trainer.update_epochs_per_batch,
+        micro_train_batch_size_per_gpu=trainer.micro_train_batch_size_per_gpu or 1,
+        micro_forward_batch_size_per_gpu=trainer.micro_forward_batch_size_per_gpu or 1,
+        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+        share_prompt=trainer.share_prompt,
+    )
+
+
+def _group(
+    cluster: Cluster, spec: LearnerSpec, role_slots: RoleSlots, role: str, timeouts: TimeoutsConfig
+) -> WorkerGroup:
+    return WorkerGroup(
+        [
+            spawn(
+                cluster,
+                LEARNER_WORKER,
+                {"spec": spec, "rank": rank, "world_size": role_slots.count},
+                slots=role_slots.slots,
+                index=rank,
+                name=f"{role} {rank}",
+                concurrent=False,
+                deadline_s=timeouts.update_s,
+                deadlines=dict.fromkeys(("save", "stop_saving", "load", "export"), timeouts.checkpoint_s)
+                | dict.fromkeys(("address", "setup", "reload"), timeouts.engine_start_s)
+                # Asked in the background: it may have to wait for an update.
+                | {"saved": timeouts.update_s + timeouts.checkpoint_s},
+            )
+            for rank in range(role_slots.count)
+        ],
+        spec.parallel_size,
+        cluster.death_known_s,
+    )
+
+
+# -- reward model
+
+
+def build_reward_model(cluster: Cluster, trainer: TrainerConfig, layout: Layout, *, device: str) -> RewardModel | None:
+    """Spawn a replica in each of its slots; `RewardModel.setup` loads them later. None without trainer.reward.model."""
+    role_slots = layout.reward
+    if role_slots is None:
+        return None
+    settings = {
+        "path": trainer.reward.model.path,
+        "dtype": "bfloat16" if trainer.bf16 else "float32",
+        "device": device,
+        "threads": threads_per_process(cluster, role_slots, device),
+        "model_config_kwargs": trainer.reward.model_config_kwargs,
+    }
+    return RewardModel(
+        [
+            spawn(
+                cluster,
+                REWARD_WORKER,
+                settings,
+                slots=role_slots.slots,
+                index=index,
+                name=f"reward model {index}",
+                concurrent=False,
+                deadline_s=trainer.timeouts.rollout_s,
+            )
+            for index in range(role_slots.count)
+        ]
+    )

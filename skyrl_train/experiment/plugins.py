@@ -1,0 +1,74 @@
+"""Checks of the names that users' code registers: after it could register them, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from skyrl_train.config.keys import leaves, value_at
+from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import OPEN_TO_PLUGINS, role_problems
+from skyrl_train.environments.own_classes import why_not_sent
+from skyrl_train.registry import import_plugins, load_object, unknown
+
+REGISTRIES = {
+    "trainer.algorithm.advantage_estimator": "skyrl_train.algorithms.registry:advantage_estimators",
+    "trainer.algorithm.policy_loss_type": "skyrl_train.algorithms.registry:policy_losses",
+    "trainer.algorithm.loss_reduction": "skyrl_train.algorithms.registry:reductions",
+    "trainer.algorithm.kl_estimator_type": "skyrl_train.algorithms.registry:kl_estimators",
+    "trainer.algorithm.sft.loss_type": "skyrl_train.algorithms.registry:sft_losses",
+    "environment.env_class": "skyrl_train.environments.registry:environments",
+    "environment.skyrl_gym.tool_use.tools": "skyrl_train.environments.tools.registry:tools",
+    "trainer.logger": "skyrl_train.report.trackers:trackers",
+}
+"""Key -> the registry of its names, which is loaded when a name is not built in."""
+
+
+def check_plugins(cfg: Config) -> None:
+    """Import trainer.plugins, and check that every configured name that is not built in was registered.
+
+    Loads torch only for a name that is not built in.
+
+    Raises:
+        ConfigError: A module cannot be imported, names are not registered, or a registered algorithm needs a model that
+            is not configured.
+    """
+    import_plugins(cfg.trainer.plugins)
+    raise_all([*_unregistered(cfg), *_out_of_reach(cfg, [cfg.environment.env_class]), *role_problems(cfg)])
+
+
+def check_reachable(cfg: Config, env_classes: Iterable[str]) -> None:
+    """Raises ConfigError for environments named by data rows that cannot be sent to environment processes."""
+    raise_all(_out_of_reach(cfg, env_classes))
+
+
+def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
+    """Environments and tools of the user's program that cannot be sent to the processes in which they run."""
+    if cfg.trainer.plugins:  # environment processes import them too, which may register these names there
+        return
+    tools = cfg.environment.skyrl_gym.tool_use.tools
+    named = (
+        ("environment", "environment.env_class", env_classes),
+        ("tool", "environment.skyrl_gym.tool_use.tools", tools),
+    )
+    for kind, key, names in named:
+        for name in names:
+            if reason := why_not_sent(kind, name):
+                advice = f"It runs in processes of its own and cannot be sent there ({reason})."
+                yield Problem(key, name, "registered by a module of trainer.plugins", advice)
+
+
+def _unregistered(cfg: Config) -> Iterator[Problem]:
+    for key in sorted(OPEN_TO_PLUGINS):
+        value = value_at(cfg, key)
+        built_in: Collection[str] = leaves()[key].facts.choices or ()
+        for name in [value] if isinstance(value, str) else value:
+            if name in built_in:
+                continue
+            known = load_object(REGISTRIES[key]).names()
+            if name not in known:
+                advice = f"Known: {', '.join(known)}."
+                _, _, hint = unknown(key, name, known).rpartition(". ")
+                if hint.startswith("Did you mean"):
+                    advice += f" {hint}"
+                yield Problem(key, name, "registered by a module of trainer.plugins or by your program", advice)

@@ -1,0 +1,428 @@
+"""What a run starts, in this order.
+
+1. Its folder, with the uploads of it, its logs and its trackers.
+2. Ray, and the slots of all processes.
+3. The learner: ranks of policy, reference and critic.
+4. Environments, the reward model, and engines with the client in front of them.
+
+`trainer.py` makes the loop over all of it. On exit everything is stopped in the reverse order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train import trace
+from skyrl_train.cluster.actors import Remote, spawn
+from skyrl_train.cluster.paths import check_paths
+from skyrl_train.cluster.placement import reserve_spread
+from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
+from skyrl_train.config.predicates import Uses, sleep_level, slots_of
+from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.run_folder import identity
+from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.secrets import redact
+from skyrl_train.config.sources import is_address
+from skyrl_train.data.dataset import PromptDataset
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.hosts import EnvironmentHosts
+from skyrl_train.environments.own_classes import pack_own
+from skyrl_train.environments.pool import EnvironmentPool
+from skyrl_train.errors import SkyRLError, StorageError
+from skyrl_train.experiment import memory_plan
+from skyrl_train.experiment.algorithm import Learning, compared_rewards, policy_learning
+from skyrl_train.experiment.engines import (
+    announce_number,
+    build_engines,
+    connect_engine,
+    engine_settings,
+    require_installed,
+    server_urls,
+)
+from skyrl_train.experiment.environments import host_settings
+from skyrl_train.experiment.layout import Layout, place, shared_paths
+from skyrl_train.experiment.learner import build_learner, build_reward_model, start_learner
+from skyrl_train.experiment.memory_fit import announce_fit
+from skyrl_train.learner.learner import Learner
+from skyrl_train.learner.reward_worker import RewardModel
+from skyrl_train.report.diagnosis import (
+    NO_DIFFERENCE,
+    RULES,
+    Rule,
+    async_rules,
+    gradient_rule,
+    memory_rule,
+    truncated_rule,
+)
+from skyrl_train.report.logs import log_of_environments, run_logs
+from skyrl_train.report.phases import phase
+from skyrl_train.report.trackers import Trackers, make_trackers
+from skyrl_train.storage.mirror import Mirror
+from skyrl_train.storage.places import working_folder
+from skyrl_train.tasks import gather_all
+from skyrl_train.trainer.run_directory import RunDirectory
+from skyrl_train.trainer.schedule import StepSchedule
+
+HOST_SERVER = "skyrl_train.environments.hosts:HostServer"
+_CLOSE_S = 10.0
+"""Time for engines to clean up at the end of a run."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """The open resources of every kind of run; all of them are closed when it ends."""
+
+    cfg: Config
+    cluster: Cluster
+    fingerprints: Mapping[str, str]
+    """See fingerprints_of; empty where nothing is trained."""
+    schedule: StepSchedule | None
+    directory: Path
+    layout: Layout
+    learner: Learner | None
+    trackers: Trackers
+    mirrors: Mirrors
+
+
+@dataclass(frozen=True)
+class RunningServices:
+    """`Services` with engines, environments and, if configured, a reward model, all of them started."""
+
+    base: Services
+    client: EngineClient
+    environments: EnvironmentPool
+    reward_model: RewardModel | None = None
+
+
+@asynccontextmanager
+async def services(
+    cfg: Config,
+    cluster: Cluster,
+    uses: Uses,
+    *,
+    train_dataset: PromptDataset | None,
+    build_tracker: Callable[[Path], Trackers],
+    build_client: Callable[[Sequence[Any]], EngineClient],
+) -> AsyncIterator[RunningServices]:
+    """Start everything that training with rewards needs.
+
+    Without a training set there is no learner: that is an evaluation.
+    """
+    trainer, generator = cfg.trainer, cfg.generator
+    if generator.run_engines_locally:
+        require_installed(generator.backend)
+    async with AsyncExitStack() as stack:
+        base = await stack.enter_async_context(
+            learner_services(
+                cfg,
+                cluster,
+                uses,
+                learning=None if train_dataset is None else policy_learning(cfg),
+                num_prompts=0 if train_dataset is None else len(train_dataset),
+                train_data="" if train_dataset is None else train_dataset.fingerprint,
+                build_tracker=build_tracker,
+            )
+        )
+        if base.learner is not None:
+            announce_number(cfg, base.directory)
+        environments = await stack.enter_async_context(environments_of_run(cfg, cluster, base.directory))
+        reward_model = build_reward_model(cluster, trainer, base.layout, device=cfg.device)
+        # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
+        with phase("models", "processes of trainer and engines that load them"):
+            if reward_model is not None:
+                await reward_model.setup(trainer.timeouts.engine_start_s)
+            if base.layout.time_shared and cfg.device == "cuda":
+                # For the same reason the learner loads after the engine sleeps.
+                client = build_client(await start_engines(base))
+                await client.sleep(sleep_level(cfg))
+                assert base.learner is not None  # it is what engines share time with
+                await start_learner(base.learner, trainer)
+            else:
+                learner = [] if base.learner is None else [start_learner(base.learner, trainer)]
+                engines, *_ = await gather_all([start_engines(base), *learner])
+                client = build_client(engines)
+                if base.layout.time_shared:
+                    await client.sleep()
+        stack.push_async_callback(_close, client)
+        yield RunningServices(base, client, environments, reward_model)
+
+
+@asynccontextmanager
+async def learner_services(
+    cfg: Config,
+    cluster: Cluster,
+    uses: Uses,
+    *,
+    learning: Learning | None,
+    num_prompts: int,
+    train_data: str,
+    build_tracker: Callable[[Path], Trackers],
+) -> AsyncIterator[Services]:
+    """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
+
+    Args:
+        learning: What the learner trains with; None if there is none.
+        num_prompts: The size of the training data.
+        train_data: Their fingerprint.
+
+    Raises:
+        ConfigError: A step is to be profiled that the run does not have.
+    """
+    trainer, fitted = cfg.trainer, cfg
+    fingerprints: dict[str, str] = {}
+    schedule = None
+    if learning is not None:
+        fitted = announce_fit(cfg, learning)  # for the learner; what the run saves is `cfg`, as it was written
+        if uses.engines:  # the plan is that of training with rewards
+            memory_plan.announce(fitted, learning)
+        fingerprints, schedule = fingerprints_of(trainer, train_data), schedule_of(trainer, num_prompts)
+        _check_profiled_steps(trainer, schedule)
+    async with AsyncExitStack() as stack:
+        mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
+        directory = await mirrors.enter(stack, run_directory(cfg, fingerprints, mirrors))
+        await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
+        stack.enter_context(directory.restored_on_mismatch())
+        save_resolved(cfg, directory.path / CONFIG_FILE)
+        logs = stack.enter_context(run_logs(directory.path))
+        if trainer.trace:
+            stack.enter_context(trace.to_file(directory.path / trace.TRACE_FILE))
+        with phase("trackers", "files and services that keep the run's numbers"):
+            trackers = stack.enter_context(build_tracker(directory.path))
+        stack.enter_context(cluster)
+        stack.enter_context(cluster.logging_to(logs))
+        with phase("slots", "cores or accelerators that Ray reserves"):
+            layout = place(
+                cluster,
+                slots_of(cfg, uses),
+                trainer.placement,
+                cfg.generator,
+                device=cfg.device,
+                deadline_s=trainer.timeouts.placement_s,
+                at_once=trainer.fully_async.enabled,
+                other_cpus=cfg.environment.hosts * cfg.environment.host_cpus,
+            )
+            if not cluster.single_machine:
+                check_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)
+        learner = None
+        if schedule is not None and learning is not None:
+            learner = build_learner(
+                cluster,
+                fitted.trainer,
+                layout,
+                learning=learning,
+                schedule=schedule,
+                generator=cfg.generator,
+                device=cfg.device,
+            )
+        yield Services(cfg, cluster, fingerprints, schedule, directory.path, layout, learner, trackers, mirrors)
+
+
+# -- schedule, folder and uploads
+
+
+def schedule_of(trainer: TrainerConfig, num_prompts: int) -> StepSchedule:
+    return StepSchedule(num_prompts, trainer.train_batch_size, trainer.epochs, trainer.max_steps)
+
+
+def fingerprints_of(trainer: TrainerConfig, train_data: str) -> dict[str, str]:
+    """Fingerprints of everything that decides which prompts a step sees; a run resumes only if none has changed."""
+    return {"train_data": train_data, "data_order": f"seed {trainer.seed}, {trainer.train_batch_size} prompts a step"}
+
+
+def _check_profiled_steps(trainer: TrainerConfig, schedule: StepSchedule) -> None:
+    """Raises ConfigError for steps after the run's last one."""
+    allowed, advice = f"steps of this run, 1 to {schedule.total_steps}", "They are counted as in metrics.jsonl."
+    late = any(step > schedule.total_steps for step in trainer.profile_steps)
+    raise_all([Problem("trainer.profile_steps", trainer.profile_steps, allowed, advice)] if late else [])
+
+
+@dataclass(frozen=True)
+class Mirrors:
+    """The mirrors of a run's two folders, for those that are at addresses."""
+
+    run: Mirror | None = None
+    exports: Mirror | None = None
+
+    async def enter(self, stack: AsyncExitStack, directory: RunDirectory) -> RunDirectory:
+        """Enter the run's folder beside the event loop, which hears signals meanwhile.
+
+        Whether a process that has claimed the address still lives takes a while to see, and so do downloads.
+        """
+        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, directory))
+        try:
+            return await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            if self.run is not None:
+                self.run.stop()
+            await asyncio.wait([entering])  # what it has entered, `stack` leaves
+            raise
+
+    @asynccontextmanager
+    async def kept(self, deadline_s: float) -> AsyncIterator[None]:
+        """Inside, they are kept up to date; on exit the last uploads are waited for.
+
+        Raises StorageError for what could not be uploaded within `deadline_s`, unless something else went wrong before.
+        """
+        mirrors = [mirror for mirror in (self.run, self.exports) if mirror is not None]
+        try:
+            for mirror in mirrors:
+                await asyncio.to_thread(mirror.start)
+        except BaseException:
+            for mirror in mirrors:
+                mirror.stop()
+            raise
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            deadline = time.monotonic() + deadline_s
+            try:
+                for mirror in mirrors:
+                    with phase("upload", mirror.waits_for):
+                        await asyncio.to_thread(mirror.finish, max(0.0, deadline - time.monotonic()))
+            except StorageError as error:
+                if not failed:
+                    raise
+                _log.error("%s", error)
+            except asyncio.CancelledError:
+                _log.warning("The last uploads were not waited for: the same command finishes them.")
+                raise
+            finally:
+                for mirror in mirrors:
+                    await asyncio.to_thread(mirror.stop)
+
+
+def folder_of(cfg: Config, fingerprints: Mapping[str, str]) -> Path:
+    """The folder of this run on this machine.
+
+    An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
+    """
+    return working_folder(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
+
+
+def run_directory(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = Mirrors()) -> RunDirectory:
+    """The run directory for trainer.ckpt_path, with this run's identity."""
+    path, resuming = folder_of(cfg, fingerprints), cfg.trainer.resume_mode != "none"
+    return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run)
+
+
+def mirrors_of(cfg: Config, run_folder: Path) -> Mirrors:
+    """Those of a run that works in `run_folder`, which is that of trainer.ckpt_path or below it."""
+    trainer = cfg.trainer
+    run = exports = None
+    if is_address(trainer.ckpt_path):
+        below = run_folder.relative_to(working_folder(trainer.ckpt_path)).as_posix()
+        address = trainer.ckpt_path.rstrip("/") + ("" if below == "." else f"/{below}")
+        run = Mirror(run_folder, address, trainer.max_ckpts_to_keep)
+    if is_address(trainer.export_path):
+        exports = Mirror(working_folder(trainer.export_path), trainer.export_path, run=run)
+    return Mirrors(run, exports)
+
+
+# -- trackers
+
+
+def build_trackers(cfg: Config, directory: Path, end_of_turn: str = "") -> Trackers:
+    """Return the JSONL files in `directory`, and the trackers that trainer.logger names.
+
+    `end_of_turn`: the token that ends an answer, for the diagnosis.
+    """
+    trainer = cfg.trainer
+    names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    about = redact((trainer.project_name, trainer.run_name, plain(cfg)))
+    return make_trackers(names, directory, *about, rules=rules_of(cfg, end_of_turn))
+
+
+def rules_of(cfg: Config, end_of_turn: str = "") -> list[Rule]:
+    """Return the diagnosis rules for this run's metrics; `end_of_turn` as in `build_trackers`."""
+    in_groups = compared_rewards(cfg.trainer.algorithm) == "group"
+    rules = [*([NO_DIFFERENCE] if in_groups else []), gradient_rule(in_groups)]
+    ahead = cfg.trainer.fully_async
+    rules += async_rules(ahead.max_staleness_steps) if ahead.enabled else ()
+    if (capacity := memory_plan.capacity_of(cfg.device)) is not None:
+        name = "memory/learner_peak_gib" if cfg.device == "cuda" else "memory/learner_peak_rss_gib"
+        rules.append(memory_rule(capacity / 2**30, name))
+    return [*rules, *(truncated_rule(end_of_turn) if rule.name == "truncated" else rule for rule in RULES)]
+
+
+# -- environments and engines
+
+
+@asynccontextmanager
+async def environments_of_run(cfg: Config, cluster: Cluster, directory: Path) -> AsyncIterator[EnvironmentPool]:
+    """Inside, environments run. `directory`: the run's folder.
+
+    Raises ConfigError for hosts that find no room, and EnvironmentHostsLost for those that do not start.
+    """
+    log = log_of_environments(directory.absolute())
+    if not cfg.environment.hosts:
+        async with EnvironmentHost(**host_settings(cfg, log)) as host:
+            yield host
+        return
+    pool = build_hosts(cfg, cluster, log)
+    with phase("environments", f"{cfg.environment.hosts} hosts on nodes of the cluster"):
+        await pool.__aenter__()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def build_hosts(cfg: Config, cluster: Cluster, log: Path) -> EnvironmentHosts:
+    """Reserve room for environment.hosts; they start with the `async with` of what is returned."""
+    environment, timeouts = cfg.environment, cfg.trainer.timeouts
+    slots = reserve_spread(
+        cluster,
+        count=environment.hosts,
+        cpus=environment.host_cpus,
+        resources=environment.host_resources,
+        deadline_s=timeouts.placement_s,
+        key=f"environment.hosts={environment.hosts}",
+    )
+    settings = host_settings(cfg, log)
+    settings["max_env_workers"] = max(1, min(settings["max_env_workers"], int(2 * environment.host_cpus)))
+    settings |= {"path": [entry or os.getcwd() for entry in sys.path], "checks": True}
+
+    def start(index: int) -> Remote:
+        return spawn(
+            cluster,
+            HOST_SERVER,
+            {**settings, "own": pack_own()},
+            slots=slots,
+            index=index,
+            name=f"environment host {index}",
+            concurrent=True,
+            deadline_s=math.inf,
+            apart=True,
+        )
+
+    return EnvironmentHosts(environment.hosts, start, deadline_s=timeouts.environment_hosts_s)
+
+
+async def start_engines(base: Services) -> Sequence[Any]:
+    """The run's own engines in their slots, or connections to those that run elsewhere."""
+    generator, timeouts, role_slots = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
+    if role_slots is not None:
+        return await build_engines(base.cluster, generator, timeouts, role_slots, base.cfg.device)
+    return await gather_all(connect_engine(url, base.cfg) for url in server_urls(generator))
+
+
+async def _close(client: EngineClient) -> None:
+    """Close the connections to engines elsewhere, which keep running, and our own engines, which are killed later."""
+    with suppress(SkyRLError, ConnectionError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await client.close()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from skyrl_train.config.hydra import load
+from skyrl_train.config.schema import OverlongBufferConfig
+from skyrl_train.experiment.trainer import build_samplers
+from skyrl_train.rollouts.collector import Samplers
+from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling
+from skyrl_train.rollouts.reward_shaping import RewardShaping
+
+
+def samplers(*overrides: str) -> Samplers:
+    return build_samplers(load(list(overrides)))
+
+
+def test_every_sampler_is_off_by_default():
+    assert samplers("generator.sampling_params.max_generate_length=8") == Samplers(RewardShaping(max_generate_length=8))
+
+
+def test_keys_reach_their_samplers():
+    found = samplers(
+        "generator.zero_reward_on_non_stop=true",
+        "generator.apply_overlong_filtering=true",
+        "generator.sampling_params.max_generate_length=64",
+        "generator.over_provisioning=0.25",
+        "trainer.algorithm.overlong_buffer.len=16",
+        "trainer.algorithm.overlong_buffer.penalty_factor=0.5",
+        "trainer.algorithm.zero_variance_filter=true",
+    )
+    assert found == Samplers(RewardShaping(True, True, OverlongBufferConfig(16, 0.5), 64), None, True, 0.25, None)
+
+
+def test_filter_wants_all_groups_useful_and_replace_a_share():
+    prefix = "trainer.algorithm.dynamic_sampling"
+    filtered = samplers(f"{prefix}.type=filter", f"{prefix}.max_sample_batches=7")
+    assert filtered.dynamic_sampling == DynamicSampling(min_replace_ratio=1.0, max_sample_batches=7)
+    replaced = samplers(f"{prefix}.type=replace", f"{prefix}.min_replace_ratio=0.5")
+    assert replaced.dynamic_sampling == DynamicSampling(min_replace_ratio=0.5, max_sample_batches=30)
+
+
+def test_a_narrower_range_of_pass_rates_makes_a_curriculum():
+    assert isinstance(samplers("data.curriculum.min_pass_rate=0.1").curriculum, Curriculum)
+    assert isinstance(samplers("data.curriculum.max_pass_rate=0.9").curriculum, Curriculum)

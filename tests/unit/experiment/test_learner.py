@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from skyrl_train.cluster.placement import Slots
+from skyrl_train.config.hydra import load
+from skyrl_train.config.schema import LoraConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.experiment.algorithm import policy_learning
+from skyrl_train.experiment.data import check_same_tokens
+from skyrl_train.experiment.layout import RoleSlots
+from skyrl_train.experiment.learner import _critic, _reference, threads_per_process
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
+from skyrl_train.trainer.schedule import StepSchedule
+from tests.support.learner_specs import tiny_spec
+
+
+def tokenizer_in(folder: Path, *more: str) -> str:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(more))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def with_other_ids(folder: Path) -> str:
+    """Two letters have changed their places."""
+    path = Path(tokenizer_in(folder)) / "tokenizer.json"
+    text = path.read_text()
+    vocabulary = Tokenizer.from_file(str(path)).get_vocab()
+    for one, other in (("a", "b"), ("b", "a")):
+        text = text.replace(f'"{one}": {vocabulary[one]}', f'"{one}": {vocabulary[other]}')
+    path.write_text(text)
+    return str(folder)
+
+
+@pytest.mark.defect("one-core-beside-an-accelerator")
+def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
+    cluster: Any = SimpleNamespace(cpus=6.0)
+    group: Any = None
+    role = RoleSlots(Slots(group, count=2, cpus=1.0, gpus=1.0, tenants=2, cores=12), count=2)
+    assert threads_per_process(cluster, role, "cuda") == 12
+    assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster"
+    assert threads_per_process(cluster, replace(role, beside=1), "cpu") == 2, "an engine computes meanwhile"
+
+
+def test_models_of_a_family_may_have_added_different_tokens(tmp_path: Path) -> None:
+    plain, more = tokenizer_in(tmp_path / "plain"), tokenizer_in(tmp_path / "more", "<extra>")
+    check_same_tokens(plain, more, "trainer.ref.model.path")
+    check_same_tokens(more, plain, "trainer.ref.model.path")
+
+
+def test_a_reference_that_reads_other_text_from_the_same_ids_is_refused(tmp_path: Path) -> None:
+    policy, other = tokenizer_in(tmp_path / "policy"), with_other_ids(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"trainer\.ref\.model\.path=.*: 2 tokens .* such as '[ab]'"):
+        check_same_tokens(policy, other, "trainer.ref.model.path")
+
+
+def test_a_folder_without_a_tokenizer_is_taken_at_its_word(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "critic")
+    for file in (tmp_path / "critic").glob("*token*"):
+        file.unlink()
+    check_same_tokens(tokenizer_in(tmp_path / "policy"), str(tmp_path / "critic"), "trainer.critic.model.path")
+
+
+def test_a_model_is_not_compared_with_itself() -> None:
+    check_same_tokens("no folder", "no folder", "trainer.ref.model.path")
+
+
+def test_only_what_is_trained_has_adapters_each_model_its_own():
+    overrides = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"]
+    spec, schedule = tiny_spec("/x", lora=LoraConfig(rank=8)), StepSchedule(8, 4, 1)
+    for rank in (0, 4):
+        cfg = load([*overrides, f"trainer.critic.model.lora.rank={rank}"])
+        assert _reference(spec, cfg.trainer, None).lora is None
+        critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), schedule)
+        assert (critic.lora.rank if critic.lora else 0) == rank
+
+
+def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
+    cfg = load(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
+    spec = tiny_spec("/x", use_torch_compile=True, memory_folder="/records")
+    critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), StepSchedule(8, 4, 1))
+    for other in (_reference(spec, cfg.trainer, None), critic):
+        assert other.use_torch_compile
+        assert other.memory_folder is None

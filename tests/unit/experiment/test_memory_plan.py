@@ -1,0 +1,404 @@
+"""The plan against torch's own count of what a rank allocates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from skyrl_train.config.choices import STRATEGIES
+from skyrl_train.config.predicates import sleep_level
+from skyrl_train.config.prepare import prepare
+from skyrl_train.config.schema import Config, LoraConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.experiment.memory_plan import (
+    MemoryLine,
+    SlotPlan,
+    Weight,
+    capacity_of,
+    memory_plan,
+    model_shape,
+    numel,
+    summary,
+)
+from skyrl_train.learner.worker import LearnerSpec, LearnerWorker, MiniBatch
+from skyrl_train.models.loading import load_reward_model
+from skyrl_train.strategies.shards import local
+from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
+from tests.support.learner_specs import policy_batch, tiny_spec
+from tests.support.recording_strategies import RecordingWorker
+
+SEQUENCES, PROMPT, RESPONSE = 8, 42, 86
+"""Of a micro-batch; a third of a sequence is prompt in ragged_batch."""
+SAMPLES, MICRO_BATCHES = 4, 2
+TOLERANCE = 0.08
+GIB = 1 << 30
+
+
+def config(path: str, *overrides: str, ranks: int = 1, half: bool = False) -> Config:
+    """A run with MICRO_BATCHES a rank in an update, on a CPU, everything in the same slots, an engine in each."""
+    prompts = ranks * MICRO_BATCHES * SEQUENCES // SAMPLES
+    keys = {
+        "trainer.policy.model.path": path,
+        "trainer.strategy": "single",
+        "trainer.placement.policy_num_gpus_per_node": ranks,
+        "generator.num_inference_engines": ranks,
+        "trainer.train_batch_size": prompts,
+        "trainer.policy_mini_batch_size": prompts,
+        "trainer.critic_mini_batch_size": prompts,
+        "trainer.micro_train_batch_size_per_gpu": SEQUENCES,
+        "trainer.micro_forward_batch_size_per_gpu": SEQUENCES,
+        "trainer.max_prompt_length": PROMPT,
+        "generator.sampling_params.max_generate_length": RESPONSE,
+        "generator.n_samples_per_prompt": SAMPLES,
+        "trainer.algorithm.use_kl_loss": "false",
+    }
+    cfg = prepare([*(f"{key}={value}" for key, value in keys.items()), *overrides], has_accelerator=False).config
+    # On the command line bf16=true is taken for the default, which is fitted to the CPU.
+    return replace(cfg, trainer=replace(cfg.trainer, bf16=half))
+
+
+def on_gpus(cfg: Config, **generator: Any) -> Config:
+    """As if this machine had them."""
+    return replace(cfg, device="cuda", generator=replace(cfg.generator, backend="vllm", **generator))
+
+
+def row(plan: SlotPlan, role: str, what: str, phase: str = "updating") -> MemoryLine:
+    """Of those on the device, where some are on the host."""
+    found = [r for r in plan.lines if (r.role, r.what) == (role, what) and phase in r.phases]
+    (line,) = [r for r in found if not r.on_host] or found
+    return line
+
+
+def mini_batch() -> MiniBatch:
+    lengths = (PROMPT + RESPONSE,) * SEQUENCES
+    batches = [policy_batch(lengths, seed=seed) for seed in range(MICRO_BATCHES)]
+    return MiniBatch(batches, MICRO_BATCHES, sum(int(batch.loss_mask.sum()) for batch in batches))
+
+
+def allocated_at_most(call: Callable[[], Any]) -> int:
+    """Bytes that torch holds at the peak of a call, beyond what it held before."""
+    gc.collect()  # what other tests left must not be freed meanwhile
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    results: Any = recorded.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | None = None) -> tuple[int, int, int]:
+    """Bytes that a second update adds, and those of this rank's parameters and optimizer state."""
+    worker = LearnerWorker(spec, rank, world_size)
+    address, free = worker.address()
+    worker.setup(address, port or free)
+    worker.update(mini_batch())  # makes the optimizer's state
+    peak = allocated_at_most(lambda: worker.update(mini_batch()))
+    held = sum(local(parameter).nbytes for parameter in worker.scorer.parameters())
+    states: Any = worker.strategy
+    state = sum(value.nbytes for one in states._optimizer.state.values() for value in one.values())
+    worker.close()
+    return peak, held, state
+
+
+def planned(plan: SlotPlan) -> int:
+    """Bytes that an update adds to what a rank holds before it."""
+    kept = ("parameters", "optimizer", "weight-sync buckets")
+    return plan.total("updating", role="policy") - sum(row(plan, "policy", what).size for what in kept)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "half"),
+    [
+        ("qwen2", 320, False),
+        ("llama", 320, False),
+        ("qwen3", 320, False),
+        ("qwen2", 8192, False),
+        ("llama", 320, True),
+        ("qwen2", 8192, True),
+    ],
+)
+def test_an_update_allocates_what_was_planned(
+    kind: str, vocab_size: int, half: bool, checkpointing: bool, tmp_path: Path
+):
+    path = save_tiny_model(tmp_path, kind, layers=6, vocab_size=vocab_size)
+    cfg = config(path, f"trainer.gradient_checkpointing={checkpointing}", half=half)
+    (plan,) = memory_plan(cfg)
+    spec = tiny_spec(path, gradient_checkpointing=checkpointing, dtype="bfloat16" if half else "float32")
+    measured, _, _ = peak_of_update(spec, 0, 1)
+    # What autocast keeps of weights that layers cast again is counted in full.
+    assert planned(plan) == pytest.approx(measured, rel=0.2 if half and checkpointing else TOLERANCE)
+
+
+@pytest.mark.parametrize(("ranks", "half", "checkpointing"), [(1, True, False), (2, False, True)])
+def test_what_a_sharded_model_holds_and_allocates_was_planned(
+    ranks: int, half: bool, checkpointing: bool, tmp_path: Path
+):
+    path = save_tiny_model(tmp_path, "llama", layers=6, vocab_size=321)
+    cfg = config(
+        path, "trainer.strategy=fsdp2", f"trainer.gradient_checkpointing={checkpointing}", ranks=ranks, half=half
+    )
+    (plan,) = memory_plan(cfg)
+    spec = tiny_spec(
+        path,
+        strategy=STRATEGIES["fsdp2"],
+        gradient_checkpointing=checkpointing,
+        dtype="bfloat16" if half else "float32",
+    )
+    # A mesh and its store live as long as their process.
+    with ProcessPoolExecutor(ranks, get_context("spawn")) as pool:
+        _, port = LearnerWorker(spec, 0, ranks).address()
+        found = [pool.submit(peak_of_update, spec, rank, ranks, port) for rank in range(ranks)]
+        measured, parameters, optimizer = found[0].result(timeout=400)
+    assert row(plan, "policy", "parameters").size == parameters
+    assert row(plan, "policy", "optimizer").size == optimizer
+    assert planned(plan) == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, tmp_path: Path):
+    path = save_tiny_model(tmp_path, kind, tied=kind == "qwen2")
+    (plan,) = memory_plan(config(path, *(["trainer.policy.model.lora.rank=4"] if adapted else [])))
+    spec = tiny_spec(path, lora=LoraConfig(rank=4) if adapted else None)
+    _, parameters, optimizer = peak_of_update(spec, 0, 1)
+    recording = "tests.support.recording_strategies:RecordingSingle"
+    worker = RecordingWorker(replace(spec, strategy=recording), 0, 1)
+    worker.setup(*worker.address())
+    worker.update(mini_batch())
+    gradients = sum(gradient.nbytes for gradient in worker.gradients().values())
+    worker.close()
+    assert row(plan, "policy", "parameters").size == parameters
+    assert row(plan, "policy", "optimizer").size == optimizer
+    assert row(plan, "policy", "gradients").size == gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 321])
+def test_the_fullest_rank_has_the_first_rows(rows: int, ranks: int):
+    first = torch.empty(rows, 5).chunk(ranks)[0]
+    assert Weight((rows, 5)).shard(ranks) == first.numel()
+
+
+def test_a_critic_has_no_logits_and_a_value_head(tmp_path: Path):
+    path = save_tiny_model(tmp_path, tied=False)
+    gae = ["trainer.algorithm.advantage_estimator=gae", f"trainer.critic.model.path={path}"]
+    (plan,) = memory_plan(config(path, *gae))
+    policy, critic = model_shape(path, key="k"), model_shape(path, key="k", critic=True)
+    assert numel(critic.weights) == numel(policy.weights) - policy.head + policy.hidden
+    assert [r.what for r in plan.lines if r.role == "critic" and r.what in ("logits", "values")] == ["values"] * 2
+
+
+def test_roles_that_take_turns_do_not_add_up_in_a_phase(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    (plan,) = memory_plan(config(path, "trainer.algorithm.use_kl_loss=true"))
+    passing = {role: plan.total("scoring", role=role) - plan.total("generating", role=role) for role in plan.roles}
+    assert passing["policy"] > 0
+    assert plan.total("scoring") == plan.total("generating") + max(passing.values())
+
+
+def test_what_has_slots_of_its_own_has_a_plan_of_its_own(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    dedicated = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
+    reference = ["trainer.placement.ref_num_gpus_per_node=3", "trainer.algorithm.use_kl_loss=true"]
+    plans = memory_plan(config(path, *dedicated, *reference, "generator.num_inference_engines=2"))
+    assert [(plan.name, plan.count) for plan in plans] == [("policy", 1), ("reference", 3), ("engine", 2)]
+    assert [plan.name for plan in memory_plan(config(path, "generator.run_engines_locally=false"))] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        (1, [("policy + engine", 1), ("policy", 2)]),
+        (3, [("policy + engine", 3)]),
+        (5, [("policy + engine", 3), ("engine", 2)]),
+    ],
+)
+def test_shared_slots_hold_both_only_as_far_as_there_are_both(
+    engines: int, expected: list[tuple[str, int]], tmp_path: Path
+):
+    path = save_tiny_model(tmp_path)
+    cfg = config(path, "trainer.strategy=fsdp2", f"generator.num_inference_engines={engines}", ranks=3)
+    plans = memory_plan(cfg)
+    assert [(plan.name, plan.count) for plan in plans] == expected
+    assert [line.split(":")[1].strip() for line in summary(plans)] == ["policy", "engine"]
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_reward_model_is_whole_in_the_policy_s_slots_or_in_its_own(colocated: bool, tmp_path: Path):
+    path, judge = save_tiny_model(tmp_path / "policy"), save_tiny_reward_model(tmp_path / "judge")
+    keys = [f"trainer.placement.colocate_all={colocated}", f"trainer.reward.model.path={judge}"]
+    own = [] if colocated else ["trainer.placement.reward_num_gpus_per_node=3"]
+    plans = memory_plan(config(path, *keys, *own, half=True))
+    names = ["policy + reward model + engine"] if colocated else ["policy", "reward model", "engine"]
+    assert [plan.name for plan in plans] == names
+    plan = next(plan for plan in plans if "reward model" in plan.name)
+    assert plan.count == (1 if colocated else 3)
+    loaded = load_reward_model(judge, dtype=torch.bfloat16)
+    assert row(plan, "reward model", "parameters").size == sum(weight.nbytes for weight in loaded.parameters())
+    assert plan.total("generating", role="reward model") > plan.total("updating", role="reward model")
+
+
+def test_zero_3_gathers_what_backward_comes_back_to_soon(tmp_path: Path):
+    path = save_tiny_model(tmp_path, layers=6)
+    shape = model_shape(path, key="k")
+    keys = ["trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.zero_stage=3"]
+    options = "+trainer.policy.deepspeed_config.zero_optimization.stage3_"
+    bounded = [f"{options}prefetch_bucket_size=0", f"{options}max_reuse_distance={4 * shape.largest_layer}"]
+
+    def gathered(phase: str, *overrides: str) -> int:
+        (plan,) = memory_plan(config(path, *keys, *overrides, ranks=4))
+        return row(plan, "policy", "gathered weights", phase).size
+
+    assert gathered("updating") == gathered("scoring") == 4 * numel(shape.weights)
+    assert gathered("updating", *bounded) == 4 * (numel(shape.root) + 2 * shape.largest_layer)
+    assert gathered("scoring", *bounded) == 4 * (numel(shape.root) + shape.largest_layer)
+
+
+def test_on_shared_accelerators_the_trainer_leaves_while_engines_generate(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    (plan,) = memory_plan(on_gpus(config(path)), capacity=GIB)
+    held = row(plan, "policy", "parameters").size + row(plan, "policy", "optimizer").size
+    buckets = row(plan, "policy", "weight-sync buckets").size
+    assert plan.total("generating", role="policy") == buckets
+    assert plan.total("generating", role="policy", on_host=True) == held
+    assert plan.total("updating", role="engine") == 0  # vLLM asleep holds nothing there
+    assert plan.total("generating", role="engine") == int(0.8 * GIB)
+
+
+@pytest.mark.defect("engines-woken-beside-the-optimizer")
+def test_on_shared_accelerators_a_sync_holds_weights_and_nothing_else(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    (plan,) = memory_plan(on_gpus(config(path, "trainer.algorithm.use_kl_loss=true")), capacity=GIB)
+    weights, moments = (row(plan, "policy", what).size for what in ("parameters", "optimizer"))
+    sent = sum(row(plan, "policy", what, "syncing").size for what in ("weight-sync buckets", "tensor being sent"))
+    assert plan.total("syncing") == weights + sent + row(plan, "engine", "weights", "syncing").size
+    assert plan.total("syncing", role="reference") == 0
+    frozen = row(plan, "reference", "parameters").size
+    assert plan.total("generating", on_host=True) == plan.total("updating", on_host=True) == weights + moments + frozen
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "on_device", "on_host"),
+    [
+        ("vllm", {}, False, False),
+        ("vllm", {"weight_sync_only_changed": True}, False, True),
+        ("vllm", {"engine_init_kwargs": {"max_lora_rank": 8}}, False, True),
+        ("sglang", {}, False, False),
+        ("sglang", {"weight_sync_only_changed": True}, True, False),
+        ("transformers", {}, False, True),
+    ],
+)
+def test_engines_asleep_hold_weights_only_if_no_sync_replaces_them(
+    backend: str, changes: dict[str, Any], on_device: bool, on_host: bool, tmp_path: Path
+):
+    cfg = on_gpus(config(save_tiny_model(tmp_path)), **changes)
+    cfg = replace(cfg, generator=replace(cfg.generator, backend=backend))
+    (plan,) = memory_plan(cfg, capacity=GIB)
+    weights = [r.on_host for r in plan.lines if (r.role, r.what) == ("engine", "weights") and "updating" in r.phases]
+    assert weights == [False] * on_device + [True] * on_host
+    assert sleep_level(cfg) == (1 if changes else 2)
+
+
+def test_cpu_offload_leaves_only_gathered_layers_on_the_accelerator(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    keys = ["trainer.strategy=fsdp2", "trainer.policy.fsdp_config.cpu_offload=true"]
+    (plan,) = memory_plan(on_gpus(config(path, *keys, "trainer.placement.colocate_all=true")), capacity=GIB)
+    on_host = {r.what for r in plan.lines if r.on_host and r.role == "policy" and "updating" in r.phases}
+    assert on_host == {"parameters", "optimizer", "gradients"}
+
+
+@pytest.mark.parametrize(("stage", "parameters"), [(2, 1), (3, 4)])
+def test_zero_shards_what_its_stage_says(stage: int, parameters: int, tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    keys = ["trainer.strategy=deepspeed", f"trainer.policy.deepspeed_config.zero_stage={stage}"]
+    (plan,) = memory_plan(config(path, *keys, ranks=4, half=True))
+    weights = numel(model_shape(path, key="k").weights)
+    assert row(plan, "policy", "parameters").size == pytest.approx(2 * weights / parameters, rel=1e-3)
+    assert row(plan, "policy", "master weights").size == pytest.approx(4 * weights / 4, rel=1e-3)
+    assert row(plan, "policy", "optimizer").size == pytest.approx(8 * weights / 4, rel=1e-3)
+
+
+def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    keys, logits = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"], ("policy", "logits")
+    alone, grouped = (
+        row(memory_plan(config(path, *keys, f"trainer.policy.sequence_parallel_size={size}", ranks=2))[0], *logits)
+        for size in (1, 2)
+    )
+    assert grouped.size == alone.size / 2
+
+
+@pytest.mark.parametrize(("capacity", "rows"), [(None, 64), (24 << 30, 64), (81559 << 20, 256), (141 << 30, 512)])
+def test_a_gpu_s_chunks_of_logits_are_planned_by_its_memory(capacity: int | None, rows: int, tmp_path: Path):
+    keys = [
+        "+trainer.policy.model_config_kwargs.vocab_size=1048576",
+        "generator.sampling_params.max_generate_length=900",
+    ]
+    (plan, *_) = memory_plan(on_gpus(config(save_tiny_model(tmp_path), *keys)), capacity)
+    assert row(plan, "policy", "logits").note.startswith(f"chunks of {rows} x 1,048,576")
+
+
+def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path: Path):
+    path = save_tiny_model(tmp_path, "qwen3_moe")
+    keys = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"]
+    whole, parts = model_shape(path, key="k"), model_shape(path, key="k", parts=2)
+    shared = [weight for layer in whole.layers for weight in layer if len(weight.shape) > 1]
+    alike = [weight for weight in shared if weight.shape[0] == 4 and len(weight.shape) == 2]  # routers, of 4 experts
+    halved = sum(weight.numel for weight in shared) - sum(weight.numel for weight in alike)
+    assert numel(whole.weights) - numel(parts.weights) == halved / 2
+    assert (parts.heads, parts.key_value_heads) == (whole.heads // 2, whole.key_value_heads // 2)
+    plans = [memory_plan(config(path, *keys, f"trainer.policy.tensor_parallel_size={n}", ranks=2))[0] for n in (1, 2)]
+    alone, grouped = (row(plan, "policy", "parameters") for plan in plans)
+    assert grouped.size == 4 * numel(parts.weights) > alone.size == 4 * numel(whole.weights, 2)
+    assert "one of 2 parts of layers" in grouped.note
+    logits, fewer = (row(plan, "policy", "logits").size for plan in plans)
+    assert fewer == logits / 2
+
+
+def test_gradients_are_sharded_only_where_they_are_reduced_after_every_micro_batch(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    cfg = config(path, "trainer.strategy=fsdp2", ranks=4)
+    whole = row(memory_plan(cfg)[0], "policy", "gradients").size
+    sharded = row(memory_plan(on_gpus(cfg), capacity=GIB)[0], "policy", "gradients").size
+    assert whole == 4 * numel(model_shape(path, key="k").weights)
+    assert whole / 4 <= sharded < whole / 3
+
+
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_a_cache_on_a_cpu_is_as_large_as_the_batch_or_as_the_engine_takes(backend: str, tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    (plan,) = memory_plan(config(path, f"generator.backend={backend}", "generator.max_num_seqs=8"))
+    per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, bytes
+    expected = {"transformers": per_token * (8 * RESPONSE + 2 * PROMPT), "vllm": per_token * 8 * 4096}
+    assert row(plan, "engine", "KV cache").size == expected[backend]
+
+
+def test_a_model_that_is_not_there_is_named_by_its_key(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path='.*nowhere' cannot be loaded"):
+        memory_plan(config(str(tmp_path / "nowhere")))
+
+
+def test_a_summary_has_a_line_for_every_role(tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    lines = summary(memory_plan(config(path, "trainer.algorithm.use_kl_loss=true")))
+    assert [line.split(":")[1].strip() for line in lines] == ["policy", "reference", "engine"]
+    assert "while updating (parameters 0.00" in lines[0]
+
+
+def test_this_machine_has_memory():
+    found = capacity_of("cpu")
+    assert found is not None
+    assert found > 64 << 20

@@ -1,0 +1,154 @@
+"""On a shared accelerator engines and learner never hold more at a time than has room there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from skyrl_train.engines.base import EngineHealth
+from skyrl_train.errors import EngineError
+from skyrl_train.experiment.publisher import _engines_alone
+from skyrl_train.learner.learner import BatchSizes, Learner
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.trainer.residency import TimeShared
+from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec
+
+PARAMETERS, MOMENTS, LEFT_BY_UPDATE, REFERENCE, WEIGHTS, CACHE = 4, 8, 3, 2, 6, 16
+ROOM = 22
+"""What engines have while they generate; in GB, say."""
+
+
+class Device:
+    """Records what it holds, and refuses what has no room."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+
+    def take(self, **sizes: int) -> None:
+        self.held |= sizes
+        total = sum(self.held.values())
+        assert total <= ROOM, f"out of memory: {self.held}"
+        self.most = max(self.most, dict(self.held), key=lambda held: sum(held.values()))
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            self.held.pop(name, None)
+
+
+class Ranks:
+    """All ranks of the policy, or of a reference, which has parameters only."""
+
+    def __init__(self, device: Device, policy: bool):
+        self.device, self.policy = device, policy
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        answer = getattr(self, method, lambda *_: None)(*args)
+        return [answer]
+
+    def offload(self) -> None:
+        self.device.free(*(("parameters", "moments", "left") if self.policy else ("reference",)))
+
+    def onload(self) -> None:
+        sizes = {"parameters": PARAMETERS, "moments": MOMENTS} if self.policy else {"reference": REFERENCE}
+        self.device.take(**sizes)
+
+    def keep_parameters(self) -> None:
+        self.device.free("moments", "left")
+        self.device.take(parameters=PARAMETERS)
+
+    def manifest(self, version: int, rehearsal: bool) -> Manifest:
+        assert "parameters" in self.device.held
+        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), rehearsal=rehearsal)
+        return self.announced
+
+    def send_weights(self, index: int) -> Bucket:
+        assert "parameters" in self.device.held
+        return buckets(self.announced)[index]
+
+
+class Engine(ScriptedEngine):
+    """As vLLM: it wakes its cache to score, and frees it again. A rehearsal's weights score differently."""
+
+    def __init__(self, device: Device):
+        super().__init__(name="shared")
+        self.device = device
+
+    async def sleep(self, level: int = 1) -> int:
+        self.device.free("weights", "cache")
+        return await super().sleep(level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.device.take(weights=WEIGHTS, **({} if tags == ["weights"] else {"cache": CACHE}))
+        await super().wake_up(tags)
+
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        if "score" in self.failures:
+            raise self.failures["score"]
+        self.device.take(cache=CACHE)
+        self.device.free("cache")
+        return [[-2.0 if self._rehearsal else -1.0] * (len(ids) - 1) for ids in token_ids]
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(name=self.name, version=self.version, asleep=self.asleep)
+
+
+def shared(device: Device) -> tuple[TimeShared, WeightPublisher, Engine, Learner]:
+    policy: Any = Ranks(device, policy=True)
+    reference: Any = Ranks(device, policy=False)
+    engine, learner = Engine(device), Learner(policy, reference, BatchSizes(1))
+
+    async def trainer_score(token_ids: Any) -> list[list[float]]:
+        assert "parameters" in device.held
+        return [[-1.0] * (len(ids) - 1) for ids in token_ids]
+
+    publisher = WeightPublisher(
+        policy,
+        lambda: [engine],
+        route="in_process",
+        deadline_s=5,
+        probe=Probe([[1, 2, 3]], trainer_score, engines_alone=_engines_alone(learner)),
+        rehearse_first=True,
+    )
+    return TimeShared(engine, learner), publisher, engine, learner
+
+
+@pytest.mark.defect("engines-woken-beside-the-optimizer")
+@pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
+def test_two_steps_with_a_rehearsal_and_a_probe_fit():
+    device = Device()
+
+    async def run() -> None:
+        residency, publisher, engine, _ = shared(device)
+        await engine.sleep()
+        for version in range(2):
+            async with residency.training():
+                device.take(left=LEFT_BY_UPDATE)
+                async with residency.syncing():
+                    await publisher.publish(version)
+                    assert device.held == {"parameters": PARAMETERS, "weights": WEIGHTS}
+            async with residency.generating():
+                assert device.held == {"weights": WEIGHTS, "cache": CACHE}
+
+    asyncio.run(run())
+    assert device.most == {"weights": WEIGHTS, "cache": CACHE}
+
+
+def test_a_probe_that_fails_leaves_the_weights_to_be_sent_to_another_engine():
+    device = Device()
+
+    async def run() -> None:
+        _, publisher, engine, learner = shared(device)
+        await learner.onload()
+        await learner.keep_weights()
+        engine.failures = {"score": EngineError("gone")}
+        with pytest.raises(EngineError, match="gone"):
+            await publisher.publish(0)
+        assert device.held == {"parameters": PARAMETERS}
+
+    asyncio.run(run())
