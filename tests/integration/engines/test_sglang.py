@@ -62,7 +62,7 @@ def surroundings() -> dict[str, Any]:
         "logging": (logging.getLogger().handlers[:], logging.getLogger().level),
         "PYTHONPATH": os.environ.get("PYTHONPATH"),
         "model types": sorted(CONFIG_MAPPING),
-        "rope of a vision tower": Qwen2_5_VLConfig().vision_config.rope_parameters,
+        "rope of a vision tower": Qwen2_5_VLConfig().to_dict()["vision_config"]["rope_parameters"],
     }
 
 
