@@ -188,7 +188,7 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
     """Groups as a ledger writes them, of one turn each."""
     from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
     from skyrl_train.engines.base import Completion, VersionSpan
-    from skyrl_train.rollouts.ledger import Ledger
+    from skyrl_train.rollouts.conversation import Ledger
 
     generator = np.random.default_rng(0)
     groups = []
@@ -213,7 +213,7 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
 
 def shards(sequences: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data import batch as module
-    from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
+    from skyrl_train.learner.shards import PassLimits, micro_batches, shares_prompts
 
     with_arrays = hasattr(module, "rewards_by_token")
     groups = rollouts(sequences, tokens, with_arrays)
@@ -241,8 +241,7 @@ def shards(sequences: int, tokens: int) -> dict[str, float]:
 
 def parts(sequences: int, ranks: int) -> dict[str, float]:
     from skyrl_train.data.batch import collate
-    from skyrl_train.learner.micro_batches import PassLimits
-    from skyrl_train.learner.shards import Shards
+    from skyrl_train.learner.shards import PassLimits, Shards
 
     found = collate(rollouts(sequences, PROMPT_TOKENS + 16, True), token_rewards=False).to_update("policy")
     each = sequences // MINI_BATCHES

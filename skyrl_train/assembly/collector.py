@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.order import PromptOrder
-from skyrl_train.rollouts.collector import Rollout, RolloutCollector, Samplers
-from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling
-from skyrl_train.rollouts.reward_shaping import RewardShaping
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.data.dataset import PromptDataset, PromptOrder
+from skyrl_train.rollouts.collector import (
+    Curriculum,
+    DynamicSampling,
+    RewardShaping,
+    Rollout,
+    RolloutCollector,
+    Samplers,
+)
+from skyrl_train.trainer.trainer import StepSchedule
 
 
 def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:

@@ -49,7 +49,7 @@ from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import refuse_unscorable
-from skyrl_train.report.metrics_server import check_metrics_address
+from skyrl_train.report.prometheus import check_metrics_address
 from skyrl_train.storage.hub import unreachable_model
 
 SAMPLE_S = 1.5

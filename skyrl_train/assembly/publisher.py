@@ -18,7 +18,7 @@ from skyrl_train.assembly.services import Services
 from skyrl_train.assembly.sync_choices import shares_memory, wants_adapter
 from skyrl_train.config.predicates import slots_per_engine
 from skyrl_train.config.schema import Config
-from skyrl_train.data.sft import Demonstration, demonstration_batch
+from skyrl_train.data.batch import Demonstration, demonstration_batch
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.errors import ConfigError, SkyRLError, WorkerDied

@@ -42,8 +42,8 @@ from skyrl_train.config.generator import RateLimitConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.chat import render_prompt
+from skyrl_train.data.control_tokens import end_of_turn_name, end_of_turn_token
 from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.end_of_turn import end_of_turn_name, end_of_turn_token
 from skyrl_train.data.messages import template_kwargs_of
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import normalise, with_stop_token
@@ -53,17 +53,14 @@ from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
 from skyrl_train.report.phases import Said, phase, say
 from skyrl_train.report.trackers import Trackers
-from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.rate_limit import EpisodeLimiter
+from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.rollouts.scoring import FirstRollout
 from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
-from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.rollout_metrics import sample_row
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Publish, Trainer
+from skyrl_train.trainer.trainer import AlwaysResident, Publish, Residency, StepSchedule, TimeShared, Trainer
 from skyrl_train.weight_sync.publish import WeightPublisher
 
 PROBE_SEQUENCES = 4

@@ -41,13 +41,10 @@ from skyrl_train.report.phases import phase
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.batch_dump import BatchDump
-from skyrl_train.trainer.checkpoints import Checkpoints
+from skyrl_train.trainer.checkpoints import Checkpoints, RunDirectory
 from skyrl_train.trainer.kept_rollouts import SAMPLED_GROUPS, KeptRollouts
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.run_state import RunState
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.step_profiles import StepProfiles
+from skyrl_train.trainer.trainer import Intervals, StepProfiles, StepSchedule
 
 SAMPLE_GB = 1.0
 """What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""

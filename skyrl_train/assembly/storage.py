@@ -21,7 +21,7 @@ from skyrl_train.report.phases import phase
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import IDENTITY_FILE, RunDirectory, refuse_other_run
+from skyrl_train.trainer.checkpoints import IDENTITY_FILE, RunDirectory, refuse_other_run
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Chat messages and tool definitions of rows, in the one form that the rest of the package reads.
 
 Content is text: lists of text parts are joined, and other parts (images, audio) are refused. Arguments of tool calls
-are mappings. `data.message_form` converts messages for templates that expect another form.
+are mappings. `data.chat.MessageForm` converts messages for templates that expect another form.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class SFTExp(Experiment):
             schedule_of,
             start_learner,
         )
-        from skyrl_train.data.order import PromptOrder
+        from skyrl_train.data.dataset import PromptOrder
         from skyrl_train.trainer.guards import Guards
-        from skyrl_train.trainer.sft_trainer import SFTTrainer
+        from skyrl_train.trainer.trainer import SFTTrainer
 
         trainer, learning = self.config.trainer, sft_learning(self.config)
         demonstrations, fingerprint = build_demonstrations(self.config, self.tokenizer)

@@ -8,8 +8,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Intervals, StepSchedule
 
 PHASES = ("generate", "score", "update", "publish")
 """The parts of a step that have a clock of their own: timing/{phase}_s."""

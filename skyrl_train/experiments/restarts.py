@@ -15,7 +15,7 @@ from skyrl_train.errors import ClusterLost, ConfigError, RewardModelLost, Stoppe
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import keep_locked, unlock
+from skyrl_train.trainer.checkpoints import keep_locked, unlock
 
 if TYPE_CHECKING:
     from skyrl_train.cluster.runtime import Cluster

@@ -39,8 +39,7 @@ from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
-from skyrl_train.report.memory import AllocationRecord, peak_memory
-from skyrl_train.report.profile import Profiler
+from skyrl_train.report.profiling import AllocationRecord, Profiler, peak_memory
 from skyrl_train.strategies.base import LearningRates
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender

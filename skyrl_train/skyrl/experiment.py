@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from skyrl_train.skyrl.client import InferenceEngineClient
     from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
     from skyrl_train.skyrl.trainer import RayPPOTrainer
-    from skyrl_train.trainer.schedule import StepSchedule
-    from skyrl_train.trainer.trainer import Trainer
+    from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
 
 class BasePPOExp(Experiment):

@@ -24,7 +24,7 @@ from skyrl_train.skyrl.interface import (
 )
 from skyrl_train.skyrl.outputs import check_output, trajectories_of
 from skyrl_train.skyrl.scope import scope
-from skyrl_train.trainer.loop import TrainingLoop
+from skyrl_train.trainer.trainer import TrainingLoop
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,13 @@ from skyrl_train.report.rollout_files import (
     COLUMNS,
     HIDDEN_TOKEN,
     RolloutFiles,
+    dumped,
+    pack_messages,
     step_file,
     vocabulary_file,
     write_rollouts,
     write_vocabulary,
 )
-from skyrl_train.report.rollout_packing import dumped, pack_messages
 from skyrl_train.tasks import to_its_end
 
 SAMPLED_GROUPS = 8

@@ -1,26 +1,298 @@
-"""The training loop: collect rollouts, score them, compute advantages, update the model, publish its weights."""
+"""The training loop: collect rollouts, score them, compute advantages, update the model, publish its weights.
+
+`Trainer._step` is one step of reinforcement learning and `SFTTrainer._step` one of fine-tuning. `TrainingLoop` repeats
+steps, records each of them once, and saves the last complete one whatever ends the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+from skyrl_train import trace
+from skyrl_train.clock import now
 from skyrl_train.data.arrays import give_back
-from skyrl_train.data.batch import MANY, TrainBatch, collate
+from skyrl_train.data.batch import MANY, Demonstration, TrainBatch, collate, demonstration_batch
 from skyrl_train.data.trajectory import TrajectoryGroup
-from skyrl_train.errors import NonFiniteWeights
+from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
+from skyrl_train.learner.learner import Learner
+from skyrl_train.log_files import set_attempt_apart
 from skyrl_train.metrics import Metrics
+from skyrl_train.report.phases import Phases, Silent
+from skyrl_train.report.protocol import SampleRow
+from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.tasks import to_its_end
+from skyrl_train.tasks import gather_all, to_its_end
 from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
-from skyrl_train.trainer.loop import TrainingLoop
-from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
-from skyrl_train.trainer.run_state import Unfinished
+from skyrl_train.trainer.run_state import RunState, Unfinished
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """Steps of at most `train_batch_size` prompts. None crosses the end of an epoch, whose last one may be smaller.
+
+    Example: 10 prompts, batches of 4, 2 epochs: steps of 4, 4, 2, 4, 4, 2 prompts.
+    """
+
+    num_prompts: int
+    train_batch_size: int
+    epochs: int
+    max_steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_prompts // self.train_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.steps_per_epoch * self.epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def prompts_of_step(self, step: int) -> int:
+        """Number of prompts in the 0-based `step`; 0 for steps past the end of the run."""
+        if step >= self.total_steps:
+            return 0
+        start = (step % self.steps_per_epoch) * self.train_batch_size
+        return min(self.train_batch_size, self.num_prompts - start)
+
+    def prompts_before(self, step: int) -> int:
+        """Position in the run's order of prompts at which `step` begins, if no prompt is skipped or dropped."""
+        epoch, rest = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_prompts + rest * self.train_batch_size
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch is complete after `step` finished steps."""
+        return step % self.steps_per_epoch == 0
+
+
+_ANSWER_S = 30.0
+"""Within this time every rank that lives and is not hung answers a call that does nothing."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How many steps apart each action is; 0 or less disables it. Enabled actions also run after the last step."""
+
+    eval_interval: int
+    ckpt_interval: int
+    hf_save_interval: int
+    eval_before_train: bool
+    total_steps: int
+
+    def due(self, interval: int, step: int) -> bool:
+        """Whether an action with this interval runs after `step` finished steps."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+class TrainingLoop(ABC):
+    """Takes steps until there are no more, and leaves in good order.
+
+    `step` is the number of finished steps: of updates whose weights all ranks hold. A step is logged exactly once.
+    Whatever ends the run, the last whole step is recorded and saved, unless its weights are lost: an update ended in
+    its middle, they are not finite, or a rank that holds them died or hangs. What was still to be done about that step
+    is saved with it, and done first when the run is resumed.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: StepSchedule,
+        intervals: Intervals,
+        learner: Learner,
+        state: RunState,
+        trackers: Trackers,
+        guards: Guards | None = None,
+        release: Callable[[], Awaitable[None]] | None = None,
+        phases: Phases | None = None,
+        profiles: StepProfiles | None = None,
+    ):
+        """`release`: ends what else takes part in calls of the ranks, before the last step is saved. `phases`: where
+        what people wait for is said; None is nowhere. `profiles`: of some steps."""
+        self.schedule = schedule
+        self.intervals = intervals
+        self.learner = learner
+        self.state = state
+        self.trackers = trackers
+        self.guards = guards
+        self.release = release
+        self.phases = phases or Silent()
+        self.profiles = profiles
+        self.metrics = Metrics()
+        self.step = 0
+        self.restarts = 0
+        """How often the ranks were started again in this run; then each row says so, and how many ranks there are."""
+        self._whole = True
+        """Whether the ranks hold the weights of `step`; False during an update."""
+        self._to_do: list[str] = []
+        """What is still to be done about `step`: "reference", "publish", "evaluate", "log", "export", in this order."""
+        self._samples: Sequence[SampleRow] = ()
+        self._table: Sequence[SampleRow] = ()
+
+    async def fit(self) -> None:
+        """Train up to the last step, from the checkpoint to resume or else from the start."""
+        self._whole, self._to_do = True, []
+        try:
+            await self._start()
+        except Exception as error:
+            await self.learner.explain(error)
+            raise
+        started_at = self.step
+        try:
+            while self.step < self.schedule.total_steps:
+                await self._next_step(f"step {self.step + 1}")
+            await self.state.written()
+            if self.intervals.ckpt_interval > 0 and self.step > started_at:
+                await self.state.finish(self.step)
+        except BaseException as error:
+            await to_its_end(self._leave(error, started_at))
+            raise
+
+    async def _next_step(self, name: str) -> None:
+        profiled = self.profiles.of(self.step + 1) if self.profiles else nullcontext()
+        try:
+            with self.phases.waiting(name, self._doing), trace.span(name):
+                async with profiled:
+                    await self._step()
+        except Exception as error:
+            with suppress(Exception):  # a class of exceptions may take none
+                total = self.schedule.total_steps
+                error.add_note(f"It ended in {name} of {total}." if total < sys.maxsize else f"It ended in {name}.")
+            raise
+
+    @abstractmethod
+    async def _start(self) -> None:
+        """Resume."""
+
+    @abstractmethod
+    async def _step(self) -> None:
+        """Take one step."""
+
+    @abstractmethod
+    def _num_tokens(self, values: Mapping[str, float]) -> float:
+        """The tokens of the step with these metrics."""
+
+    def _doing(self) -> str:
+        """What the step is at: asked by another thread."""
+        if self.metrics.under_way == "update" and (progress := self.learner.progress) is not None:
+            return "update, {} of {} optimizer steps".format(*progress)
+        return self.metrics.under_way or "checkpoints and records"
+
+    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
+        """More numbers that follow from those of a step."""
+        return {}
+
+    async def _update(self, batch: TrainBatch) -> None:
+        """Take a step's optimizer steps, after which it counts; to its end, even if the run is asked to stop."""
+        with self.metrics.timed("update"):
+            await to_its_end(self._take_updates(batch))
+
+    async def _take_updates(self, batch: TrainBatch) -> None:
+        self._whole = False
+        try:
+            values = await self.learner.update(batch)
+        except NonFiniteUpdate as error:
+            raise NonFiniteUpdate(f"{error} {self._last_good()}") from error
+        self.step += 1
+        self.state.skipped.note(self.step, values)
+        self.state.mark()
+        self._whole = True
+        self._to_do = self._due()
+        self._add(values)
+        if self.schedule.ends_epoch(self.step):
+            self._to_do.insert(0, "reference")
+            await self.state.update_reference()
+            self._done("reference")
+
+    def _due(self) -> list[str]:
+        """What is to be done about a step that was just learnt."""
+        exports = self.intervals.due(self.intervals.hf_save_interval, self.step)
+        return ["log", *(["export"] if exports else [])]
+
+    def _last_good(self) -> str:
+        """Names the newest checkpoint whose weights are known to be good: an update of theirs was finite."""
+        first_bad = self.step + 1 if self.state.skipped.since is None else self.state.skipped.since
+        found = self.state.newest_saved(first_bad - 1)
+        if found is None:
+            return "There is no checkpoint from before that."
+        return f"The newest checkpoint from before that is {found}: resume from it with trainer.resume_mode=from_path."
+
+    def _log_step(self) -> None:
+        """Give the step's numbers and completions to the trackers."""
+        values = self.metrics.flush()
+        values["throughput/tokens_per_s"] = self._num_tokens(values) / values["timing/step_s"]
+        values |= self._derived(values)
+        if self.restarts:
+            values |= {"trainer/restarts": float(self.restarts), "trainer/ranks": float(len(self.learner.policy))}
+        self._record(values)
+        if self.guards is not None:
+            self.guards.check(values, self.step)
+            self.state.mark()  # guards, too, count this step
+
+    def _record(self, values: Mapping[str, float]) -> None:
+        self.trackers.log(values, self.step)
+        self.trackers.samples(self._samples, self.step)
+        self.trackers.table(self._table, self.step)
+        self._done("log")
+
+    async def _export_and_save(self) -> None:
+        """Export first: a run killed in between does it again, while one that saved its last step has nothing to do."""
+        if "export" in self._to_do:
+            await to_its_end(self.state.export(self.step))
+            self._done("export")
+        if self.intervals.due(self.intervals.ckpt_interval, self.step):
+            await self.state.save(self.step)
+
+    def _done(self, action: str) -> None:
+        if action in self._to_do:
+            self._to_do.remove(action)
+
+    async def _leave(self, error: BaseException, started_at: int) -> None:
+        """Record and save the last whole step of a run that ends early."""
+        await self.learner.explain(error)
+        if self.release is not None:
+            await self.release()
+        # A rank that writes in the background takes other calls: one that is stopped would hold up the writing.
+        if self.state.async_checkpoint and not await self.learner.answers(_ANSWER_S):
+            await self.state.give_up()
+        try:
+            await self.state.written()
+        except Exception as failure:
+            _log.error("The last checkpoint could not be written: %s", failure)
+        row: dict[str, float] = {}
+        if "log" in self._to_do:
+            row = {name: float(value) for name, value in self.metrics.flush().items()}
+            self._record(row)
+        if self.step == started_at or (self.step == self.state.saved_step and not self._to_do):
+            return
+        if not self._whole or isinstance(error, NonFiniteWeights):
+            return  # nobody has the weights of this step
+        # Asked also of a run that is told to end: with a rank that is stopped a save would pass its deadline, and a
+        # scheduler kills long before that. None is merely busy: scores, updates and exports are taken to their end.
+        if not await self.learner.answers(_ANSWER_S):
+            _log.error("Step %d is not saved: a rank of the trainer does not answer.", self.step)
+            return
+        try:
+            await self.state.save(self.step, Unfinished(tuple(self._to_do), row))
+            await self.state.written()
+        except Exception as failure:
+            _log.error("Step %d, the last whole one, could not be saved: %s", self.step, failure)
+
+    def _add(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.metrics.add(name, value)
+
 
 GroupStep = Callable[[Sequence[TrajectoryGroup], Metrics], None]
 """Changes rewards or loss masks of a step's groups in place, before they become a batch."""
@@ -195,3 +467,199 @@ def _samples_of_rows(groups: Sequence[TrajectoryGroup]) -> list[tuple[str, int]]
     return [
         (group.prompt.uid, item.sample) for group in groups for item in group.trajectories for _ in item.sequences()
     ]
+
+
+class SFTTrainer(TrainingLoop):
+    """Minimises the negative log-likelihood of demonstrations.
+
+    `index_at` maps a position in the run to the index of the demonstration trained on there.
+    """
+
+    def __init__(
+        self,
+        *,
+        demonstrations: Sequence[Demonstration],
+        index_at: Callable[[int], int],
+        batch_dump: BatchDump | None = None,
+        **parts: Any,
+    ):
+        """`parts`: those of every TrainingLoop."""
+        super().__init__(**parts)
+        self.demonstrations = demonstrations
+        self.index_at = index_at
+        self.batch_dump = batch_dump
+        self._step_tokens = 0
+
+    async def fit_and_export(self) -> Path:
+        """Train up to the last step; returns the exported Hugging Face folder, which is whole even if told to end."""
+        await self.fit()
+        return await to_its_end(self.state.export(self.step))
+
+    async def _start(self) -> None:
+        with self.phases.phase("weights", "the checkpoint, if there is one"):
+            self.step, unfinished = await self.state.resume()
+        if "reference" in unfinished.actions:
+            await self.state.update_reference()
+        if "export" in unfinished.actions:
+            await to_its_end(self.state.export(self.step))
+        self.trackers.begin(self.step, self.schedule.total_steps)
+
+    async def _step(self) -> None:
+        with self.metrics.timed("step"):
+            start = self.schedule.prompts_before(self.step)
+            positions = range(start, start + self.schedule.prompts_of_step(self.step))
+            rows = [self.index_at(position) for position in positions]
+            batch = demonstration_batch([self.demonstrations[row] for row in rows])
+            batch = await to_its_end(self.learner.with_reference(batch))
+            if self.batch_dump is not None:
+                await asyncio.to_thread(self.batch_dump.write, self.step + 1, batch, [str(row) for row in rows])
+            self._step_tokens = len(batch.input_ids)
+            await self._update(batch)
+        self._log_step()
+        await self._export_and_save()
+
+    def _num_tokens(self, values: Mapping[str, float]) -> float:
+        return float(self._step_tokens)
+
+    def _due(self) -> list[str]:
+        return ["log"]  # the model is exported when the run ends
+
+
+_LEAVING_S = 30.0
+"""Time for engines to fall asleep when a run ends early."""
+
+
+class Residency(Protocol):
+    """The phases of a step; entering one moves engines and learner onto or off the accelerator as it needs."""
+
+    def generating(self, before_sync: bool = False) -> AbstractAsyncContextManager[None]:
+        """While inside, the engines accept requests. `before_sync`: they get new weights before they do so again."""
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """While inside, the learner may compute."""
+
+    def syncing(self) -> AbstractAsyncContextManager[None]:
+        """While inside, the engines can receive weights; to be entered within `training`."""
+
+    def moves_s(self) -> float:
+        """Seconds that moving has taken since the last call, apart from what `syncing` moves: that is a sync's time."""
+
+
+class AlwaysResident:
+    """Engines and learner have dedicated slots; nothing moves."""
+
+    @asynccontextmanager
+    async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
+        yield
+
+    training = syncing = generating
+
+    def moves_s(self) -> float:
+        return 0.0
+
+
+class TimeShared:
+    """Engines and learner take turns on the same slots; at first the learner holds them and the engines are asleep."""
+
+    def __init__(self, engines: Any, learner: Learner, level_before_sync: int = 1):
+        """`level_before_sync`: how deeply engines sleep until a sync; at 2 they give up weights that it replaces."""
+        self._engines = engines
+        self._learner = learner
+        self._level_before_sync = level_before_sync
+        self._moves_s = 0.0
+
+    @asynccontextmanager
+    async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
+        with self._moving():
+            await self._learner.offload()
+        try:
+            with self._moving():
+                await self._engines.wake_up()
+            yield
+        except BaseException:
+            # The run ends: an engine that hangs must not keep it from saving, which needs no accelerator.
+            with suppress(SkyRLError, TimeoutError):
+                async with asyncio.timeout(_LEAVING_S):
+                    await self._engines.sleep()
+            raise
+        with self._moving():
+            await self._engines.sleep(self._level_before_sync if before_sync else 1)
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        with self._moving():
+            await self._learner.onload()
+        yield
+
+    @asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        await self._learner.keep_weights()  # first: the engines' weights take the room that the rest had
+        await self._engines.wake_up(["weights"])
+        yield
+
+    def moves_s(self) -> float:
+        taken, self._moves_s = self._moves_s, 0.0
+        return taken
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        start = now()
+        try:
+            yield
+        finally:
+            self._moves_s += now() - start
+
+
+TABLE_FILE = "slowest.txt"
+
+
+class StepProfiles:
+    """Has processes profile themselves during some steps.
+
+    `processes`: those of a moment; objects with a `name` and the coroutines `start_profile()` and `stop_profile(file)`,
+    which returns a table. What goes wrong with a profile is a warning: the run goes on without it.
+    """
+
+    def __init__(self, steps: Collection[int], folder: Path, processes: Callable[[], Sequence[Any]]):
+        """`steps`: as metrics.jsonl counts them, 1 is the first; `folder` gets a folder for each."""
+        self._steps = frozenset(steps)
+        self._folder = folder
+        self._processes = processes
+
+    @asynccontextmanager
+    async def of(self, step: int) -> AsyncIterator[None]:
+        """Inside, `step` is taken; it is profiled if it is one of those. If it raises, there is no profile of it."""
+        folder = self._folder / f"step_{step}"
+        if step not in self._steps or not _made(folder):
+            yield
+            return
+        processes = self._processes()
+        await gather_all(_profile_of(one, one.start_profile()) for one in processes)
+        yield
+        files = [folder.absolute() / f"{one.name.replace(' ', '_')}.json.gz" for one in processes]
+        stops = [_profile_of(one, one.stop_profile(str(file))) for one, file in zip(processes, files, strict=True)]
+        tables = await gather_all(stops)
+        sections = [f"{one.name}\n{table}\n" for one, table in zip(processes, tables, strict=True) if table]
+        try:
+            (folder / TABLE_FILE).write_text("\n".join(sections))
+        except OSError as error:
+            _log.warning("%s cannot be written (%s).", folder / TABLE_FILE, error.strerror)
+
+
+def _made(folder: Path) -> bool:
+    """Whether there is a folder for a profile; one of an earlier attempt at the step is set apart."""
+    try:
+        set_attempt_apart(folder)
+    except OSError as error:
+        _log.warning("%s cannot be written (%s): there is no profile of this step.", folder, error.strerror)
+        return False
+    return True
+
+
+async def _profile_of(process: Any, call: Awaitable[Any]) -> Any:
+    """The result of a call; None if it fails, as where the process died or the disk is full."""
+    try:
+        return await call
+    except Exception as error:
+        _log.warning("%s has no profile of this step (%s: %s).", process.name, type(error).__name__, error)
+        return None

@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.data.sft import Demonstration
+from skyrl_train.data.batch import Demonstration
 from skyrl_train.data.trajectory import Prompt, TrajectoryGroup, Turn
 from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.residency import AlwaysResident
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.sft_trainer import SFTTrainer
-from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.trainer.trainer import AlwaysResident, Intervals, SFTTrainer, StepSchedule, Trainer
 from tests.support.trajectories import trajectory_from
 
 

@@ -10,8 +10,8 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt, render_text
+from skyrl_train.data.dataset import read_hub, read_rows
 from skyrl_train.data.messages import continues_message
-from skyrl_train.data.rows import read_hub, read_rows
 from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.base import TensorDictEnv

@@ -16,10 +16,7 @@ from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.residency import AlwaysResident
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.trainer.trainer import AlwaysResident, Intervals, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,

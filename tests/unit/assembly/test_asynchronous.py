@@ -20,7 +20,7 @@ from skyrl_train.data.trajectory import Prompt
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollouts.dynamic_sampling import DynamicSampling
+from skyrl_train.rollouts.collector import DynamicSampling
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 

@@ -25,8 +25,7 @@ from skyrl_train.config.run_folder import config_of_run
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.learner.export_check import check_model
-from skyrl_train.learner.saved_policy import open_policy
+from skyrl_train.learner.saved_policy import check_model, open_policy
 from skyrl_train.models import export as models_export
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model

@@ -17,7 +17,7 @@ from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import StepSchedule
 from tests.support.learner_specs import tiny_spec
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.data.order import PromptOrder
+from skyrl_train.data.dataset import PromptOrder
 from skyrl_train.errors import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.end_of_turn import end_of_turn_name, end_of_turn_token
+from skyrl_train.data.control_tokens import end_of_turn_name, end_of_turn_token
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 HARMONY = (

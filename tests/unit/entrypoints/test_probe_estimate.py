@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.entrypoints.probe_estimate import PHASES, REST, estimate_run, estimate_step
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import Intervals, StepSchedule
 from tests.support.measured_steps import REST_S, SYNC_S, taken
 
 

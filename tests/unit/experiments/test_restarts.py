@@ -26,7 +26,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.experiments.restarts import rank_losses, with_restarts
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import LOCK_FILE, RunDirectory
+from skyrl_train.trainer.checkpoints import LOCK_FILE, RunDirectory
 
 
 class Ended:

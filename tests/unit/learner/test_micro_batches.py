@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
+from skyrl_train.learner.shards import PassLimits, micro_batches, shares_prompts
 from tests.support.padded_reference import grouped_batch
 
 SHAPES = st.lists(

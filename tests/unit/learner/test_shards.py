@@ -16,7 +16,7 @@ from torch import Tensor
 from skyrl_train.algorithms.selections import choose_kl_cov
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
-from skyrl_train.learner.micro_batches import PassLimits, micro_batches
+from skyrl_train.learner.shards import PassLimits, micro_batches
 from skyrl_train.learner.worker import MiniBatch
 from skyrl_train.metrics import Metrics
 from tests.support.padded_reference import grouped_batch

@@ -13,8 +13,13 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, 
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
-from skyrl_train.rollouts.conversation import MAX_METRIC_LENGTH, MAX_METRICS, ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.rollouts.conversation import (
+    MAX_METRIC_LENGTH,
+    MAX_METRICS,
+    ConversationGenerator,
+    Ledger,
+    RolloutSettings,
+)
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 

@@ -17,8 +17,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
-from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.rate_limit import EpisodeLimiter
+from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 

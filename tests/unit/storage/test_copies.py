@@ -10,7 +10,7 @@ from skyrl_train.assembly.storage import check_addresses
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import LoraConfig
-from skyrl_train.data.rows import read_rows
+from skyrl_train.data.dataset import read_rows
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.loading import load_causal_lm, load_config

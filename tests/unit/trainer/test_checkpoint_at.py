@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.trainer.checkpoint_at import checkpoint_at
+from skyrl_train.trainer.checkpoints import checkpoint_at
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import StepSchedule
 
 
 def test_the_last_step_of_an_epoch_is_smaller_and_none_crosses_it():

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from skyrl_train.errors import WorkerDied
-from skyrl_train.report.profile import Profiler
-from skyrl_train.trainer.step_profiles import StepProfiles
+from skyrl_train.report.profiling import Profiler
+from skyrl_train.trainer.trainer import StepProfiles
 
 
 class Rank:

@@ -21,7 +21,7 @@ from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.trainer import trainer as trainer_module
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
-from skyrl_train.trainer.residency import TimeShared
+from skyrl_train.trainer.trainer import TimeShared
 from tests.support.trainer_fakes import Fakes, trainer_of
 
 
@@ -203,7 +203,7 @@ def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_eva
             return await self._take("onload", 1000)
 
     fakes = Timed()
-    monkeypatch.setattr("skyrl_train.trainer.residency.now", lambda: fakes.seconds)
+    monkeypatch.setattr("skyrl_train.trainer.trainer.now", lambda: fakes.seconds)
     asyncio.run(trainer_of(fakes, residency=TimeShared(fakes, fakes)).fit())  # type: ignore[arg-type]
     assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
 
