@@ -51,7 +51,7 @@ from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.errors import SkyRLError
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
-from skyrl_train.report.phases import Said, phase, say
+from skyrl_train.report.phases import phase, say
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.rollouts.scoring import FirstRollout
@@ -60,7 +60,7 @@ from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.rollout_metrics import sample_row
-from skyrl_train.trainer.trainer import AlwaysResident, Publish, Residency, StepSchedule, TimeShared, Trainer
+from skyrl_train.trainer.trainer import Publish, Residency, StepSchedule, TimeShared, Trainer
 from skyrl_train.weight_sync.publish import WeightPublisher
 
 PROBE_SEQUENCES = 4
@@ -219,7 +219,7 @@ def build_trainer(
     collector = build_collector(cfg, rollouts, train_dataset, schedule)
     end_of_turn = end_of_turn_name(tokenizer, cfg.generator.chat_template_kwargs)
     guards = Guards(trainer.guards, compared_rewards(trainer.algorithm), end_of_turn)
-    residency: Residency = AlwaysResident()
+    residency = Residency()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
     probe_ids = [
@@ -248,7 +248,6 @@ def build_trainer(
         trackers=base.trackers,
         guards=guards,
         release=release,
-        phases=Said(),
         profiles=build_profiles(base, profiled_engines(cfg, running.client)),
         batch_dump=build_batch_dump(trainer),
         kept_rollouts=build_kept_rollouts(base, tokenizer),

@@ -13,7 +13,7 @@ from skyrl_train.config.sources import is_address
 from skyrl_train.experiments.base import Experiment, start
 from skyrl_train.experiments.restarts import rank_losses
 from skyrl_train.experiments.stopping import exits_as_told
-from skyrl_train.report.phases import Said, phase
+from skyrl_train.report.phases import phase
 from skyrl_train.storage.places import working_folder
 
 
@@ -77,7 +77,6 @@ class SFTExp(Experiment):
                 trackers=base.trackers,
                 guards=Guards(trainer.guards, None),
                 batch_dump=build_batch_dump(trainer),
-                phases=Said(),
                 profiles=build_profiles(base),
             )
             sft.restarts = self.restarts

@@ -11,10 +11,10 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_train import trace
 from skyrl_train.clock import now
@@ -25,7 +25,7 @@ from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
 from skyrl_train.learner.learner import Learner
 from skyrl_train.log_files import set_attempt_apart
 from skyrl_train.metrics import Metrics
-from skyrl_train.report.phases import Phases, Silent
+from skyrl_train.report.phases import phase, waiting
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
@@ -36,6 +36,19 @@ from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
 from skyrl_train.trainer.run_state import RunState, Unfinished
+
+_ANSWER_S = 30.0
+"""Within this time every rank that lives and is not hung answers a call that does nothing."""
+_LEAVING_S = 30.0
+"""Time for engines to fall asleep when a run ends early."""
+PROFILE_TABLE_FILE = "slowest.txt"
+_log = logging.getLogger(__name__)
+GroupStep = Callable[[Sequence[TrajectoryGroup], Metrics], None]
+"""Changes rewards or loss masks of a step's groups in place, before they become a batch."""
+BatchStep = Callable[[TrainBatch, Metrics], TrainBatch]
+"""Adds to a scored batch what the update needs: advantages, off-policy corrections."""
+Publish = Callable[[int], Awaitable[dict[str, float]]]
+"""Sends the learner's weights to the engines as the given version, and proves that they arrived."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +89,6 @@ class StepSchedule:
         return step % self.steps_per_epoch == 0
 
 
-_ANSWER_S = 30.0
-"""Within this time every rank that lives and is not hung answers a call that does nothing."""
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Intervals:
     """How many steps apart each action is; 0 or less disables it. Enabled actions also run after the last step."""
@@ -115,11 +123,10 @@ class TrainingLoop(ABC):
         trackers: Trackers,
         guards: Guards | None = None,
         release: Callable[[], Awaitable[None]] | None = None,
-        phases: Phases | None = None,
         profiles: StepProfiles | None = None,
     ):
-        """`release`: ends what else takes part in calls of the ranks, before the last step is saved. `phases`: where
-        what people wait for is said; None is nowhere. `profiles`: of some steps."""
+        """`release`: ends what else takes part in calls of the ranks, before the last step is saved. `profiles`: of
+        some steps."""
         self.schedule = schedule
         self.intervals = intervals
         self.learner = learner
@@ -127,7 +134,6 @@ class TrainingLoop(ABC):
         self.trackers = trackers
         self.guards = guards
         self.release = release
-        self.phases = phases or Silent()
         self.profiles = profiles
         self.metrics = Metrics()
         self.step = 0
@@ -162,7 +168,7 @@ class TrainingLoop(ABC):
     async def _next_step(self, name: str) -> None:
         profiled = self.profiles.of(self.step + 1) if self.profiles else nullcontext()
         try:
-            with self.phases.waiting(name, self._doing), trace.span(name):
+            with waiting(name, self._doing), trace.span(name):
                 async with profiled:
                     await self._step()
         except Exception as error:
@@ -294,14 +300,6 @@ class TrainingLoop(ABC):
             self.metrics.add(name, value)
 
 
-GroupStep = Callable[[Sequence[TrajectoryGroup], Metrics], None]
-"""Changes rewards or loss masks of a step's groups in place, before they become a batch."""
-BatchStep = Callable[[TrainBatch, Metrics], TrainBatch]
-"""Adds to a scored batch what the update needs: advantages, off-policy corrections."""
-Publish = Callable[[int], Awaitable[dict[str, float]]]
-"""Sends the learner's weights to the engines as the given version, and proves that they arrived."""
-
-
 class Trainer(TrainingLoop):
     """Decides the order of events and nothing else: all of its parts are built by `assembly` and passed in.
 
@@ -338,9 +336,11 @@ class Trainer(TrainingLoop):
         self.residency.moves_s()  # those of an evaluation, or of the start, are not this step's
         with self.metrics.timed("step"):
             async with self.residency.generating(before_sync=True):
-                groups = await self._collect()
+                with self.metrics.timed("generate"):
+                    groups = await self.collector.next_groups(self.step, self.metrics)
+                await asyncio.to_thread(add_rollout_metrics, groups, self.step, self.metrics)
             async with self.residency.training():
-                await self._learn(groups)
+                await self._train_on(groups)
                 await self._publish()
             self.collector.weights_live(self.step)
         if moved := self.residency.moves_s():
@@ -350,45 +350,7 @@ class Trainer(TrainingLoop):
         self._log_step()
         await self._export_and_save()
 
-    async def _start(self) -> None:
-        """Resume, publish the trainer's weights to the engines, and evaluate them if configured."""
-        with self.phases.phase("weights", "the checkpoint, if there is one, and weights on their way to the engines"):
-            async with self.residency.training():
-                self.step, unfinished = await self.state.resume()
-                await self._publish()
-        self.trackers.begin(self.step, self.schedule.total_steps)
-        if self.kept_rollouts is not None:
-            self.kept_rollouts.begin(self.step)
-        published = self.metrics.flush()
-        if self.step == 0:
-            if self.evaluator is not None and self.intervals.eval_before_train:
-                await self._evaluate()
-            self.trackers.log(published | self.metrics.flush(), self.step)
-        elif unfinished.actions:
-            await self._complete(unfinished, published)
-        self.collector.start(self.step)
-
-    async def _complete(self, unfinished: Unfinished, published: dict[str, float]) -> None:
-        """Do what a run that ended early left undone of its last step; its row is replaced by the complete one."""
-        if "reference" in unfinished.actions:
-            await self.state.update_reference()
-        row = unfinished.row | (published if "publish" in unfinished.actions else {})
-        if "evaluate" in unfinished.actions and self.evaluator is not None:
-            await self._evaluate()
-            row |= self.metrics.flush()
-        if row:
-            self.trackers.log(row, self.step)
-        if "export" in unfinished.actions:
-            await to_its_end(self.state.export(self.step))
-        await self.state.save(self.step)
-
-    async def _collect(self) -> list[TrajectoryGroup]:
-        with self.metrics.timed("generate"):
-            groups = await self.collector.next_groups(self.step, self.metrics)
-        await asyncio.to_thread(add_rollout_metrics, groups, self.step, self.metrics)
-        return groups
-
-    async def _learn(self, groups: list[TrajectoryGroup]) -> None:
+    async def _train_on(self, groups: list[TrajectoryGroup]) -> None:
         """Train on `groups`: score what the loss needs, add advantages, take the optimizer steps.
 
         The list is empty afterwards: conversations are let go of before the update, unless they are being written.
@@ -424,6 +386,57 @@ class Trainer(TrainingLoop):
         )
         return steps or told or self.batch_dump is not None
 
+    async def _publish(self) -> None:
+        with self.metrics.timed("publish"):
+            async with self.residency.syncing():
+                try:
+                    values = await self.publish(self.step)
+                except NonFiniteWeights as error:
+                    raise NonFiniteWeights(f"{error} {self._last_good()}") from error
+        self._add(values)
+        self._done("publish")
+
+    async def _evaluate(self) -> None:
+        evaluator = self.evaluator
+        assert evaluator is not None
+        with self.metrics.timed("evaluate"):
+            async with self.residency.generating():
+                with waiting("evaluation", lambda: "sampling, {} of {} prompts".format(*evaluator.progress)):
+                    self._add(await evaluator.run(self.step))
+        self._done("evaluate")
+
+    async def _start(self) -> None:
+        """Resume, publish the trainer's weights to the engines, and evaluate them if configured."""
+        with phase("weights", "the checkpoint, if there is one, and weights on their way to the engines"):
+            async with self.residency.training():
+                self.step, unfinished = await self.state.resume()
+                await self._publish()
+        self.trackers.begin(self.step, self.schedule.total_steps)
+        if self.kept_rollouts is not None:
+            self.kept_rollouts.begin(self.step)
+        published = self.metrics.flush()
+        if self.step == 0:
+            if self.evaluator is not None and self.intervals.eval_before_train:
+                await self._evaluate()
+            self.trackers.log(published | self.metrics.flush(), self.step)
+        elif unfinished.actions:
+            await self._complete(unfinished, published)
+        self.collector.start(self.step)
+
+    async def _complete(self, unfinished: Unfinished, published: dict[str, float]) -> None:
+        """Do what a run that ended early left undone of its last step; its row is replaced by the complete one."""
+        if "reference" in unfinished.actions:
+            await self.state.update_reference()
+        row = unfinished.row | (published if "publish" in unfinished.actions else {})
+        if "evaluate" in unfinished.actions and self.evaluator is not None:
+            await self._evaluate()
+            row |= self.metrics.flush()
+        if row:
+            self.trackers.log(row, self.step)
+        if "export" in unfinished.actions:
+            await to_its_end(self.state.export(self.step))
+        await self.state.save(self.step)
+
     def _due(self) -> list[str]:
         evaluates = self.evaluator is not None and self.intervals.due(self.intervals.eval_interval, self.step)
         return ["publish", *(["evaluate"] if evaluates else []), *super()._due()]
@@ -440,27 +453,6 @@ class Trainer(TrainingLoop):
         done, wanted = self.collector.progress
         groups = f", {done} of {wanted} groups" if wanted and self.metrics.under_way == "generate" else ""
         return f"{super()._doing()}{groups}"
-
-    async def _publish(self) -> None:
-        with self.metrics.timed("publish"):
-            async with self.residency.syncing():
-                try:
-                    values = await self.publish(self.step)
-                except NonFiniteWeights as error:
-                    raise NonFiniteWeights(f"{error} {self._last_good()}") from error
-        self._add(values)
-        self._done("publish")
-
-    async def _evaluate(self) -> None:
-        evaluator = self.evaluator
-        assert evaluator is not None
-        with self.metrics.timed("evaluate"):
-            async with self.residency.generating():
-                with self.phases.waiting(
-                    "evaluation", lambda: "sampling, {} of {} prompts".format(*evaluator.progress)
-                ):
-                    self._add(await evaluator.run(self.step))
-        self._done("evaluate")
 
 
 def _samples_of_rows(groups: Sequence[TrajectoryGroup]) -> list[tuple[str, int]]:
@@ -496,7 +488,7 @@ class SFTTrainer(TrainingLoop):
         return await to_its_end(self.state.export(self.step))
 
     async def _start(self) -> None:
-        with self.phases.phase("weights", "the checkpoint, if there is one"):
+        with phase("weights", "the checkpoint, if there is one"):
             self.step, unfinished = await self.state.resume()
         if "reference" in unfinished.actions:
             await self.state.update_reference()
@@ -525,41 +517,38 @@ class SFTTrainer(TrainingLoop):
         return ["log"]  # the model is exported when the run ends
 
 
-_LEAVING_S = 30.0
-"""Time for engines to fall asleep when a run ends early."""
+# -- who holds the accelerator -----------------------------------------------------------------------------------------
 
 
-class Residency(Protocol):
-    """The phases of a step; entering one moves engines and learner onto or off the accelerator as it needs."""
+class Residency:
+    """The phases of a step, as context managers: an exception leaves the right owner of the accelerator.
 
-    def generating(self, before_sync: bool = False) -> AbstractAsyncContextManager[None]:
-        """While inside, the engines accept requests. `before_sync`: they get new weights before they do so again."""
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        """While inside, the learner may compute."""
-
-    def syncing(self) -> AbstractAsyncContextManager[None]:
-        """While inside, the engines can receive weights; to be entered within `training`."""
-
-    def moves_s(self) -> float:
-        """Seconds that moving has taken since the last call, apart from what `syncing` moves: that is a sync's time."""
-
-
-class AlwaysResident:
-    """Engines and learner have dedicated slots; nothing moves."""
+    Entering a phase moves engines and learner onto or off the accelerator as it needs. Here they have dedicated GPUs,
+    and nothing moves.
+    """
 
     @asynccontextmanager
     async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
+        """While inside, the engines accept requests. `before_sync`: they get new weights before they do so again."""
         yield
 
-    training = syncing = generating
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """While inside, the learner may compute."""
+        yield
+
+    @asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        """While inside, the engines can receive weights; to be entered within `training`."""
+        yield
 
     def moves_s(self) -> float:
+        """Seconds that moving has taken since the last call, apart from what `syncing` moves: that is a sync's time."""
         return 0.0
 
 
-class TimeShared:
-    """Engines and learner take turns on the same slots; at first the learner holds them and the engines are asleep."""
+class TimeShared(Residency):
+    """Engines and learner take turns on the same GPUs; at first the learner holds them and the engines are asleep."""
 
     def __init__(self, engines: Any, learner: Learner, level_before_sync: int = 1):
         """`level_before_sync`: how deeply engines sleep until a sync; at 2 they give up weights that it replaces."""
@@ -610,7 +599,7 @@ class TimeShared:
             self._moves_s += now() - start
 
 
-TABLE_FILE = "slowest.txt"
+# -- profiles ----------------------------------------------------------------------------------------------------------
 
 
 class StepProfiles:
@@ -641,9 +630,9 @@ class StepProfiles:
         tables = await gather_all(stops)
         sections = [f"{one.name}\n{table}\n" for one, table in zip(processes, tables, strict=True) if table]
         try:
-            (folder / TABLE_FILE).write_text("\n".join(sections))
+            (folder / PROFILE_TABLE_FILE).write_text("\n".join(sections))
         except OSError as error:
-            _log.warning("%s cannot be written (%s).", folder / TABLE_FILE, error.strerror)
+            _log.warning("%s cannot be written (%s).", folder / PROFILE_TABLE_FILE, error.strerror)
 
 
 def _made(folder: Path) -> bool:

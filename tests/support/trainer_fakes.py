@@ -11,7 +11,7 @@ from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
-from skyrl_train.trainer.trainer import AlwaysResident, Intervals, SFTTrainer, StepSchedule, Trainer
+from skyrl_train.trainer.trainer import Intervals, Residency, SFTTrainer, StepSchedule, Trainer
 from tests.support.trajectories import trajectory_from
 
 
@@ -147,7 +147,7 @@ def trainer_of(
         learner=fakes,
         batch_steps=[lambda batch, metrics: batch.with_tokens(advantages=batch.token_rewards)],
         publish=fakes.publish,
-        residency=residency or AlwaysResident(),
+        residency=residency or Residency(),
         evaluator=fakes if evaluator == "fakes" else evaluator,
         state=fakes,
         trackers=Trackers({"fake": fakes}),

@@ -16,7 +16,7 @@ from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.trainer import AlwaysResident, Intervals, StepSchedule, Trainer
+from skyrl_train.trainer.trainer import Intervals, Residency, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,
@@ -102,7 +102,7 @@ def build_run(
         learner=learner,
         batch_steps=[],
         publish=publish,
-        residency=AlwaysResident(),
+        residency=Residency(),
         evaluator=None,
         state=state,
         trackers=trackers,
