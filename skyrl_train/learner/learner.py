@@ -86,7 +86,8 @@ class WorkerGroup:
                 calls.append(asyncio.ensure_future(call))
             return await asyncio.gather(*calls)
         except RuntimeError as error:
-            if _is_of_a_collective(error) and (death := await self._death_among(calls)) is not None:
+            is_of_a_collective = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+            if is_of_a_collective and (death := await self._death_among(calls)) is not None:
                 raise death from error
             raise
         finally:
@@ -105,7 +106,8 @@ class WorkerGroup:
             async with asyncio.timeout(self._death_known_s):
                 while left:
                     done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                    for failure in map(_failure, done):
+                    for call in done:
+                        failure = None if call.cancelled() else call.exception()
                         if isinstance(failure, WorkerDied):
                             return failure
         return None
@@ -114,14 +116,6 @@ class WorkerGroup:
         """Connect the ranks to each other and load the model; returns its number of parameters."""
         address, port = await self.workers[0].address()
         return int((await self.all("setup", address, port))[0])
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
-
-
-def _failure(call: asyncio.Future[Any]) -> BaseException | None:
-    return call.exception() if call.done() and not call.cancelled() else None
 
 
 class LocalWorker:
@@ -234,7 +228,6 @@ class Learner:
     async def score(self, batch: TrainBatch) -> TrainBatch:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
-        needs_old = self.needs_old_logprobs
         if self.moe_routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
             raise ConfigError(
                 "trainer.moe_routing_replay=rollout: no completion tells which experts its tokens went to: the model"
@@ -245,8 +238,13 @@ class Learner:
                 self.policy, batch, "score_and_route", await self._shards(self.policy, batch)
             )
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
-        elif await self._several_steps(batch) if needs_old is None else needs_old:
-            scored = scored.with_tokens(old_logprobs=await self._scores(self.policy, batch))
+        else:
+            needs_old_logprobs = self.needs_old_logprobs
+            if needs_old_logprobs is None:  # a single optimizer step computes them itself
+                mini_batches = (await self._shards(self.policy, batch)).mini_batches
+                needs_old_logprobs = len(mini_batches) * self.sizes.update_epochs_per_batch > 1
+            if needs_old_logprobs:
+                scored = scored.with_tokens(old_logprobs=await self._scores(self.policy, batch))
         if self.critic is not None:
             scored = scored.with_tokens(values=await self._scores(self.critic, batch))
         return await self.with_reference(scored)
@@ -298,10 +296,6 @@ class Learner:
         if group is not self.policy:
             batch = batch.with_tokens(routing=None)  # other models have other experts
         return Shards(batch, mini_batches, group.num_parts, self._limits(self.sizes.micro_train_batch_size_per_gpu))
-
-    async def _several_steps(self, batch: TrainBatch) -> bool:
-        """Whether the policy takes more than one optimizer step on a batch."""
-        return len((await self._shards(self.policy, batch)).mini_batches) * self.sizes.update_epochs_per_batch > 1
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.

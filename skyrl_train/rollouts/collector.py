@@ -128,7 +128,9 @@ class RolloutCollector:
         useful: list[_Drawn] = []
         others: list[_Drawn] = []
         while len(useful) < least:
-            self._drop(others)
+            # The slots of dropped groups become free, unless that happened when they were dropped.
+            self._queue.grant(sum(one.position not in self._replaced for one in others))
+            self._replaced -= {one.position for one in others}
             self._check_bound(step, drawn, useful)
             latest, too_many = await self._draw(size - len(useful), metrics)
             drawn += latest
@@ -143,25 +145,23 @@ class RolloutCollector:
             self._check_staleness(step, groups)
             self._describe_staleness(step, groups, metrics)
         if self._samplers.zero_variance_filter:
-            _mask_equal_rewards(groups, metrics)
+            equal = [group for group in groups if not has_variance(group)]
+            for group in equal:
+                mask_group(group)
+            metrics.count("sampling/masked", len(equal))
         self._end_step(drawn, metrics)
         return groups
 
     def admit(self) -> None:
         """Begin a rollout in every free slot."""
-        curriculum = self._samplers.curriculum
-        while self._queue.free_slots and self._may_begin():
+        curriculum, most = self._samplers.curriculum, self._num_parallel_generation_workers
+        while self._queue.free_slots and (most is None or self._queue.running < most):
             position = self._admitted
             self._admitted += 1
             if curriculum is not None and self._leaves_out(curriculum, position):
                 self._left_out += 1
             else:
                 self._queue.submit(partial(self._begin, position)).add_done_callback(self._ended)
-
-    def _may_begin(self) -> bool:
-        return (
-            self._num_parallel_generation_workers is None or self._queue.running < self._num_parallel_generation_workers
-        )
 
     def _ended(self, rollout: asyncio.Task[_Drawn]) -> None:
         """Begin another one where their number is bounded; not if they are being cancelled, or the run ends."""
@@ -217,11 +217,6 @@ class RolloutCollector:
             for one in drawn:
                 self._samplers.curriculum.observe(one.group)
         return drawn, surplus
-
-    def _drop(self, groups: list[_Drawn]) -> None:
-        """Free the slots of dropped groups, unless that happened when they were dropped."""
-        self._queue.grant(sum(one.position not in self._replaced for one in groups))
-        self._replaced -= {one.position for one in groups}
 
     def _check_bound(self, step: int, drawn: list[_Drawn], useful: list[_Drawn]) -> None:
         """Raises RolloutsFailed if dynamic sampling may not draw any more groups."""
@@ -433,13 +428,6 @@ def _filled(useful: list[_Drawn], others: list[_Drawn]) -> list[TrajectoryGroup]
     repeated = cycle(useful)
     places = sorted([*useful, *others], key=lambda one: one.position)
     return [(one if one.useful else next(repeated)).group for one in places]
-
-
-def _mask_equal_rewards(groups: list[TrajectoryGroup], metrics: Metrics) -> None:
-    equal = [group for group in groups if not has_variance(group)]
-    for group in equal:
-        mask_group(group)
-    metrics.count("sampling/masked", len(equal))
 
 
 def is_useful(group: TrajectoryGroup) -> bool:

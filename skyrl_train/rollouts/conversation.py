@@ -13,12 +13,11 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -42,8 +41,10 @@ from skyrl_train.data.messages import continues_message, template_kwargs_of, wit
 from skyrl_train.data.reasoning import open_marker
 from skyrl_train.data.trajectory import OK, Message, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.environments.base import BAD_ROW, StepOutput
+from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode
 from skyrl_train.errors import (
     DataError,
     DeadlineExceeded,
@@ -62,36 +63,7 @@ _LEAST_S = 1e-3
 MAX_METRICS, MAX_METRIC_LENGTH = 256, 128
 """Names of numbers that environments may report in one run, and characters of a name."""
 log = logging.getLogger(__name__)
-
-
-class Sampler(Protocol):
-    """The engine interface that a generator needs: an EngineClient, or a Lockstep around one."""
-
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """The completions in request order."""
-
-    def episode(self) -> AbstractAsyncContextManager[object]:
-        """A context to stay in for as long as an episode may still request tokens."""
-
-
-class EnvironmentSession(Protocol):
-    """One environment instance, wherever it runs."""
-
-    messages: list[Message]
-    """The conversation that the episode begins with."""
-
-    async def step(self, text: str) -> StepOutput:
-        """Give the model's turn to the environment. Raises EnvironmentFailure."""
-
-    async def close(self) -> None:
-        """End the instance."""
-
-
-class Environments(Protocol):
-    """Starts environment instances: an `environments.pool.EnvironmentPool`."""
-
-    async def start(self, env_class: str, prompt: Prompt) -> EnvironmentSession:
-        """Start an instance for `prompt`. Raises EnvironmentFailure, or DataError for this row."""
+Sampler = EngineClient | Lockstep
 
 
 @dataclass(frozen=True)
@@ -126,8 +98,8 @@ class ConversationGenerator:
     def __init__(
         self,
         sampler: Sampler,
-        environments: Environments,
-        tokenizer: object,
+        environments: EnvironmentPool,
+        tokenizer: Any,
         settings: RolloutSettings,
         *,
         later_turns: Sampler | None = None,
@@ -137,7 +109,7 @@ class ConversationGenerator:
         self._sampler = sampler
         self._later_turns = later_turns or sampler
         self._environments = environments
-        self._tokenizer: Any = tokenizer
+        self._tokenizer = tokenizer
         self._tokenizing = tokenizing_of(tokenizer)
         self._settings = settings
         self._limiter = limiter or EpisodeLimiter()
@@ -183,7 +155,8 @@ class ConversationGenerator:
         """`rendered`: the openings of this group so far, and their tokens; most samples have the same one."""
         prompt = state.trajectory.prompt
         try:
-            state.max_turns = _max_turns(prompt, self._settings.max_turns)
+            own = max_turns_of(f"row {prompt.uid}", prompt.env_extras)
+            state.max_turns = self._settings.max_turns if own is None else min(own, self._settings.max_turns)
             extras = {**prompt.env_extras, "max_turns": state.max_turns}
             state.session = await self._environments.start(prompt.env_class, replace(prompt, env_extras=extras))
         except DataError as error:  # rows of files are checked when they are loaded
@@ -386,7 +359,7 @@ class _EpisodeState:
 
     trajectory: Trajectory
     ledger: Ledger
-    session: EnvironmentSession | None = None
+    session: HostedEpisode | None = None
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""
@@ -404,7 +377,9 @@ class _EpisodeState:
     def said(self) -> str:
         """What the model said: its answer, or the conversation from its first answer to its last."""
         messages, first, last = self.trajectory.messages, self.answers[0], self.answers[-1]
-        return str(messages[first]["content"]) if first == last else _transcript(messages[first : last + 1])
+        if first == last:
+            return str(messages[first]["content"])
+        return "\n".join(f"{message['role']}: {plain_text(message)}" for message in messages[first : last + 1])
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:
@@ -441,21 +416,10 @@ def _as_rendered(tokenizer: Any, state: _EpisodeState) -> list[Message]:
     return messages
 
 
-def _max_turns(prompt: Prompt, most: int) -> int:
-    """The run's bound, or that of the prompt's own `max_turns` if it is lower."""
-    own = max_turns_of(f"row {prompt.uid}", prompt.env_extras)
-    return most if own is None else min(own, most)
-
-
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:
     """The numbers in an environment's metadata that can be averaged: not NaN, nor integers too large for a float."""
     found = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
     return {key: float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
-
-
-def _transcript(messages: Sequence[Message]) -> str:
-    """A conversation as readable text."""
-    return "\n".join(f"{message['role']}: {plain_text(message)}" for message in messages)
 
 
 class Ledger:
@@ -625,6 +589,7 @@ class Tokenizing:
 
     async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
         """`function(tokenizer, *args)`, or what it raises. `size`: how many characters or tokens go through it."""
+        # Not in this frame, which an error's traceback keeps: the future keeps the error.
         return await self._answer(size, partial(_called, function, args))  # type: ignore[no-any-return]
 
     def _answer(self, size: int, work: Callable[[Any], Any]) -> asyncio.Future[Any]:

@@ -141,7 +141,7 @@ def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajecto
     settings = RolloutSettings(SamplingParams(100, stop=(STOP,)), 1, 3, **options)
     client = EngineClient([model], deadline_s=60.0)
     environment = Environment(script, name not in ("gemma", "mistral"))
-    generator = ConversationGenerator(client, environment, tokenizer, settings)
+    generator = ConversationGenerator(client, environment, tokenizer, settings)  # type: ignore[arg-type]
     group = asyncio.run(generator.rollout(Prompt("0", [], "toy"), 0))
     return group.trajectories[0], model
 
