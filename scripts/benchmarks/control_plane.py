@@ -131,8 +131,7 @@ async def learned(learner: Any, groups: list[Any], with_arrays: bool, watch: Wat
     `until advantages`: the most memory until they are there, bytes; `scored`: of these log-probs of the learner;
     `collate` and `score`: CPU-seconds; `stood still`: the longest time for which the event loop did, seconds.
     """
-    from skyrl_train.algorithms.advantage_step import AdvantageStep
-    from skyrl_train.algorithms.advantages import grpo
+    from skyrl_train.algorithms.advantages import AdvantageStep, grpo
     from skyrl_train.data import batch as module
     from skyrl_train.metrics import Metrics
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig

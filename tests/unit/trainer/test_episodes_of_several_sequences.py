@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
-from skyrl_train.algorithms.advantages import gae, grpo, opo, reinforce_pp, rloo
-from skyrl_train.algorithms.correction_step import OffPolicyCorrection
+from skyrl_train.algorithms.advantages import AdvantageStep, KLInReward, gae, grpo, opo, reinforce_pp, rloo
+from skyrl_train.algorithms.corrections import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1
 from skyrl_train.algorithms.reductions import (
     prompt_mean,
