@@ -23,26 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
-from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, asked_for, keywords_of
+from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, TokenAdvantages, asked_for, keywords_of
 from skyrl_train.data.batch import TrainBatch, pack
 from skyrl_train.metrics import Metrics
 
 EPSILON = 1e-6
 """Added to a group's divisor."""
-
-
-class TokenAdvantages(NamedTuple):
-    """Per-token advantages and returns, both [T], 0 outside the mask."""
-
-    advantages: Tensor
-    returns: Tensor | None = None
-    """The critic's targets."""
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, grpo_norm_by_std: bool) -> Tensor:
