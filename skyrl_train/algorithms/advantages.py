@@ -247,6 +247,9 @@ def _discounted_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor, factor:
     return _spread(sums, mask).to(values.dtype)
 
 
+# -- advantages of a batch ---------------------------------------------------------------------------------------------
+
+
 TENSORS = frozenset(
     {
         "mask",

@@ -70,6 +70,9 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)
 
 
+# -- the correction of a batch -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class OffPolicyCorrection:
     """`trainer.algorithm.off_policy_correction`: first masks, then weights for the remaining tokens."""

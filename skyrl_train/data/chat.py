@@ -496,6 +496,9 @@ class _Chat:
 _NAME, _ARGUMENT = "call" + ANSWER, "argument" + ANSWER
 
 
+# -- the form in which a template expects messages ---------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class MessageForm:
     """How a chat template expects content and tool calls.

@@ -308,6 +308,9 @@ def _describe(leaf: Leaf, messages: Sequence[Message]) -> str:
     )
 
 
+# -- reading a conversation into its texts -----------------------------------------------------------------------------
+
+
 TOOLS = -1
 """Index of leaves that belong to tools instead of a message."""
 TEXT, THOUGHT, REASONING, DEFINITION = "text", "thought", "reasoning", "definition"

@@ -387,6 +387,9 @@ def _harmless(tokenizer: Any, source: str) -> Iterator[tuple[list[Message], bool
                 yield messages, open_answer, text
 
 
+# -- the token that ends an answer -------------------------------------------------------------------------------------
+
+
 def end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> int | None:
     """Return the id of the control token with which the chat template closes an answer.
 

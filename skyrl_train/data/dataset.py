@@ -159,6 +159,8 @@ def _length(where: str, prompt: Prompt, length: Callable[[Prompt], int], limit: 
         raise DataError(f"{where}: column 'prompt': {error}") from error
 
 
+# -- rows of files -----------------------------------------------------------------------------------------------------
+
 DatasetRow = dict[str, Any]
 WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 """White space, including the byte order mark."""
@@ -299,6 +301,9 @@ def _checked(where: str, row: Any) -> DatasetRow:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is an object of columns, got {type(row).__name__}.")
     return row
+
+
+# -- the order of a run ------------------------------------------------------------------------------------------------
 
 
 class PromptOrder:

@@ -166,6 +166,9 @@ def open_policy(
         yield policy
 
 
+# -- checks of an export -----------------------------------------------------------------------------------------------
+
+
 ALLOWED_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """The mean difference of log-probs, by the dtype of the export: weights are rounded to it, sums never are."""
 _SEQUENCES, _TOKENS = 4, 128

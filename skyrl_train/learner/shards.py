@@ -171,6 +171,9 @@ def _picked(shards: Sequence[TrainBatch], places: Sequence[tuple[int, int]]) -> 
     return parts[0] if len(parts) == 1 else cat(parts)
 
 
+# -- ranks and micro-batches -------------------------------------------------------------------------------------------
+
+
 LEAST_SHARED = 1 / 16
 """Running repeated prompts once is worth it if they are at least this share of a batch's tokens."""
 

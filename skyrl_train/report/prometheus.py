@@ -155,6 +155,8 @@ class RequestMetrics:
         return generate_latest(self._registry)
 
 
+# -- the server --------------------------------------------------------------------------------------------------------
+
 METRICS = Listener("/metrics of the run", "trainer.metrics_host", "trainer.metrics_port")
 PATH = "/metrics"
 MAX_CONNECTIONS = 64

@@ -237,6 +237,9 @@ def _replacing(file: Path) -> Iterator[BinaryIO]:
     sync_folder(file.parent.parent)  # which may have got the folder just now
 
 
+# -- the layout inside files -------------------------------------------------------------------------------------------
+
+
 DERIVED = "trained"
 NEXT_TO = "rollout_logprobs"
 """What other log-probs are stored by their difference to."""

@@ -124,6 +124,8 @@ def _word(name: str, value: str) -> str:
     return value
 
 
+# -- pages -------------------------------------------------------------------------------------------------------------
+
 _log = logging.getLogger(__name__)
 _ROW = ("step", "uid", "group", "sample", "source", "reward", "status", "stop_reason", "tokens", "turns")
 _SCALARS = (
@@ -273,6 +275,8 @@ def _opening(messages: Any) -> list[Any]:
         opening.append(message)
     return opening
 
+
+# -- the index ---------------------------------------------------------------------------------------------------------
 
 TEXTS_KEPT_BYTES = 1 << 30
 QUANTILES = (10, 25, 75, 90)

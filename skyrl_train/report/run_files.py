@@ -258,6 +258,8 @@ def _has_open(pid: int, file: Path) -> bool | None:
         return False
 
 
+# -- numbers over steps ------------------------------------------------------------------------------------------------
+
 MAX_METRICS = 10_000
 """Columns of a run; later names are left out."""
 MAX_VALUES = 100_000_000

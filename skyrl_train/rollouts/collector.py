@@ -312,6 +312,9 @@ class RolloutCollector:
             self._left_out = 0
 
 
+# -- rollouts under way ------------------------------------------------------------------------------------------------
+
+
 class RolloutQueue(Generic[G]):
     """The rollouts in progress, in admission order, with a bound on their staleness.
 
@@ -430,6 +433,9 @@ def _filled(useful: list[_Drawn], others: list[_Drawn]) -> list[TrajectoryGroup]
     return [(one if one.useful else next(repeated)).group for one in places]
 
 
+# -- what is worth training on -----------------------------------------------------------------------------------------
+
+
 def is_useful(group: TrajectoryGroup) -> bool:
     """Whether the outcomes of its samples differ (DAPO, arXiv:2503.14476, eq. 11).
 
@@ -498,6 +504,9 @@ class Curriculum:
 
     def load_state(self, state: Mapping[str, float]) -> None:
         self._rates = dict(state)
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

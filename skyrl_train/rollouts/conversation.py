@@ -422,6 +422,9 @@ def _numbers(metadata: dict[str, object]) -> dict[str, float]:
     return {key: float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
 
 
+# -- an episode as tokens ----------------------------------------------------------------------------------------------
+
+
 class Ledger:
     """Writes a trajectory's tokens: sampled tokens are in the loss, the environment's tokens are not.
 
@@ -516,6 +519,9 @@ _EPISODES_PER_TURN = 32
 """Episodes that begin in one turn of the event loop: thousands at once would hold up everything else."""
 
 
+# -- how many episodes run ---------------------------------------------------------------------------------------------
+
+
 class EpisodeLimiter:
     """`generator.rate_limit`: groups of episodes are admitted in the order in which they ask, each as a whole.
 
@@ -552,6 +558,8 @@ class EpisodeLimiter:
         self._running -= episodes
         self._left.set()
 
+
+# -- the tokenizer of thousands of conversations -----------------------------------------------------------------------
 
 T = TypeVar("T")
 _Asked = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]

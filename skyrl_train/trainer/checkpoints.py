@@ -368,6 +368,9 @@ def _differs(path: Path, size: int, digest: str) -> str | None:
     return None
 
 
+# -- a checkpoint that somebody names ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """Where a checkpoint's files are, and those of its run."""
@@ -436,6 +439,8 @@ def _not_a_checkpoint(place: str, steps: list[int]) -> ConfigError:
         + (f"There are {there}." if there else "There is none in it either.")
     )
 
+
+# -- which run a folder belongs to, and its lock -----------------------------------------------------------------------
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
