@@ -185,7 +185,8 @@ async def at_once(function: Any, *args: Any) -> Any:
 
 def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
     """Groups as a ledger writes them, of one turn each."""
-    from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+    from skyrl_train.data.messages import Prompt
+    from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
     from skyrl_train.engines.base import Completion, VersionSpan
     from skyrl_train.rollouts.conversation import Ledger
 
@@ -253,7 +254,8 @@ def parts(sequences: int, ranks: int) -> dict[str, float]:
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
-    from skyrl_train.data.trajectory import Prompt, Trajectory
+    from skyrl_train.data.messages import Prompt
+    from skyrl_train.data.trajectory import Trajectory
     from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.host import EnvironmentHost

@@ -18,9 +18,8 @@ from numpy.typing import ArrayLike
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.content_check import REASONING_FIELDS, ContentCheck, squash
 from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
-from skyrl_train.data.messages import continues_message, normal_message
+from skyrl_train.data.messages import Message, continues_message, normal_message
 from skyrl_train.data.reasoning import CLOSES, CLOSING, final_answer, opening_at_end
-from skyrl_train.data.trajectory import Message
 from skyrl_train.data.vocabulary import decode_continuation
 from skyrl_train.errors import DataError
 

@@ -24,8 +24,8 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
 
 from skyrl_train.data.control_tokens import ANSWER_TAG, MarkingTemplate
+from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import CLOSING, FORMATS
-from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
 Render = Callable[[str, Sequence[Message], Mapping[str, Any]], str]

@@ -23,8 +23,8 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from skyrl_train.data.arrays import Tokens
+from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import MARKER, reasoning_tokens
-from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
 log = logging.getLogger(__name__)

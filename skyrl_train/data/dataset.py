@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_train.config.sources import SUFFIXES, is_address, is_file_of_rows, may_be_on_hub, split_of
-from skyrl_train.data.messages import check_json, messages_of
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt, check_json, messages_of
 from skyrl_train.errors import DataError
 from skyrl_train.storage.copies import local_copy
 

@@ -20,7 +20,8 @@ from itertools import cycle
 from typing import Any, Generic, TypeVar
 
 from skyrl_train.config.schema import OverlongBufferConfig
-from skyrl_train.data.trajectory import FAILED, OK, PASSED, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, OK, PASSED, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.messages import visible
 from skyrl_train.metrics import Metrics

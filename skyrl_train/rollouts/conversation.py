@@ -37,9 +37,9 @@ from skyrl_train.data.chat import (
     render_prompt,
 )
 from skyrl_train.data.dataset import max_turns_of
-from skyrl_train.data.messages import continues_message, template_kwargs_of, with_answer
+from skyrl_train.data.messages import Message, Prompt, continues_message, template_kwargs_of, with_answer
 from skyrl_train.data.reasoning import open_marker
-from skyrl_train.data.trajectory import OK, Message, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.trajectory import OK, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import request_seed

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from skyrl_train.clock import now
+from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.rollouts.collector import Rollout
 

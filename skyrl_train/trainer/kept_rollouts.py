@@ -25,7 +25,8 @@ from torch import Tensor
 from skyrl_train import trace
 from skyrl_train.config.secrets import holds_secret, redact, spells_secret
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import OK, Message, ToolCalled, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Message, ToolCalled
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.report.rollout_files import (
     COLUMNS,
     HIDDEN_TOKEN,

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.data.batch import Demonstration
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup, Turn
 from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector

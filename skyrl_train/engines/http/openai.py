@@ -21,8 +21,7 @@ from skyrl_train.data.chat import (
     unread_tokens,
 )
 from skyrl_train.data.control_tokens import end_of_turn_token
-from skyrl_train.data.messages import continues_message
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message, continues_message
 from skyrl_train.data.vocabulary import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body

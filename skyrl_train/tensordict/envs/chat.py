@@ -11,8 +11,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt, render_text
 from skyrl_train.data.dataset import read_hub, read_rows
-from skyrl_train.data.messages import continues_message
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message, continues_message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.base import TensorDictEnv
 from skyrl_train.tensordict.envs.conversation import (

@@ -11,7 +11,7 @@ from typing import Any
 from skyrl_train.assembly.collector import build_samplers
 from skyrl_train.assembly.publisher import PAUSES, send_whole_version, supervised_publish
 from skyrl_train.config.schema import Config
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor

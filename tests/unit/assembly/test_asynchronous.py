@@ -16,7 +16,7 @@ from skyrl_train.assembly.run import build_generator
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError

@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset, PromptOrder, load_prompts
 from skyrl_train.data.json_values import MAX_DEPTH, jsonable
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
 

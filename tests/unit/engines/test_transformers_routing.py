@@ -11,7 +11,8 @@ import torch
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import collate
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput

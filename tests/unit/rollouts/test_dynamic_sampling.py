@@ -13,7 +13,8 @@ import pytest
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.dataset import PromptOrder
-from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import (

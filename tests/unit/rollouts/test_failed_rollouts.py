@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput

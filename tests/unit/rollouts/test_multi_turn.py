@@ -12,7 +12,8 @@ import pytest
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
-from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import OK, TrajectoryGroup
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import Rollout

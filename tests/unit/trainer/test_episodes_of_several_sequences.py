@@ -23,7 +23,8 @@ from skyrl_train.algorithms.reductions import (
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.batch import TrainBatch, collate
-from skyrl_train.data.trajectory import Prompt, Restart, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.metrics import Metrics
 from tests.support.trajectories import trajectory_from
 

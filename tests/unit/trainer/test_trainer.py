@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError, WorkerDied
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.profiling import Profiler
