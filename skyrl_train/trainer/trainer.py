@@ -186,18 +186,14 @@ class TrainingLoop(ABC):
         """Take one step."""
 
     @abstractmethod
-    def _num_tokens(self, values: Mapping[str, float]) -> float:
-        """The tokens of the step with these metrics."""
+    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
+        """More numbers that follow from those of a step, such as throughput/tokens_per_s."""
 
     def _doing(self) -> str:
         """What the step is at: asked by another thread."""
         if self.metrics.under_way == "update" and (progress := self.learner.progress) is not None:
             return "update, {} of {} optimizer steps".format(*progress)
         return self.metrics.under_way or "checkpoints and records"
-
-    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
-        """More numbers that follow from those of a step."""
-        return {}
 
     async def _update(self, batch: TrainBatch) -> None:
         """Take a step's optimizer steps, after which it counts; to its end, even if the run is asked to stop."""
@@ -237,7 +233,6 @@ class TrainingLoop(ABC):
     def _log_step(self) -> None:
         """Give the step's numbers and completions to the trackers."""
         values = self.metrics.flush()
-        values["throughput/tokens_per_s"] = self._num_tokens(values) / values["timing/step_s"]
         values |= self._derived(values)
         if self.restarts:
             values |= {"trainer/restarts": float(self.restarts), "trainer/ranks": float(len(self.learner.policy))}
@@ -441,13 +436,11 @@ class Trainer(TrainingLoop):
         evaluates = self.evaluator is not None and self.intervals.due(self.intervals.eval_interval, self.step)
         return ["publish", *(["evaluate"] if evaluates else []), *super()._due()]
 
-    def _num_tokens(self, values: Mapping[str, float]) -> float:
-        return values.get("rollouts/tokens", 0.0)
-
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
-        if "async/in_flight" not in values:
-            return {}
-        return {"async/trainer_idle": values["timing/generate_s"] / values["timing/step_s"]}
+        derived = {"throughput/tokens_per_s": values.get("rollouts/tokens", 0.0) / values["timing/step_s"]}
+        if "async/in_flight" in values:
+            derived["async/trainer_idle"] = values["timing/generate_s"] / values["timing/step_s"]
+        return derived
 
     def _doing(self) -> str:
         done, wanted = self.collector.progress
@@ -510,8 +503,8 @@ class SFTTrainer(TrainingLoop):
         self._log_step()
         await self._export_and_save()
 
-    def _num_tokens(self, values: Mapping[str, float]) -> float:
-        return float(self._step_tokens)
+    def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {"throughput/tokens_per_s": self._step_tokens / values["timing/step_s"]}
 
     def _due(self) -> list[str]:
         return ["log"]  # the model is exported when the run ends
