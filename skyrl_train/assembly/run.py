@@ -31,7 +31,6 @@ from skyrl_train.assembly.services import (
     build_profiles,
     build_state,
     fingerprints_of,
-    intervals,
     learner_services,
     schedule_of,
     start_learner,
@@ -232,7 +231,7 @@ def build_trainer(
     publish, release = _publishing(base, running.client, publisher)
     return Trainer(
         schedule=schedule,
-        intervals=intervals(trainer, schedule),
+        cfg=trainer,
         collector=collector,
         learner=base.learner,
         batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],

@@ -44,7 +44,7 @@ from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.checkpoints import Checkpoints, RunDirectory
 from skyrl_train.trainer.kept_rollouts import SAMPLED_GROUPS, KeptRollouts
 from skyrl_train.trainer.run_state import RunState
-from skyrl_train.trainer.trainer import Intervals, StepProfiles, StepSchedule
+from skyrl_train.trainer.trainer import StepProfiles, StepSchedule
 
 SAMPLE_GB = 1.0
 """What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""
@@ -253,14 +253,4 @@ def build_kept_rollouts(base: Services, tokenizer: Any) -> KeptRollouts:
         most_bytes=None if bound is None else bound * 1e9,
         vocabulary=lambda: vocabulary_texts(tokenizer),
         deleted=None if base.mirrors.run is None else base.mirrors.run.drop,
-    )
-
-
-def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:
-    return Intervals(
-        eval_interval=trainer.eval_interval,
-        ckpt_interval=trainer.ckpt_interval,
-        hf_save_interval=trainer.hf_save_interval,
-        eval_before_train=trainer.eval_before_train,
-        total_steps=schedule.total_steps,
     )

@@ -175,11 +175,6 @@ def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
     return tokens[markers | ~dropped].tolist(), False
 
 
-def decode_answer(tokenizer: Any, ids: ArrayLike, opened: str = "") -> str:
-    """Return the text of a model's turn as the content of a message; see `message_content`."""
-    return message_content(tokenizer, decode_response(tokenizer, ids), opened)
-
-
 def opened_reasoning(tokenizer: Any, prompt: Sequence[int]) -> str:
     """Return the end of a prompt's text if it opens reasoning for the model, white space included; else ""."""
     return opening_at_end(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))

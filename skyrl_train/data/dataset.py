@@ -55,15 +55,6 @@ class PromptDataset:
             digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
         return digest.hexdigest()[:32]
 
-    def check_fingerprint(self, stored: str) -> None:
-        """Raise DataError unless `stored`, the fingerprint of the run to resume, is this dataset's."""
-        if stored != self.fingerprint:
-            raise DataError(
-                f"the training data changed since the checkpoint (fingerprint {stored}, now {self.fingerprint}): its "
-                "position in the data means nothing any more. Restore the files, the tokenizer and the prompt length "
-                "limit, or start a new run from the exported model."
-            )
-
 
 def load_prompts(
     sources: Sequence[str],
@@ -73,7 +64,7 @@ def load_prompts(
     *,
     sample_s: float | None = None,
 ) -> PromptDataset:
-    """Read `sources` (see `rows.read_rows`) one after the other.
+    """Read `sources` (see `read_rows`) one after the other.
 
     Args:
         length: Number of tokens of a prompt for the model; see `assembly.data.build_prompts`.
@@ -245,13 +236,6 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def as_dataset(table: pa.Table) -> Any:
-    """A table as a `datasets.Dataset`."""
-    from datasets import Dataset
-
-    return Dataset(table)
-
-
 def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, DatasetRow]]:
     from datasets import load_dataset  # takes a second to import; files do not need it
 
@@ -306,48 +290,26 @@ def _checked(where: str, row: Any) -> DatasetRow:
 
 
 class PromptOrder:
-    """An endless sequence of row numbers; every epoch is another permutation of the `size` rows.
+    """The order in which a run goes through the rows of its dataset: every epoch is another permutation of them.
 
-    `index` counts from the start of the run over all epochs: epoch index // size, position index % size. Only the seed
-    and this number determine the row.
+    Only the seed and the position in the run determine the row, so a resumed run needs no state of the order.
 
     Example:
         order = PromptOrder(size=100, seed=0)
-        first = [next(order) for _ in range(3)]      # order.state() is now {"epoch": 0, "position": 3}
-        again = [order.row(index) for index in range(3)]
+        first_epoch = [order.row(index) for index in range(100)]
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True):
+    def __init__(self, size: int, seed: int):
         if size < 1:
             raise DataError("an order needs at least one row, got none.")
         self.size = size
         self.seed = seed
-        self.cursor = 0
-        """The next index, counted over all epochs; assign to it to move."""
-        self._permutation = lru_cache(maxsize=2)(self._permute if shuffle else lambda epoch: np.arange(size))
+        self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def row(self, index: int) -> int:
-        """The row at an index of the run."""
+        """Return the row at `index`, which counts from the start of the run over all epochs."""
         epoch, position = divmod(index, self.size)
         return int(self._permutation(epoch)[position])
-
-    def __iter__(self) -> PromptOrder:
-        return self
-
-    def __next__(self) -> int:
-        row = self.row(self.cursor)
-        self.cursor += 1
-        return row
-
-    def state(self) -> dict[str, int]:
-        epoch, position = divmod(self.cursor, self.size)
-        return {"epoch": epoch, "position": position}
-
-    def load_state(self, state: dict[str, int]) -> None:
-        """Continue where `state()` was taken. Raises DataError for a position that this dataset does not have."""
-        if not 0 <= state["position"] < self.size or state["epoch"] < 0:
-            raise DataError(f"position {state['position']} of epoch {state['epoch']} is not in 0..{self.size - 1}.")
-        self.cursor = state["epoch"] * self.size + state["position"]
 
     def _permute(self, epoch: int) -> np.ndarray:
         return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.size)

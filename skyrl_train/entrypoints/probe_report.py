@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median, quantiles
 
-from skyrl_train.assembly.services import intervals, schedule_of
+from skyrl_train.assembly.services import schedule_of
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_table import aligned
 from skyrl_train.entrypoints.probe import LIMIT, Passes, Probed
@@ -54,7 +54,7 @@ def estimated_run(cfg: Config, probed: Probed, step: StepEstimate) -> RunEstimat
     schedule = schedule_of(cfg.trainer, len(probed.dataset))
     answers = probed.eval_prompts * cfg.generator.eval_n_samples_per_prompt
     evaluation_s = answers * _mean(probed, "response/mean_tokens") / max(_tokens_per_s(probed), 1e-9)
-    return estimate_run(schedule, intervals(cfg.trainer, schedule), step.step_s, evaluation_s, probed.start_s)
+    return estimate_run(schedule, cfg.trainer, step.step_s, evaluation_s, probed.start_s)
 
 
 def _step_lines(cfg: Config, probed: Probed, step: StepEstimate) -> Iterator[str]:

@@ -129,7 +129,8 @@ class Shards:
             for part in range(self._parts)
         ]
         share = shares_prompts(batch, limits)
-        passes = passes_of(batch, [list(chain(*shards)) for shards in rows], limits, share)
+        costs = _Costs(batch, limits, share)
+        passes = [_packed(list(chain(*shards)), costs, limits, share) for shards in rows]
         count = max(map(len, passes), default=0)
         arguments = []
         for part, of_part in enumerate(passes):
@@ -210,14 +211,6 @@ def micro_batches(batch: TrainBatch, ranks: int, limits: PassLimits, share: bool
     wanted = batch.loss_tokens.nonzero().flatten().tolist()
     costs = _Costs(batch, limits, share)
     return [_packed(rows, costs, limits, share) for rows in _balanced(wanted, ranks, costs)]
-
-
-def passes_of(
-    batch: TrainBatch, rows_of_rank: Sequence[Sequence[int]], limits: PassLimits, share: bool
-) -> list[list[list[int]]]:
-    """The same for sequences that have their ranks already."""
-    costs = _Costs(batch, limits, share)
-    return [_packed(rows, costs, limits, share) for rows in rows_of_rank]
 
 
 def _packed(rows: Sequence[int], costs: _Costs, limits: PassLimits, share: bool) -> list[list[int]]:

@@ -328,39 +328,32 @@ class RolloutQueue(Generic[G]):
     """
 
     def __init__(self) -> None:
-        self._free = self._running = 0
         self._pending: deque[asyncio.Task[G]] = deque()
-
-    @property
-    def free_slots(self) -> int:
+        self.free_slots = 0
         """The number of rollouts that may be admitted now."""
-        return self._free
+        self.running = 0
+        """The number of admitted rollouts that have not ended."""
 
     def __len__(self) -> int:
         """The number of rollouts admitted and not yet taken."""
         return len(self._pending)
 
-    @property
-    def running(self) -> int:
-        """The number of those that have not ended."""
-        return self._running
-
     def grant(self, slots: int) -> None:
         """Allow `slots` more rollouts to begin: slots of a later step, or of groups that were dropped."""
-        self._free += slots
+        self.free_slots += slots
 
     def submit(self, rollout: Callable[[], Awaitable[G]]) -> asyncio.Task[G]:
         """Begin a rollout in a free slot."""
-        assert self._free > 0, "a rollout without a granted slot would break the staleness bound"
-        self._free -= 1
+        assert self.free_slots > 0, "a rollout without a granted slot would break the staleness bound"
+        self.free_slots -= 1
 
         async def run() -> G:
             try:
                 return await rollout()
             finally:  # not in a callback of the task: those run after others may have seen that it is done
-                self._running -= 1
+                self.running -= 1
 
-        self._running += 1
+        self.running += 1
         task = asyncio.create_task(run())
         self._pending.append(task)
         return task
@@ -399,7 +392,7 @@ class RolloutQueue(Generic[G]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._running = 0  # those that were cancelled before their first line have not counted themselves
+        self.running = 0  # those that were cancelled before their first line have not counted themselves
 
 
 def _is_trainable(one: _Drawn) -> bool:

@@ -515,11 +515,10 @@ class Ledger:
         self._item.restarts.append(Restart(self._start, ids))
 
 
+# -- how many episodes run ---------------------------------------------------------------------------------------------
+
 _EPISODES_PER_TURN = 32
 """Episodes that begin in one turn of the event loop: thousands at once would hold up everything else."""
-
-
-# -- how many episodes run ---------------------------------------------------------------------------------------------
 
 
 class EpisodeLimiter:

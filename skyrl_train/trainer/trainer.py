@@ -18,6 +18,7 @@ from typing import Any
 
 from skyrl_train import trace
 from skyrl_train.clock import now
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.data.arrays import give_back
 from skyrl_train.data.batch import MANY, Demonstration, TrainBatch, collate, demonstration_batch
 from skyrl_train.data.trajectory import TrajectoryGroup
@@ -88,19 +89,11 @@ class StepSchedule:
         """Whether an epoch is complete after `step` finished steps."""
         return step % self.steps_per_epoch == 0
 
+    def is_due(self, interval: int, step: int) -> bool:
+        """True if an action that runs every `interval` steps runs after `step` finished steps.
 
-@dataclass(frozen=True)
-class Intervals:
-    """How many steps apart each action is; 0 or less disables it. Enabled actions also run after the last step."""
-
-    eval_interval: int
-    ckpt_interval: int
-    hf_save_interval: int
-    eval_before_train: bool
-    total_steps: int
-
-    def due(self, interval: int, step: int) -> bool:
-        """Whether an action with this interval runs after `step` finished steps."""
+        It also runs after the last step of the run. An interval of 0 or less disables it.
+        """
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
@@ -117,7 +110,7 @@ class TrainingLoop(ABC):
         self,
         *,
         schedule: StepSchedule,
-        intervals: Intervals,
+        cfg: TrainerConfig,
         learner: Learner,
         state: RunState,
         trackers: Trackers,
@@ -125,10 +118,10 @@ class TrainingLoop(ABC):
         release: Callable[[], Awaitable[None]] | None = None,
         profiles: StepProfiles | None = None,
     ):
-        """`release`: ends what else takes part in calls of the ranks, before the last step is saved. `profiles`: of
-        some steps."""
+        """`cfg`: its intervals decide when the run is evaluated, saved and exported. `release`: ends what else takes
+        part in calls of the ranks, before the last step is saved. `profiles`: of some steps."""
         self.schedule = schedule
-        self.intervals = intervals
+        self.cfg = cfg
         self.learner = learner
         self.state = state
         self.trackers = trackers
@@ -159,7 +152,7 @@ class TrainingLoop(ABC):
             while self.step < self.schedule.total_steps:
                 await self._next_step(f"step {self.step + 1}")
             await self.state.written()
-            if self.intervals.ckpt_interval > 0 and self.step > started_at:
+            if self.cfg.ckpt_interval > 0 and self.step > started_at:
                 await self.state.finish(self.step)
         except BaseException as error:
             await to_its_end(self._leave(error, started_at))
@@ -219,7 +212,7 @@ class TrainingLoop(ABC):
 
     def _due(self) -> list[str]:
         """What is to be done about a step that was just learnt."""
-        exports = self.intervals.due(self.intervals.hf_save_interval, self.step)
+        exports = self.schedule.is_due(self.cfg.hf_save_interval, self.step)
         return ["log", *(["export"] if exports else [])]
 
     def _last_good(self) -> str:
@@ -252,7 +245,7 @@ class TrainingLoop(ABC):
         if "export" in self._to_do:
             await to_its_end(self.state.export(self.step))
             self._done("export")
-        if self.intervals.due(self.intervals.ckpt_interval, self.step):
+        if self.schedule.is_due(self.cfg.ckpt_interval, self.step):
             await self.state.save(self.step)
 
     def _done(self, action: str) -> None:
@@ -411,7 +404,7 @@ class Trainer(TrainingLoop):
             self.kept_rollouts.begin(self.step)
         published = self.metrics.flush()
         if self.step == 0:
-            if self.evaluator is not None and self.intervals.eval_before_train:
+            if self.evaluator is not None and self.cfg.eval_before_train:
                 await self._evaluate()
             self.trackers.log(published | self.metrics.flush(), self.step)
         elif unfinished.actions:
@@ -433,7 +426,7 @@ class Trainer(TrainingLoop):
         await self.state.save(self.step)
 
     def _due(self) -> list[str]:
-        evaluates = self.evaluator is not None and self.intervals.due(self.intervals.eval_interval, self.step)
+        evaluates = self.evaluator is not None and self.schedule.is_due(self.cfg.eval_interval, self.step)
         return ["publish", *(["evaluate"] if evaluates else []), *super()._due()]
 
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:

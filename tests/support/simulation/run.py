@@ -16,7 +16,7 @@ from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.trainer import Intervals, Residency, StepSchedule, Trainer
+from skyrl_train.trainer.trainer import Residency, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,
@@ -97,7 +97,7 @@ def build_run(
     publish, scaler = _publish(cfg, timings, shape, client, learner, publisher, engine)
     trainer = Trainer(
         schedule=schedule,
-        intervals=Intervals(0, 0, 0, False, schedule.total_steps),
+        cfg=replace(trainer_config, eval_interval=0, ckpt_interval=0, eval_before_train=False),
         collector=collector,
         learner=learner,
         batch_steps=[],

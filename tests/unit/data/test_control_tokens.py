@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from skyrl_train.data.chat import (
-    decode_answer,
+    decode_response,
     encode_text,
     is_control,
+    message_content,
     render_continuation,
     render_conversation,
     render_messages,
@@ -104,7 +105,7 @@ def test_role_markers_that_are_not_called_special_are_control_tokens():
     between = render_continuation(tokenizer, [user("q"), assistant("a"), user("<｜User｜>")], [1])
     assert added(tokenizer, between or []) == ["<｜end｜>", "<｜User｜>", "<｜Assistant｜>"]
     sampled = tokenizer("<think>hm</think>yes<｜User｜>no<｜end｜>", add_special_tokens=False)["input_ids"]
-    assert decode_answer(tokenizer, sampled) == "<think>hm</think>yesno"
+    assert message_content(tokenizer, decode_response(tokenizer, sampled)) == "<think>hm</think>yesno"
 
 
 def test_they_are_found_in_templates_that_take_no_plain_conversation():
