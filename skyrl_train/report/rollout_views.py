@@ -318,7 +318,13 @@ class RolloutIndex:
         self._quantiles_of: dict[int, list[float]] = {}
         self._rewards_of: dict[int, set[float]] = {}
         """Some that differ, of each step: as many as tell whether there are more than two."""
-        self._all = _indexed(self._files.table([], _READ), [0])
+        self.table = _indexed(self._files.table([], _READ), [0])
+        """A row of every rollout, in the order of steps and of the rows of a step.
+
+        The columns are step, uid, group, sample, source, reward, status, stop_reason, tokens (sampled tokens),
+        response_tokens (tokens between turns included), turns, and `row`, the rollout's place in its step. `reward` is
+        null where the rollout failed.
+        """
         self.quantiles: dict[str, dict[int, float]] = {}
         """reward/p10 and so on: of the rewards of each step's rollouts, as of the last refresh. None if all are one of
         two: quantiles would jump between these, and the mean says all."""
@@ -337,32 +343,22 @@ class RolloutIndex:
             self._forget(step)
         self._take_in(changed)
         self._stamps = now
-        self._all = pa.concat_tables(
-            [self._all.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
+        self.table = pa.concat_tables(
+            [self.table.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
         ).combine_chunks()
         self.quantiles = self._quantiles()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def table(self) -> pa.Table:
-        """A row of every rollout, as it was trained on.
-
-        The columns are step, uid, group, sample, source, reward, status, stop_reason, tokens (sampled tokens),
-        response_tokens (tokens between turns included), turns, and `row`, the rollout's place in its step. `reward` is
-        null where the rollout failed.
-        """
-        return self._all
-
     def facets(self) -> dict[str, list[Any]]:
         """What there is to choose from, over all rollouts."""
-        values = {name: sorted(self._all[column].unique().drop_null().to_pylist()) for name, column in _FACETS.items()}
+        values = {name: sorted(self.table[column].unique().drop_null().to_pylist()) for name, column in _FACETS.items()}
         return {"steps": sorted(self._steps), **values}
 
     def find(self, query: Query) -> Found:
         """The rollouts that a query asks for, in its order."""
-        found = self._all.filter(_condition(query)) if len(self._all) else self._all
+        found = self.table.filter(_condition(query)) if len(self.table) else self.table
         if query.text and len(found):
             found = self._with_text(found, query.text)
         if query.order != "step" and len(found):
