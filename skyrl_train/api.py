@@ -73,15 +73,14 @@ def read_rollouts(
         ConfigError: for a column that there is not.
         DataError: for a folder without rollouts, or with a file that cannot be read.
     """
-    from datasets import Dataset
-
+    from skyrl_train.data.dataset import as_dataset
     from skyrl_train.report.rollout_files import RolloutFiles
 
     files = RolloutFiles(Path(run))
     if not files.steps():
         raise DataError(f"{run}: no rollouts are kept here: a run's folder has some with trainer.keep_rollouts.")
     try:
-        return Dataset(files.table(steps, columns))
+        return as_dataset(files.table(steps, columns))
     except OSError as error:
         raise DataError(f"{run}: its rollouts cannot be read: {error}") from error
     except ValueError as error:

@@ -236,6 +236,13 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+def as_dataset(table: pa.Table) -> Any:
+    """Return a table as a `datasets.Dataset`. No other module imports `datasets`."""
+    from datasets import Dataset
+
+    return Dataset(table)
+
+
 def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, DatasetRow]]:
     from datasets import load_dataset  # takes a second to import; files do not need it
 
