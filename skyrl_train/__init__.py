@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     )
     from skyrl_train.config.schema import Config as Config
     from skyrl_train.data.dataset import PromptDataset as PromptDataset
+    from skyrl_train.data.messages import Prompt as Prompt
     from skyrl_train.data.reasoning import final_answer as final_answer
-    from skyrl_train.data.trajectory import (
-        Prompt as Prompt,
-        Trajectory as Trajectory,
-        TrajectoryGroup as TrajectoryGroup,
-    )
+    from skyrl_train.data.trajectory import Trajectory as Trajectory, TrajectoryGroup as TrajectoryGroup
     from skyrl_train.engines.base import (
         Completion as Completion,
         InferenceEngine as InferenceEngine,
@@ -76,7 +73,8 @@ if not TYPE_CHECKING:  # else every misspelt name would pass
             "skyrl_train.config.schema": ("Config",),
             "skyrl_train.data.dataset": ("PromptDataset",),
             "skyrl_train.data.reasoning": ("final_answer",),
-            "skyrl_train.data.trajectory": ("Prompt", "Trajectory", "TrajectoryGroup"),
+            "skyrl_train.data.messages": ("Prompt",),
+            "skyrl_train.data.trajectory": ("Trajectory", "TrajectoryGroup"),
             "skyrl_train.engines.base": ("Completion", "InferenceEngine", "SampleRequest", "SamplingParams"),
             "skyrl_train.experiment.base": ("Experiment", "Session", "run_experiment"),
             "skyrl_train.environments.base": ("BaseTextEnv", "StepOutput", "TextEnv"),

@@ -74,7 +74,7 @@ def read_rollouts(
         ConfigError: for a column that there is not.
         DataError: for a folder without rollouts, or with a file that cannot be read.
     """
-    from skyrl_train.data.rows import as_dataset
+    from skyrl_train.data.dataset import as_dataset
     from skyrl_train.report.rollout_files import RolloutFiles
 
     files = RolloutFiles(Path(run))

@@ -131,8 +131,7 @@ async def learned(learner: Any, groups: list[Any], with_arrays: bool, watch: Wat
     `until advantages`: the most memory until they are there, bytes; `scored`: of these log-probs of the learner;
     `collate` and `score`: CPU-seconds; `stood still`: the longest time for which the event loop did, seconds.
     """
-    from skyrl_train.algorithms.advantage_step import AdvantageStep
-    from skyrl_train.algorithms.advantages import grpo
+    from skyrl_train.algorithms.advantages import AdvantageStep, grpo
     from skyrl_train.data import batch as module
     from skyrl_train.metrics import Metrics
 
@@ -186,9 +185,10 @@ async def at_once(function: Any, *args: Any) -> Any:
 
 def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
     """Groups as a ledger writes them, of one turn each."""
-    from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+    from skyrl_train.data.messages import Prompt
+    from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
     from skyrl_train.engines.base import Completion, VersionSpan
-    from skyrl_train.rollouts.ledger import Ledger
+    from skyrl_train.rollouts.conversation import Ledger
 
     generator = np.random.default_rng(0)
     groups = []
@@ -213,7 +213,7 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
 
 def shards(sequences: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data import batch as module
-    from skyrl_train.learner.micro_batches import PassLimits, micro_batches, shares_prompts
+    from skyrl_train.learner.shards import PassLimits, micro_batches, shares_prompts
 
     with_arrays = hasattr(module, "rewards_by_token")
     groups = rollouts(sequences, tokens, with_arrays)
@@ -241,8 +241,7 @@ def shards(sequences: int, tokens: int) -> dict[str, float]:
 
 def parts(sequences: int, ranks: int) -> dict[str, float]:
     from skyrl_train.data.batch import collate
-    from skyrl_train.learner.micro_batches import PassLimits
-    from skyrl_train.learner.shards import Shards
+    from skyrl_train.learner.shards import PassLimits, Shards
 
     found = collate(rollouts(sequences, PROMPT_TOKENS + 16, True), token_rewards=False).to_update("policy")
     each = sequences // MINI_BATCHES
@@ -255,7 +254,8 @@ def parts(sequences: int, ranks: int) -> dict[str, float]:
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
-    from skyrl_train.data.trajectory import Prompt, Trajectory
+    from skyrl_train.data.messages import Prompt
+    from skyrl_train.data.trajectory import Trajectory
     from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.host import EnvironmentHost

@@ -14,7 +14,8 @@ import sys
 from typing import Any
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment, run_experiment
 from skyrl_train.experiment.driver import exits_as_told

@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.registry import register
 from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv

@@ -5,15 +5,25 @@ engine's, both at the sampling temperature and before top-p and top-k (ratios of
 by the mass that survived). Tensors are [T]; mask is bool; sequence_ids is int64, 0 to num_sequences - 1. Nothing here
 has a gradient.
 
+`OffPolicyCorrection` applies them once, to the whole batch before the update: tokens masked here are in no denominator,
+however mini-batches are cut. There, a sequence consists of all tokens sampled in an episode, even if the batch contains
+it as several sequences.
+
 Legend: T tokens, B sequences.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.ratios import MAX_LOG_RATIO, log_ratios
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.ratios import MAX_LOG_RATIO, importance_ratios, log_ratios
+from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.metrics import Metrics
 
 
 def sequence_ratios(
@@ -58,3 +68,113 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     """(sum w)^2 / (n sum w^2), 1 if all n weights are equal: the share of samples that is not lost to variance."""
     weights = weights.double()
     return weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)
+
+
+# -- the correction of a batch -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OffPolicyCorrection:
+    """`trainer.algorithm.off_policy_correction`: first masks, then weights for the remaining tokens."""
+
+    settings: OffPolicyCorrectionConfig
+    reads_token_rewards = False
+
+    def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
+        """Return the batch with a narrower `loss_mask` and with `importance_weights`, as configured."""
+        if batch.old_logprobs is None or batch.rollout_logprobs is None:
+            return batch
+        old, rollout = batch.old_logprobs, batch.rollout_logprobs
+        ratios = importance_ratios(old, rollout, batch.loss_mask)
+        _describe(batch, ratios, metrics)
+        mask = self._kept(batch, ratios, metrics)
+        if torch.equal(mask, batch.loss_mask):
+            mask = batch.loss_mask  # which ranks that have scored the batch have already
+        weights = None
+        if self.settings.tis_ratio_type == "token":
+            high = self.settings.token_tis_ratio_clip_high
+            weights = truncated(ratios, high)
+            _count(metrics, "correction/truncated_tokens", (ratios > high)[mask])
+        elif self.settings.tis_ratio_type == "sequence":
+            high = self.settings.sequence_tis_ratio_clip_high
+            episodes = batch.episodes
+            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, episodes.of_token, episodes.count)
+            weights = truncated(of_sequences, high)[episodes.of_token].to(old.dtype)
+            _count(metrics, "correction/truncated_sequences", (of_sequences > high)[_counting(batch)])
+        return batch.with_tokens(loss_mask=mask, importance_weights=weights)
+
+    def _kept(self, batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> Tensor:
+        """[T] the loss mask without the sequences and tokens that are too far off-policy."""
+        settings, counting, episodes = self.settings, _counting(batch), batch.episodes
+        low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
+        keep = torch.ones(episodes.count, dtype=torch.bool)
+        if low is not None or high is not None:
+            kept = all_inside(inside(ratios, low, high), batch.loss_mask, episodes.of_token, episodes.count)
+            _count(metrics, "correction/outlier_sequences", ~kept[counting])
+            keep &= kept
+        if (metric := settings.sequence_mask_metric) is not None:
+            geometric = metric == "geometric"
+            of_sequences = sequence_ratios(
+                batch.old_logprobs,  # type: ignore[arg-type]
+                batch.rollout_logprobs,  # type: ignore[arg-type]
+                batch.loss_mask,
+                episodes.of_token,
+                episodes.count,
+                geometric=geometric,
+            )
+            bounds = (
+                (settings.geo_mask_low, settings.geo_mask_high)
+                if geometric
+                else (settings.product_mask_low, settings.product_mask_high)
+            )
+            kept = inside(of_sequences, *bounds)
+            _count(metrics, "correction/masked_sequences", ~kept[counting])
+            keep &= kept
+        mask = batch.loss_mask & keep[episodes.of_token]
+        low, high = token_bounds(settings)
+        if low is not None or high is not None:
+            kept = inside(ratios, low, high)
+            _count(metrics, "correction/masked_tokens", ~kept[batch.loss_mask])
+            mask = mask & kept
+        return mask
+
+
+def token_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, float | None]:
+    """Least and greatest ratio of a token that is not masked; None is no bound. Of two ways to write one, both hold."""
+    low, high = [settings.token_mask_is_threshold_low], [settings.token_mask_is_threshold_high]
+    if settings.token_mask_eps_low is not None:
+        low.append(1 - settings.token_mask_eps_low)
+    if settings.token_mask_eps_high is not None:
+        high.append(1 + settings.token_mask_eps_high)
+    return (
+        max((bound for bound in low if bound is not None), default=None),
+        min((bound for bound in high if bound is not None), default=None),
+    )
+
+
+def _counting(batch: TrainBatch) -> Tensor:
+    """[E] bool: samples with at least one token that counts."""
+    return batch.episodes.loss_tokens > 0
+
+
+def _count(metrics: Metrics, name: str, hits: Tensor) -> None:
+    metrics.add_sum(name, float(hits.sum()), weight=max(len(hits), 1))
+
+
+def _describe(batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> None:
+    """mismatch/*: how far the engine's log-probs are from the trainer's, over tokens that count; KL in nats."""
+    assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
+    mask = batch.loss_mask
+    if not mask.any():
+        return
+    inside_mask = ratios[mask].double()
+    kl = k3(batch.rollout_logprobs, batch.old_logprobs, mask)[mask].double()
+    episodes = batch.episodes
+    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, episodes.of_token, episodes.count)
+    metrics.add("mismatch/ratio_mean", float(inside_mask.mean()))
+    metrics.add("mismatch/ratio_std", float(inside_mask.std(correction=0)))
+    metrics.maximum("mismatch/ratio_max", float(inside_mask.max()))
+    metrics.add("mismatch/ratio_min", float(inside_mask.min()))
+    metrics.add("mismatch/kl", float(kl.mean()))
+    metrics.add("mismatch/ess_tokens", float(effective_sample_size(inside_mask)))
+    metrics.add("mismatch/ess_sequences", float(effective_sample_size(of_sequences[_counting(batch)])))

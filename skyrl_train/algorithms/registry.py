@@ -10,14 +10,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages import TokenAdvantages
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
+
+
+class TokenAdvantages(NamedTuple):
+    """Per-token advantages and returns, both [T], 0 outside the mask."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+    """The critic's targets."""
+
 
 AdvantageEstimator = Callable[..., Tensor | TokenAdvantages]
 """(rewards, group_ids, valid, *, ...), all [B], to advantages [B] or TokenAdvantages; see advantages.py."""

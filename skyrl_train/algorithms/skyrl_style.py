@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages import TokenAdvantages
+from skyrl_train.algorithms.registry import TokenAdvantages
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 

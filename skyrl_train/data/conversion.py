@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.data.rows import SUFFIXES, DatasetRow, read_hub, read_rows
+from skyrl_train.data.dataset import SUFFIXES, DatasetRow, read_hub, read_rows
 from skyrl_train.durable import replacing
 from skyrl_train.errors import DataError
 from skyrl_train.messages import to_stdout

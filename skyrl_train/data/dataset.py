@@ -1,4 +1,4 @@
-"""Prompts to train and evaluate on, in SkyRL's row format.
+"""Prompts to train and evaluate on, in SkyRL's row format: files of rows, their prompts, and the order of a run.
 
     {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k", "data_source": "openai/gsm8k",
      "reward_spec": {"method": "rule", "ground_truth": "72"}, ...}
@@ -13,15 +13,20 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
-from skyrl_train.data.messages import check_json, messages_of
-from skyrl_train.data.rows import DatasetRow, read_rows
-from skyrl_train.data.trajectory import Prompt
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_train.config.sources import SUFFIXES, is_address, is_file_of_rows, may_be_on_hub, split_of
+from skyrl_train.data.messages import Prompt, check_json, messages_of
 from skyrl_train.errors import DataError
+from skyrl_train.storage.copies import local_copy
 
 MAX_CHARACTERS_PER_TOKEN = 256
 """No tokenizer has longer tokens, so a prompt with more characters than this allows is too long without encoding it."""
@@ -50,15 +55,6 @@ class PromptDataset:
             digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
         return digest.hexdigest()[:32]
 
-    def check_fingerprint(self, stored: str) -> None:
-        """Raise DataError unless `stored`, the fingerprint of the run to resume, is this dataset's."""
-        if stored != self.fingerprint:
-            raise DataError(
-                f"the training data changed since the checkpoint (fingerprint {stored}, now {self.fingerprint}): its "
-                "position in the data means nothing any more. Restore the files, the tokenizer and the prompt length "
-                "limit, or start a new run from the exported model."
-            )
-
 
 def load_prompts(
     sources: Sequence[str],
@@ -68,7 +64,7 @@ def load_prompts(
     *,
     sample_s: float | None = None,
 ) -> PromptDataset:
-    """Read `sources` (see `rows.read_rows`) one after the other.
+    """Read `sources` (see `read_rows`) one after the other.
 
     Args:
         length: Number of tokens of a prompt for the model; see `experiment.data.build_prompts`.
@@ -151,3 +147,176 @@ def _length(where: str, prompt: Prompt, length: Callable[[Prompt], int], limit: 
         return length(prompt)
     except DataError as error:
         raise DataError(f"{where}: column 'prompt': {error}") from error
+
+
+# -- rows of files -----------------------------------------------------------------------------------------------------
+
+DatasetRow = dict[str, Any]
+WHITESPACE = b"\xef\xbb\xbf \t\r\n"
+"""White space, including the byte order mark."""
+_BATCH_ROWS = 4096
+"""Rows of a parquet file that become Python values at once: those who want the first need not wait for many."""
+_NOT_PYTHON = (ValueError, OverflowError, LookupError)
+"""What text that is not UTF-8, a date beyond Python's and an unknown time zone raise."""
+
+
+def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
+    """(where, row) for every row of `source`; `where` names the file and the line or row, from 1, for error messages.
+
+    A source is a .parquet, .json or .jsonl file, a folder that `datasets` can load, or a name on the hub; the latter
+    two may end in ":split" ("train" otherwise). Files and folders may be at an address, see `storage.copies`. Raises
+    DataError if it is missing or cannot be read, StorageError if the address cannot be.
+    """
+    if is_address(source):
+        name, split = split_of(source)
+        source = local_copy(name) + (f":{split}" if name != source else "")
+    if is_file_of_rows(source):
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise DataError(f"{source}: no such file.")
+        read = {".parquet": _parquet, ".json": _json, ".jsonl": _json_lines}[path.suffix.lower()]
+        return read(path)
+    name, split = split_of(source)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _load_dataset(source, str(folder), split, None)
+    return read_hub(name, split)
+
+
+def read_hub(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
+    """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
+    if not may_be_on_hub(name):
+        raise DataError(f"{name}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
+    return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    """Read with pyarrow: `datasets` does too, but copies the file into the user's cache and imports torch."""
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                for row in _python_rows(batch, path, number):
+                    number += 1
+                    yield f"{path}, row {number}", _without_absent(row)
+    except DataError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{path}, after row {number}: {error}") from error
+
+
+def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[DatasetRow]:
+    """The rows of a batch that `before` others precede. Raises DataError naming a value that Python does not have."""
+    try:
+        return batch.to_pylist()
+    except _NOT_PYTHON:
+        for column, values in zip(batch.schema.names, batch.columns, strict=True):
+            for number, value in enumerate(values, before + 1):
+                try:
+                    value.as_py()
+                except _NOT_PYTHON as error:
+                    raise DataError(
+                        f"{path}, row {number}: column {column!r} holds a value of type {value.type} that Python does "
+                        f"not have ({error}); store it as text."
+                    ) from error
+        raise
+
+
+def _without_absent(row: DatasetRow) -> DatasetRow:
+    """Remove keys that are null from conversations and tools: a table's mappings have the union of all rows' keys."""
+    changed = {column: _without_nulls(row[column]) for column in ("prompt", "messages", "tools") if row.get(column)}
+    return {**row, **changed} if changed else row
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def as_dataset(table: pa.Table) -> Any:
+    """Return a table as a `datasets.Dataset`. No other module imports `datasets`."""
+    from datasets import Dataset
+
+    return Dataset(table)
+
+
+def _load_dataset(source: str, name: str, split: str, config: str | None) -> Iterator[tuple[str, DatasetRow]]:
+    from datasets import load_dataset  # takes a second to import; files do not need it
+
+    try:
+        dataset = load_dataset(name, config, split=split)
+    except Exception as error:  # datasets, its filesystem layers and the hub's client raise many kinds
+        raise DataError(f"{source}: could not be loaded as a dataset with split {split!r}: {error}") from error
+    number = 0
+    try:
+        for number, row in enumerate(dataset, 1):
+            yield f"{source}, row {number}", _without_absent(row)
+    except Exception as error:  # rows are decoded here, images by their own libraries
+        raise DataError(f"{source}, after row {number}: {type(error).__name__}: {error}") from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            if line.strip(WHITESPACE):
+                yield where, _checked(where, _parsed(where, line))
+
+
+def _json(path: Path) -> Iterator[tuple[str, DatasetRow]]:
+    """A list of rows, or JSON lines, which `datasets` also accepts in a file with this suffix."""
+    with path.open("rb") as file:
+        listed = file.read(4096).lstrip(WHITESPACE).startswith(b"[")
+    if not listed:
+        yield from _json_lines(path)
+        return
+    for number, row in enumerate(_parsed(str(path), path.read_bytes()), 1):
+        where = f"{path}, row {number}"
+        yield where, _checked(where, row)
+
+
+def _parsed(where: str, data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start} is not UTF-8 ({error.reason}); convert the file.") from error
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
+        raise DataError(f"{where}: not JSON: {error}.") from error
+
+
+def _checked(where: str, row: Any) -> DatasetRow:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row is an object of columns, got {type(row).__name__}.")
+    return row
+
+
+# -- the order of a run ------------------------------------------------------------------------------------------------
+
+
+class PromptOrder:
+    """The order in which a run goes through the rows of its dataset: every epoch is another permutation of them.
+
+    Only the seed and the position in the run determine the row, so a resumed run needs no state of the order.
+
+    Example:
+        order = PromptOrder(size=100, seed=0)
+        first_epoch = [order.row(index) for index in range(100)]
+    """
+
+    def __init__(self, size: int, seed: int):
+        if size < 1:
+            raise DataError("an order needs at least one row, got none.")
+        self.size = size
+        self.seed = seed
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+
+    def row(self, index: int) -> int:
+        """Return the row at `index`, which counts from the start of the run over all epochs."""
+        epoch, position = divmod(index, self.size)
+        return int(self._permutation(epoch)[position])
+
+    def _permute(self, epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.size)

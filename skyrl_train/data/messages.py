@@ -1,20 +1,48 @@
-"""Chat messages and tool definitions of rows, in the one form that the rest of the package reads.
+"""Chat messages, tool definitions and prompts of rows, in the one form that the rest of the package reads.
 
 Content is text: lists of text parts are joined, and other parts (images, audio) are refused. Arguments of tool calls
-are mappings. `data.message_form` converts messages for templates that expect another form.
+are mappings. `data.chat.MessageForm` converts messages for templates that expect another form. Processes of
+environments read this, and need neither torch nor numpy for it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.data.json_values import ALLOWED, why_not_json
-from skyrl_train.data.trajectory import Message
 from skyrl_train.errors import DataError
 
+Message = dict[str, Any]
+"""A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
+
+ToolCalled = dict[str, str]
+"""A call that an environment read from an answer: {"name", "arguments"}, the latter as text, JSON where it is not one
+text; "error", the kind, if it failed. One that cannot be read has the name ""."""
+
 TEXT_PART = '{"type": "text", "text": "..."}'
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a dataset.
+
+    Example:
+        Prompt(uid="0", messages=[{"role": "user", "content": "2 + 3 = ?"}], env_class="gsm8k",
+               env_extras={"reward_spec": {"method": "rule", "ground_truth": "5"}}, data_source="toy")
+    """
+
+    uid: str
+    """The row number: unique in the dataset and stable over runs, so that seeds and resume do not depend on timing."""
+    messages: list[Message]
+    env_class: str
+    env_extras: dict[str, Any] = field(default_factory=dict)
+    """All other columns of the row; environments get them as `extras`."""
+    data_source: str = "unknown"
+    where: str = field(default="", compare=False)
+    """The file and row that it was read from, for error messages."""
 
 
 def messages_of(where: str, column: str, value: Any) -> list[Message]:

@@ -1,49 +1,22 @@
-"""The parts of an episode. Processes of environments read prompts, and need neither torch nor numpy for that."""
+"""The parts of an episode: its turns, its tokens, and the group of a prompt's samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
-    from skyrl_train.data.arrays import LogProbs, Span, Tokens
-
-Message = dict[str, Any]
-"""A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
-
-ToolCalled = dict[str, str]
-"""A call that an environment read from an answer: {"name", "arguments"}, the latter as text, JSON where it is not one
-text; "error", the kind, if it failed. One that cannot be read has the name ""."""
+from skyrl_train.data.arrays import LogProbs, Span, Tokens, logprob_array, mask_of, same_fields, token_array
+from skyrl_train.data.messages import Message, Prompt, ToolCalled
 
 OK = "ok"
 FAILED = "failed"
 """The episode raised, hung or was lost: it is masked and counted under `error`, never scored 0."""
 PASSED = 1.0
 """The least outcome that counts as a pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row of a dataset.
-
-    Example:
-        Prompt(uid="0", messages=[{"role": "user", "content": "2 + 3 = ?"}], env_class="gsm8k",
-               env_extras={"reward_spec": {"method": "rule", "ground_truth": "5"}}, data_source="toy")
-    """
-
-    uid: str
-    """The row number: unique in the dataset and stable over runs, so that seeds and resume do not depend on timing."""
-    messages: list[Message]
-    env_class: str
-    env_extras: dict[str, Any] = field(default_factory=dict)
-    """All other columns of the row; environments get them as `extras`."""
-    data_source: str = "unknown"
-    where: str = field(default="", compare=False)
-    """The file and row that it was read from, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +61,6 @@ class Restart:
     prompt_ids: Tokens
 
     def __eq__(self, other: object) -> bool:
-        from skyrl_train.data.arrays import same_fields
-
         return same_fields(self, other)
 
 
@@ -138,29 +109,21 @@ class Trajectory:
     the engine. It may end before the sequence does; empty if engines do not tell."""
 
     def __post_init__(self) -> None:
-        from skyrl_train.data.arrays import logprob_array, token_array
-
         self.prompt_ids, self.response_ids = token_array(self.prompt_ids), token_array(self.response_ids)
         self.logprobs = logprob_array(self.logprobs)
 
     def __eq__(self, other: object) -> bool:
-        from skyrl_train.data.arrays import same_fields
-
         return same_fields(self, other)
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> Trajectory:
         """An episode before its first token."""
-        from skyrl_train.data.arrays import logprob_array, token_array
-
         nothing = token_array([])
         return cls(prompt, sample, nothing, nothing, [], logprob_array([]), [], 0.0, "abort", temperature)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
         """[L], true on the tokens of `loss_spans`."""
-        from skyrl_train.data.arrays import mask_of
-
         return mask_of(self.loss_spans, len(self.response_ids))
 
     def sequences(self) -> Iterator[tuple[Tokens, int, int]]:

@@ -804,7 +804,7 @@ def _tokens_of(request: SampleRequest) -> int:
 
 
 def _memory_peaks(every: Sequence[EngineHealth]) -> dict[str, float]:
-    """The memory of the engine that needed most, if engines report it (see report/memory.py)."""
+    """The memory of the engine that needed most, if engines report it (see report/profiling.py)."""
     found = [(name, gib) for one in every for name, gib in one.extra.items() if name.endswith("_gib")]
     return {f"memory/engine_{name}": max(gib for n, gib in found if n == name) for name, _ in found}
 

@@ -24,8 +24,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.data.messages import template_kwargs_of, with_answer
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.messages import Message, Prompt, template_kwargs_of, with_answer
 from skyrl_train.environments import registry
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure

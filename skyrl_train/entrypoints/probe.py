@@ -23,7 +23,7 @@ from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.experiment.base import Experiment, Session, explained
 from skyrl_train.report.phases import say
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import StepSchedule
 
 if TYPE_CHECKING:
     from skyrl_train.data.batch import TrainBatch

@@ -8,8 +8,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.trainer.trainer import StepSchedule
 
 PHASES = ("generate", "score", "update", "publish")
 """The parts of a step that have a clock of their own: timing/{phase}_s."""
@@ -100,13 +100,13 @@ class RunEstimate:
 
 
 def estimate_run(
-    schedule: StepSchedule, intervals: Intervals, step_s: float, evaluation_s: float, start_s: float
+    schedule: StepSchedule, trainer: TrainerConfig, step_s: float, evaluation_s: float, start_s: float
 ) -> RunEstimate:
     """`evaluation_s`: of one evaluation; `start_s`: before the first step."""
     steps = schedule.total_steps
     prompts = sum(map(schedule.prompts_of_step, range(steps)))
-    evaluations = sum(intervals.due(intervals.eval_interval, step) for step in range(1, steps + 1))
-    evaluations += intervals.eval_before_train
+    evaluations = sum(schedule.is_due(trainer.eval_interval, step) for step in range(1, steps + 1))
+    evaluations += trainer.eval_before_train
     whole = prompts / max(1, schedule.prompts_of_step(0))
     return RunEstimate(steps, step_s, evaluations if evaluation_s else 0, evaluation_s, start_s, whole)
 

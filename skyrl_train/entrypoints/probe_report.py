@@ -19,7 +19,6 @@ from skyrl_train.entrypoints.probe_estimate import (
     estimate_step,
 )
 from skyrl_train.experiment.services import schedule_of
-from skyrl_train.experiment.trainer import intervals
 
 _WORTH = 1.05
 """How many times as fast something must be to be proposed: less is noise."""
@@ -55,7 +54,7 @@ def estimated_run(cfg: Config, probed: Probed, step: StepEstimate) -> RunEstimat
     schedule = schedule_of(cfg.trainer, len(probed.dataset))
     answers = probed.eval_prompts * cfg.generator.eval_n_samples_per_prompt
     evaluation_s = answers * _mean(probed, "response/mean_tokens") / max(_tokens_per_s(probed), 1e-9)
-    return estimate_run(schedule, intervals(cfg.trainer, schedule), step.step_s, evaluation_s, probed.start_s)
+    return estimate_run(schedule, cfg.trainer, step.step_s, evaluation_s, probed.start_s)
 
 
 def _step_lines(cfg: Config, probed: Probed, step: StepEstimate) -> Iterator[str]:

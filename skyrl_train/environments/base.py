@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from skyrl_train.data.messages import normal_message
-from skyrl_train.data.trajectory import Message, ToolCalled
+from skyrl_train.data.messages import Message, ToolCalled, normal_message
 from skyrl_train.errors import DataError, EnvironmentFailure
 
 BAD_ROW = "bad_row"

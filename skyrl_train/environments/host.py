@@ -36,7 +36,7 @@ from typing import Any, cast
 
 from skyrl_train import trace
 from skyrl_train.data.json_values import jsonable, why_not_json
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
 from skyrl_train.environments.own_classes import pack_own, register_own

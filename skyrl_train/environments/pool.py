@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.json_values import jsonable
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.environments.base import BAD_ROW, StepOutput
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.messages import visible

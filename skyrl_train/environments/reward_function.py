@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError
 

@@ -10,10 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_train.algorithms import policy_objective as policy, sft_objective as sft
-from skyrl_train.algorithms.advantage_step import TENSORS as ADVANTAGE_TENSORS, AdvantageStep, KLInReward
-from skyrl_train.algorithms.advantages import Compared, compared
-from skyrl_train.algorithms.correction_step import OffPolicyCorrection
+from skyrl_train.algorithms import policy_objective as policy, sft
+from skyrl_train.algorithms.advantages import (
+    TENSORS as ADVANTAGE_TENSORS,
+    AdvantageStep,
+    Compared,
+    KLInReward,
+    compared,
+)
+from skyrl_train.algorithms.corrections import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
 from skyrl_train.algorithms.losses import cispo, cispo_rollout, cross_entropy
 from skyrl_train.algorithms.policy_objective import PolicyObjective
@@ -28,7 +33,7 @@ from skyrl_train.algorithms.registry import (
     sft_losses,
 )
 from skyrl_train.algorithms.selections import selection_of
-from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.config.predicates import (

@@ -25,7 +25,7 @@ from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.phases import phase, say
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import refuse_other_run
+from skyrl_train.trainer.checkpoints import refuse_other_run
 
 if TYPE_CHECKING:
     from skyrl_train.data.dataset import PromptDataset
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from skyrl_train.experiment.services import RunningServices
     from skyrl_train.learner.learner import Learner
     from skyrl_train.rollouts.conversation import ConversationGenerator
-    from skyrl_train.trainer.schedule import StepSchedule
-    from skyrl_train.trainer.trainer import Trainer
+    from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
 T = TypeVar("T")
 
@@ -119,7 +118,7 @@ class Experiment:
 
     def build_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""
-        from skyrl_train.data.end_of_turn import end_of_turn_name
+        from skyrl_train.data.control_tokens import end_of_turn_name
         from skyrl_train.experiment.services import build_trackers
 
         end_of_turn = end_of_turn_name(self.tokenizer, self.config.generator.chat_template_kwargs)

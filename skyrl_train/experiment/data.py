@@ -11,14 +11,12 @@ from typing import Any
 
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
+from skyrl_train.data.batch import Demonstration
 from skyrl_train.data.chat import render_demonstrations, render_prompt, rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.dataset import PromptDataset, load_prompts
-from skyrl_train.data.end_of_turn import end_of_turn_token
-from skyrl_train.data.messages import messages_of, template_kwargs_of, tools_of
-from skyrl_train.data.rows import DatasetRow, read_rows
-from skyrl_train.data.sft import Demonstration
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.control_tokens import end_of_turn_token
+from skyrl_train.data.dataset import DatasetRow, PromptDataset, load_prompts, read_rows
+from skyrl_train.data.messages import Prompt, messages_of, template_kwargs_of, tools_of
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 

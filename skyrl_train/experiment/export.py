@@ -23,8 +23,7 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.config.sources import HUB_NAME, is_address, may_be_on_hub, public_name
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.data import configured_template, template_of
-from skyrl_train.learner.export_check import Agreement, check_adapter, check_model, check_prompt
-from skyrl_train.learner.saved_policy import ROLE, open_policy
+from skyrl_train.learner.saved_policy import ROLE, Agreement, check_adapter, check_model, check_prompt, open_policy
 from skyrl_train.models.composite import auto_class
 from skyrl_train.models.export import export_adapter, export_hf
 from skyrl_train.models.loading import load_tokenizer, set_dtype
@@ -33,8 +32,7 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
 from skyrl_train.storage.hub import refuse_taken, upload_model
 from skyrl_train.storage.places import cache_folder
-from skyrl_train.trainer.checkpoint_at import FoundCheckpoint, checkpoint_at
-from skyrl_train.trainer.checkpoints import Checkpoint
+from skyrl_train.trainer.checkpoints import Checkpoint, FoundCheckpoint, checkpoint_at
 from skyrl_train.trainer.run_state import SavedState
 
 HUB = "hub:"

@@ -26,7 +26,7 @@ from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.learner.worker import LearnerSpec
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import StepSchedule
 
 LEARNER_WORKER = "skyrl_train.learner.worker:LearnerWorker"
 REWARD_WORKER = "skyrl_train.learner.reward_worker:RewardWorker"

@@ -14,10 +14,10 @@ from typing import Any
 
 from skyrl_train.config.predicates import shares_memory, slots_per_engine, wants_adapter
 from skyrl_train.config.schema import Config
+from skyrl_train.data.batch import Demonstration, demonstration_batch
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.messages import template_kwargs_of
-from skyrl_train.data.sft import Demonstration, demonstration_batch
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.errors import ConfigError, SkyRLError, WorkerDied

@@ -9,10 +9,9 @@ from weakref import WeakKeyDictionary
 from skyrl_train.config.predicates import sleep_level
 from skyrl_train.config.schema import Config, DataConfig, TrainerConfig
 from skyrl_train.config.secrets import redact
-from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.end_of_turn import end_of_turn_name, end_of_turn_token
-from skyrl_train.data.order import PromptOrder
-from skyrl_train.data.sft import Demonstration
+from skyrl_train.data.batch import Demonstration
+from skyrl_train.data.control_tokens import end_of_turn_name, end_of_turn_token
+from skyrl_train.data.dataset import PromptDataset, PromptOrder
 from skyrl_train.data.vocabulary import vocabulary_texts
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import normalise, with_stop_token
@@ -23,12 +22,16 @@ from skyrl_train.experiment.publisher import build_publisher
 from skyrl_train.experiment.services import RunningServices, Services
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.console import rollout_line
-from skyrl_train.report.phases import Said, say
-from skyrl_train.rollouts.collector import Rollout, RolloutCollector, Samplers
-from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling
-from skyrl_train.rollouts.rate_limit import EpisodeLimiter
-from skyrl_train.rollouts.reward_shaping import RewardShaping
+from skyrl_train.report.phases import say
+from skyrl_train.rollouts.collector import (
+    Curriculum,
+    DynamicSampling,
+    RewardShaping,
+    Rollout,
+    RolloutCollector,
+    Samplers,
+)
+from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.rollouts.scoring import FirstRollout, ScoredRollouts
 from skyrl_train.storage.places import working_folder
 from skyrl_train.trainer.batch_dump import BatchDump
@@ -36,14 +39,9 @@ from skyrl_train.trainer.checkpoints import Checkpoints
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.kept_rollouts import SAMPLED_GROUPS, KeptRollouts
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.residency import AlwaysResident, Residency, TimeShared
 from skyrl_train.trainer.rollout_metrics import sample_row
 from skyrl_train.trainer.run_state import RunState
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.sft_trainer import SFTTrainer
-from skyrl_train.trainer.step_profiles import StepProfiles
-from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.trainer.trainer import Residency, SFTTrainer, StepProfiles, StepSchedule, TimeShared, Trainer
 
 SAMPLE_GB = 1.0
 """What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""
@@ -70,13 +68,13 @@ def build_trainer(
     collector = build_collector(cfg, rollouts, train_dataset, schedule)
     end_of_turn = end_of_turn_name(tokenizer, cfg.generator.chat_template_kwargs)
     guards = Guards(trainer.guards, compared_rewards(trainer.algorithm), end_of_turn)
-    residency: Residency = AlwaysResident()
+    residency = Residency()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
     publisher = build_publisher(base, running.client, tokenizer, train_dataset)
     return Trainer(
         schedule=schedule,
-        intervals=intervals(trainer, schedule),
+        cfg=trainer,
         collector=collector,
         learner=base.learner,
         batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],
@@ -87,7 +85,6 @@ def build_trainer(
         trackers=base.trackers,
         guards=guards,
         release=publisher.release,
-        phases=Said(),
         profiles=build_profiles(base, running.client),
         batch_dump=build_batch_dump(trainer),
         kept_rollouts=build_kept_rollouts(base, tokenizer),
@@ -102,13 +99,12 @@ def build_sft_trainer(base: Services, *, tokenizer: Any, demonstrations: Sequenc
         demonstrations=demonstrations,
         index_at=PromptOrder(len(demonstrations), trainer.seed).row,
         schedule=schedule,
-        intervals=intervals(trainer, schedule),
+        cfg=trainer,
         learner=base.learner,
         state=build_state(base, {}, tokenizer),
         trackers=base.trackers,
         guards=Guards(trainer.guards, None),
         batch_dump=build_batch_dump(trainer),
-        phases=Said(),
         profiles=build_profiles(base),
     )
 
@@ -246,16 +242,6 @@ def build_evaluator(
 
 
 # -- steps, checkpoints and records
-
-
-def intervals(trainer: TrainerConfig, schedule: StepSchedule) -> Intervals:
-    return Intervals(
-        eval_interval=trainer.eval_interval,
-        ckpt_interval=trainer.ckpt_interval,
-        hf_save_interval=trainer.hf_save_interval,
-        eval_before_train=trainer.eval_before_train,
-        total_steps=schedule.total_steps,
-    )
 
 
 def build_state(base: Services, controllers: Mapping[str, Any], tokenizer: Any) -> RunState:

@@ -1,4 +1,4 @@
-"""The ranks of all models behind one interface: shards batches by cost, scatters, gathers, weighs mini-batches."""
+"""The ranks of all models behind one interface: scores of batches and updates on them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.algorithms.value_objective import explained_variance
 from skyrl_train.cluster.actors import Remote
+from skyrl_train.cluster.stacks import Stack, stacks
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError, DeadlineExceeded, SkyRLError, WeightSyncError, WorkerDied
-from skyrl_train.learner.micro_batches import PassLimits
-from skyrl_train.learner.shards import MiniBatchShards, Shards, Stored
-from skyrl_train.learner.stalls import explain_stall
+from skyrl_train.learner.shards import MiniBatchShards, PassLimits, Shards, Stored
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.metrics import Metrics
 from skyrl_train.tasks import gather_all
@@ -87,7 +86,8 @@ class WorkerGroup:
                 calls.append(asyncio.ensure_future(call))
             return await asyncio.gather(*calls)
         except RuntimeError as error:
-            if _is_of_a_collective(error) and (death := await self._death_among(calls)) is not None:
+            is_of_a_collective = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+            if is_of_a_collective and (death := await self._death_among(calls)) is not None:
                 raise death from error
             raise
         finally:
@@ -106,7 +106,8 @@ class WorkerGroup:
             async with asyncio.timeout(self._death_known_s):
                 while left:
                     done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                    for failure in map(_failure, done):
+                    for call in done:
+                        failure = None if call.cancelled() else call.exception()
                         if isinstance(failure, WorkerDied):
                             return failure
         return None
@@ -115,14 +116,6 @@ class WorkerGroup:
         """Connect the ranks to each other and load the model; returns its number of parameters."""
         address, port = await self.workers[0].address()
         return int((await self.all("setup", address, port))[0])
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
-
-
-def _failure(call: asyncio.Future[Any]) -> BaseException | None:
-    return call.exception() if call.done() and not call.cancelled() else None
 
 
 class LocalWorker:
@@ -235,7 +228,6 @@ class Learner:
     async def score(self, batch: TrainBatch) -> TrainBatch:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
-        needs_old = self.needs_old_logprobs
         if self.moe_routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
             raise ConfigError(
                 "trainer.moe_routing_replay=rollout: no completion tells which experts its tokens went to: the model"
@@ -246,8 +238,13 @@ class Learner:
                 self.policy, batch, "score_and_route", await self._shards(self.policy, batch)
             )
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
-        elif await self._several_steps(batch) if needs_old is None else needs_old:
-            scored = scored.with_tokens(old_logprobs=await self._scores(self.policy, batch))
+        else:
+            needs_old_logprobs = self.needs_old_logprobs
+            if needs_old_logprobs is None:  # a single optimizer step computes them itself
+                mini_batches = (await self._shards(self.policy, batch)).mini_batches
+                needs_old_logprobs = len(mini_batches) * self.sizes.update_epochs_per_batch > 1
+            if needs_old_logprobs:
+                scored = scored.with_tokens(old_logprobs=await self._scores(self.policy, batch))
         if self.critic is not None:
             scored = scored.with_tokens(values=await self._scores(self.critic, batch))
         return await self.with_reference(scored)
@@ -299,10 +296,6 @@ class Learner:
         if group is not self.policy:
             batch = batch.with_tokens(routing=None)  # other models have other experts
         return Shards(batch, mini_batches, group.num_parts, self._limits(self.sizes.micro_train_batch_size_per_gpu))
-
-    async def _several_steps(self, batch: TrainBatch) -> bool:
-        """Whether the policy takes more than one optimizer step on a batch."""
-        return len((await self._shards(self.policy, batch)).mini_batches) * self.sizes.update_epochs_per_batch > 1
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
@@ -493,3 +486,45 @@ def _in_place(
                 result[start:stop] = values[at : at + stop - start]
             at += stop - start
     return results
+
+
+_WITHIN_S = 30.0
+"""A node may have to start a worker first."""
+_UNKNOWN = Stack(None, "unknown", "")
+
+
+async def explain_stall(ranks: Sequence[Remote], file: Path) -> str:
+    """Write the stacks of all ranks to `file`; returns which rank is waited for, and where the stacks are.
+
+    It is a rank whose node does not answer, or that is stopped or gone; else one that is at work while others are in a
+    collective. If no rank stands out, as all are in a collective or a kernel of an accelerator hangs, none is named.
+    """
+    found = await stacks([rank.id for rank in ranks], _WITHIN_S)
+    if not found:
+        return ""
+    by_name = {rank.name: found.get(rank.id, _UNKNOWN) for rank in ranks}
+    text = "\n\n".join(
+        f"=== {name}: process {stack.pid}, {stack.status}\n{stack.text}" for name, stack in by_name.items()
+    )
+    try:
+        file.write_text(text)
+    except OSError as error:
+        _log.warning("The stacks of the trainer's ranks could not be written to %s: %s.", file, error)
+        return _blame(by_name)
+    return f"{_blame(by_name)}; the stacks of all ranks are in {file}".removeprefix("; ")
+
+
+def _blame(by_name: dict[str, Stack]) -> str:
+    silent = {name: stack for name, stack in by_name.items() if not stack.text}
+    if silent:
+        return ", ".join(f"{name} does not answer ({_state(stack)})" for name, stack in silent.items())
+    busy = [name for name, stack in by_name.items() if stack.called and not stack.in_collective]
+    if not busy or not any(stack.in_collective for stack in by_name.values()):
+        return ""
+    return f"{' and '.join(busy)} had not come so far, while others waited in a collective"
+
+
+def _state(stack: Stack) -> str:
+    if stack.status == "stopped":
+        return f"its process is stopped: kill -CONT {stack.pid} lets it go on"
+    return "nor does its node" if stack is _UNKNOWN else f"its process is {stack.status}"

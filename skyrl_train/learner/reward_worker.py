@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skyrl_train.data.chat import render_messages
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.errors import (
     ConfigError,
     DataError,

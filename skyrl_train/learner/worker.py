@@ -10,13 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.algorithms.policy_objective import PolicyObjective
+from skyrl_train.algorithms.sft import SFTObjective
+from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.config.sources import local_path
@@ -39,27 +42,14 @@ from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.models.token_scorer import TokenScorer
 from skyrl_train.models.value_scorer import ValueScorer
 from skyrl_train.registry import load_object
-from skyrl_train.report.memory import AllocationRecord, peak_memory
-from skyrl_train.report.profile import Profiler
+from skyrl_train.report.profiling import AllocationRecord, Profiler, peak_memory
 from skyrl_train.strategies.base import LearningRates
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
 from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest
 
-
-class Objective(Protocol):
-    """Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks.
-
-    Its arguments are the batch, its log-probs or values [T], entropies [T] if it wants them (else None), the number of
-    tokens in the loss of the whole mini-batch, and the Metrics to add to.
-    """
-
-    @property
-    def wants_entropy(self) -> bool: ...
-
-    def __call__(
-        self, batch: TrainBatch, scored: Tensor, entropy: Tensor | None, mini_batch_tokens: int, metrics: Metrics, /
-    ) -> Tensor: ...
+Objective = PolicyObjective | ValueObjective | SFTObjective
+"""Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)

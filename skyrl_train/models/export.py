@@ -24,7 +24,7 @@ from transformers.utils import (
     cached_file,
 )
 
-from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.control_tokens import end_of_turn_token
 from skyrl_train.models.composite import composite_of
 from skyrl_train.models.loading import (
     checkpoint_tensors,

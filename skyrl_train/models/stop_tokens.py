@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.control_tokens import end_of_turn_token
 from skyrl_train.models.loading import load_config
 from skyrl_train.storage.copies import local_copy
 

@@ -15,9 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.messages import to_stdout, visible, visible_lines
-from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
-from skyrl_train.report.run_ids import keep_id, kept_id
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened, keep_id, kept_id
 
 # A server that does not answer holds a step up for less than a minute before the tracker is dropped, not for ten.
 for _name, _value in {

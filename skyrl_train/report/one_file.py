@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible
-from skyrl_train.report.plain_json import plain
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
+from skyrl_train.report.safe_files import plain
 
 MOST_BYTES = 5_000_000
 _FOR_METRICS, _FOR_SHORT_METRICS = 0.4, 0.99

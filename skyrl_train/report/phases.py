@@ -6,17 +6,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import contextmanager
 
 from skyrl_train import trace
 from skyrl_train.messages import to_stdout, visible
 
 _log = logging.getLogger(__name__)
 NAMED_AFTER_S = 4.0
-"""Of a phase that has not ended."""
-STEP_AFTER_S = 4.0
-"""The same of a step or an evaluation."""
+"""Time after which a phase, a step or an evaluation that has not ended is named."""
 OFTEN_FOR_S = SELDOM_S = 60.0
 """So long a wait is named as often as at first, then once in this time: steps of hours leave a log that can be read."""
 _LOOKS = 10
@@ -26,51 +23,23 @@ WIDTH = 14
 WaitsFor = str | Callable[[], str]
 
 
-class Phases(Protocol):
-    """Where a training loop says what it is doing."""
-
-    def phase(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]: ...
-    def waiting(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]: ...
-
-
-class Silent:
-    """For loops that nobody watches."""
-
-    def phase(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    waiting = phase
-
-
-class Said:
-    """On standard output."""
-
-    def phase(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]:
-        return phase(name, waits_for)
-
-    def waiting(self, name: str, waits_for: WaitsFor) -> AbstractContextManager[None]:
-        return waiting(name, waits_for, STEP_AFTER_S)
-
-
 @contextmanager
 def phase(name: str, waits_for: WaitsFor) -> Iterator[None]:
     """A part of the start. When it has ended, how long it took is said; if it raises, the error says enough."""
     begun = time.monotonic()
-    with waiting(name, waits_for, NAMED_AFTER_S), trace.span(f"start: {name}"):
+    with waiting(name, waits_for), trace.span(f"start: {name}"):
         yield
     say(name, f"{time.monotonic() - begun:6.1f} s")
 
 
 @contextmanager
-def waiting(name: str, waits_for: WaitsFor, after_s: float) -> Iterator[None]:
-    """While this lasts, what it waits for is said every `after_s`; every minute, when it has lasted for one.
+def waiting(name: str, waits_for: WaitsFor) -> Iterator[None]:
+    """While this lasts, print what it waits for every NAMED_AFTER_S; every minute, when it has lasted for one.
 
-    What comes next ("generate, 3 of 8 groups", then "update") is said as soon as it takes `after_s` itself.
+    What comes next ("generate, 3 of 8 groups", then "update") is printed as soon as it takes NAMED_AFTER_S itself.
     """
     ended = threading.Event()
-    watch = threading.Thread(
-        target=_watch, args=(name, waits_for, after_s, ended), name=f"watch of {name}", daemon=True
-    )
+    watch = threading.Thread(target=_watch, args=(name, waits_for, ended), name=f"watch of {name}", daemon=True)
     watch.start()
     try:
         yield
@@ -79,7 +48,8 @@ def waiting(name: str, waits_for: WaitsFor, after_s: float) -> Iterator[None]:
         watch.join()
 
 
-def _watch(name: str, waits_for: WaitsFor, after_s: float, ended: threading.Event) -> None:
+def _watch(name: str, waits_for: WaitsFor, ended: threading.Event) -> None:
+    after_s = NAMED_AFTER_S
     begun, due_s = time.monotonic(), after_s
     said = doing = ""
     since_s = 0.0

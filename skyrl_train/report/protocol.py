@@ -1,11 +1,15 @@
-"""The interface of trackers, to which metrics and completions go, and what they are given."""
+"""The interface of trackers, what they are given, and what those of libraries share: flat keys, ids of runs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
+
+from skyrl_train.durable import write_durably
+from skyrl_train.messages import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,39 @@ class Tracker(Protocol):
         """A few completions of a step, whole."""
 
     def close(self) -> None: ...
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """`trainer.policy.optimizer_config.lr` -> 1e-6: every value that is no mapping. Lists are JSON, None is "null"."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in config.items():
+        name = prefix + visible(str(key))
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{name}.")
+        elif isinstance(value, (bool, int, float)):
+            flat[name] = value
+        else:
+            flat[name] = visible(value if isinstance(value, str) else json.dumps(value, default=str))
+    return flat
+
+
+IDS_FILE = "trackers.json"
+
+
+def kept_id(run_dir: Path, tracker: str) -> str | None:
+    """The id that an earlier start of this run kept; None if there is none, or none that can be read."""
+    value = _kept_ids(run_dir).get(tracker)
+    return value if isinstance(value, str) else None
+
+
+def keep_id(run_dir: Path, tracker: str, run_id: str) -> None:
+    """Raises OSError."""
+    write_durably(run_dir / IDS_FILE, json.dumps(_kept_ids(run_dir) | {tracker: run_id}, indent=1))
+
+
+def _kept_ids(run_dir: Path) -> dict[str, object]:
+    try:
+        ids = json.loads((run_dir / IDS_FILE).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return ids if isinstance(ids, dict) else {}

@@ -1,19 +1,23 @@
-"""Reads files of runs that may be anything: copied from elsewhere, half written, damaged, or made to do harm."""
+"""Reads files of runs that may be anything: copied from elsewhere, half written, damaged, or made to do harm.
+
+`to_json` and `plain` give pages such content as JSON in which text is text and nothing else.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 import yaml
 
+from skyrl_train.data.json_values import why_not_json
 from skyrl_train.messages import visible
-from skyrl_train.report.plain_json import from_json
 
 MAX_JSON_BYTES = 16 << 20
 MAX_YAML_BYTES = 256 << 10
@@ -85,12 +89,12 @@ def yaml_object(content: bytes) -> dict[str, Any]:
             found = loader.construct_document(node) if node and _count(node, {}) <= _MAX_YAML_NODES else None
         finally:
             loader.dispose()
-        plain = from_json(json.dumps(found, default=str), None)
+        value = from_json(json.dumps(found, default=str), None)
     except Exception as error:  # tags and keys make PyYAML raise anything
         raise ValueError(f"not YAML: {error}") from error
-    if not isinstance(plain, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"not a mapping of at most {_MAX_YAML_NODES} values")
-    return plain
+    return value
 
 
 def _count(node: yaml.Node, known: dict[int, float]) -> float:
@@ -106,3 +110,34 @@ def _count(node: yaml.Node, known: dict[int, float]) -> float:
         count = 1 + sum(_count(one, known) for one in inner)
     known[id(node)] = count
     return count
+
+
+def to_json(value: Any) -> str:
+    """JSON that every browser reads: numbers that are not finite are null, lone surrogates U+FFFD."""
+    text = json.dumps(finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def plain(value: Any) -> Any:
+    """What is left of a value in such JSON."""
+    return json.loads(to_json(value))
+
+
+def from_json(text: str | bytes | None, otherwise: Any) -> Any:
+    """What a column or a file of JSON holds; `otherwise` if that is not JSON, or nested too deeply to be shown."""
+    try:
+        found = None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
+    return otherwise if text is None or why_not_json(found) else found
+
+
+def finite(value: Any) -> Any:
+    """Return the value with None in the place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return value

@@ -11,8 +11,7 @@ import numpy as np
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible_lines
-from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog

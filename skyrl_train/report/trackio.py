@@ -14,9 +14,7 @@ from typing import Any
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stdout, visible, visible_lines
-from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
-from skyrl_train.report.run_ids import keep_id, kept_id
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened, keep_id, kept_id
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # its client's; trackio itself sends nothing of this kind
 try:

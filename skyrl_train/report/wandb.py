@@ -11,8 +11,7 @@ from pathlib import Path
 from skyrl_train.config.secrets import redact
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stdout
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
-from skyrl_train.report.run_ids import keep_id, kept_id
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, keep_id, kept_id
 
 try:
     import wandb

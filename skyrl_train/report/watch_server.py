@@ -25,10 +25,9 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.http_server import HttpServer, is_loopback_name, send
 from skyrl_train.listening import has_token
 from skyrl_train.messages import visible
-from skyrl_train.report.plain_json import to_json
-from skyrl_train.report.rollout_query import Query, whole_number
-from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.rollout_views import Query, RolloutViews, whole_number
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
+from skyrl_train.report.safe_files import to_json
 
 MOST_POINTS = 2000
 """Of a curve."""

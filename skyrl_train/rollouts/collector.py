@@ -1,4 +1,11 @@
-"""Turns the data set's prompts, in order, into groups of trajectories to train on."""
+"""Turns the data set's prompts, in order, into groups of trajectories to train on.
+
+`RolloutCollector` draws them, `RolloutQueue` bounds how old they may be. The rest decides which of them are worth
+training on (`DynamicSampling`, `Curriculum`) and how their rewards are adjusted (`RewardShaping`).
+
+Rewards are only ever lowered, and a response cut by length is never lowered by less than one that ended by itself. So
+it is not worth more than a wrong answer, unless the environment itself rewards it so.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +13,19 @@ import asyncio
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from typing import Any, Generic, TypeVar
 
-from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.config.schema import OverlongBufferConfig
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, OK, PASSED, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.messages import visible
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.conversation import CUT
-from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, has_variance, is_useful
-from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group
 
 _NOT_THE_ENVIRONMENT = frozenset({CUT, "engine", "prompt_too_long", "history_rewritten", "chat_template", None})
 """Ways of failing that trying the environment would not show."""
@@ -26,18 +33,6 @@ _log = logging.getLogger(__name__)
 G = TypeVar("G")
 Rollout = Callable[[Prompt, int], Awaitable[TrajectoryGroup]]
 """(prompt, position in the run's order of prompts) -> the prompt's group."""
-
-
-@dataclass(frozen=True)
-class Samplers:
-    """The settings that decide which rollouts a step trains on; all are off by default."""
-
-    shaping: RewardShaping = field(default_factory=RewardShaping)
-    dynamic_sampling: DynamicSampling | None = None
-    zero_variance_filter: bool = False
-    over_provisioning: float = 0.0
-    """Extra rollouts begun, as a fraction of those that a step needs; requires max_staleness_steps 0."""
-    curriculum: Curriculum | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +129,9 @@ class RolloutCollector:
         useful: list[_Drawn] = []
         others: list[_Drawn] = []
         while len(useful) < least:
-            self._drop(others)
+            # The slots of dropped groups become free, unless that happened when they were dropped.
+            self._queue.grant(sum(one.position not in self._replaced for one in others))
+            self._replaced -= {one.position for one in others}
             self._check_bound(step, drawn, useful)
             latest, too_many = await self._draw(size - len(useful), metrics)
             drawn += latest
@@ -149,25 +146,23 @@ class RolloutCollector:
             self._check_staleness(step, groups)
             self._describe_staleness(step, groups, metrics)
         if self._samplers.zero_variance_filter:
-            _mask_equal_rewards(groups, metrics)
+            equal = [group for group in groups if not has_variance(group)]
+            for group in equal:
+                mask_group(group)
+            metrics.count("sampling/masked", len(equal))
         self._end_step(drawn, metrics)
         return groups
 
     def admit(self) -> None:
         """Begin a rollout in every free slot."""
-        curriculum = self._samplers.curriculum
-        while self._queue.free_slots and self._may_begin():
+        curriculum, most = self._samplers.curriculum, self._num_parallel_generation_workers
+        while self._queue.free_slots and (most is None or self._queue.running < most):
             position = self._admitted
             self._admitted += 1
             if curriculum is not None and self._leaves_out(curriculum, position):
                 self._left_out += 1
             else:
                 self._queue.submit(partial(self._begin, position)).add_done_callback(self._ended)
-
-    def _may_begin(self) -> bool:
-        return (
-            self._num_parallel_generation_workers is None or self._queue.running < self._num_parallel_generation_workers
-        )
 
     def _ended(self, rollout: asyncio.Task[_Drawn]) -> None:
         """Begin another one where their number is bounded; not if they are being cancelled, or the run ends."""
@@ -223,11 +218,6 @@ class RolloutCollector:
             for one in drawn:
                 self._samplers.curriculum.observe(one.group)
         return drawn, surplus
-
-    def _drop(self, groups: list[_Drawn]) -> None:
-        """Free the slots of dropped groups, unless that happened when they were dropped."""
-        self._queue.grant(sum(one.position not in self._replaced for one in groups))
-        self._replaced -= {one.position for one in groups}
 
     def _check_bound(self, step: int, drawn: list[_Drawn], useful: list[_Drawn]) -> None:
         """Raises RolloutsFailed if dynamic sampling may not draw any more groups."""
@@ -323,6 +313,9 @@ class RolloutCollector:
             self._left_out = 0
 
 
+# -- rollouts under way ------------------------------------------------------------------------------------------------
+
+
 class RolloutQueue(Generic[G]):
     """The rollouts in progress, in admission order, with a bound on their staleness.
 
@@ -335,39 +328,32 @@ class RolloutQueue(Generic[G]):
     """
 
     def __init__(self) -> None:
-        self._free = self._running = 0
         self._pending: deque[asyncio.Task[G]] = deque()
-
-    @property
-    def free_slots(self) -> int:
+        self.free_slots = 0
         """The number of rollouts that may be admitted now."""
-        return self._free
+        self.running = 0
+        """The number of admitted rollouts that have not ended."""
 
     def __len__(self) -> int:
         """The number of rollouts admitted and not yet taken."""
         return len(self._pending)
 
-    @property
-    def running(self) -> int:
-        """The number of those that have not ended."""
-        return self._running
-
     def grant(self, slots: int) -> None:
         """Allow `slots` more rollouts to begin: slots of a later step, or of groups that were dropped."""
-        self._free += slots
+        self.free_slots += slots
 
     def submit(self, rollout: Callable[[], Awaitable[G]]) -> asyncio.Task[G]:
         """Begin a rollout in a free slot."""
-        assert self._free > 0, "a rollout without a granted slot would break the staleness bound"
-        self._free -= 1
+        assert self.free_slots > 0, "a rollout without a granted slot would break the staleness bound"
+        self.free_slots -= 1
 
         async def run() -> G:
             try:
                 return await rollout()
             finally:  # not in a callback of the task: those run after others may have seen that it is done
-                self._running -= 1
+                self.running -= 1
 
-        self._running += 1
+        self.running += 1
         task = asyncio.create_task(run())
         self._pending.append(task)
         return task
@@ -406,7 +392,7 @@ class RolloutQueue(Generic[G]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._running = 0  # those that were cancelled before their first line have not counted themselves
+        self.running = 0  # those that were cancelled before their first line have not counted themselves
 
 
 def _is_trainable(one: _Drawn) -> bool:
@@ -441,8 +427,172 @@ def _filled(useful: list[_Drawn], others: list[_Drawn]) -> list[TrajectoryGroup]
     return [(one if one.useful else next(repeated)).group for one in places]
 
 
-def _mask_equal_rewards(groups: list[TrajectoryGroup], metrics: Metrics) -> None:
-    equal = [group for group in groups if not has_variance(group)]
-    for group in equal:
-        mask_group(group)
-    metrics.count("sampling/masked", len(equal))
+# -- what is worth training on -----------------------------------------------------------------------------------------
+
+
+def is_useful(group: TrajectoryGroup) -> bool:
+    """Whether the outcomes of its samples differ (DAPO, arXiv:2503.14476, eq. 11).
+
+    Penalties for length do not count: a group without a correct answer would only teach the model to be short.
+    """
+    outcomes = {item.outcome for item in group.trajectories if item.status == OK}
+    return len(outcomes) > 1
+
+
+def has_variance(group: TrajectoryGroup) -> bool:
+    """Whether the rewards used in training differ, penalties included."""
+    return len({item.reward for item in group.trajectories if item.status == OK}) > 1
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """`trainer.algorithm.dynamic_sampling`: draw groups until enough of a step's groups are useful.
+
+    Type `filter` corresponds to a fraction of 1: all must be useful. Type `replace` needs fewer, and repeats useful
+    groups in place of the others.
+    """
+
+    min_replace_ratio: float = 1.0
+    max_sample_batches: int = -1
+    """A step may draw at most this many times its size; -1 is no bound."""
+    off: str = "trainer.algorithm.dynamic_sampling.type=null"
+    """What turns it off, for an error."""
+
+    def least_useful(self, size: int) -> int:
+        """How many of a step's `size` groups must be useful: at least one, as otherwise there is nothing to repeat."""
+        return max(1, math.ceil(round(self.min_replace_ratio * size, 6))) if size else 0
+
+    @property
+    def drops_at_once(self) -> bool:
+        """Whether a group that is not useful is dropped from every step, whatever the other groups are like."""
+        return self.min_replace_ratio >= 1
+
+
+class Curriculum:
+    """`data.curriculum`: leaves out, once, a prompt that was too hard or too easy when it was last drawn.
+
+    A resumed run needs only `state()` and `load_state()`.
+    """
+
+    def __init__(self, min_pass_rate: float, max_pass_rate: float):
+        self._min = min_pass_rate
+        self._max = max_pass_rate
+        self._rates: dict[str, float] = {}
+        """uid -> share of samples that passed when the prompt was last drawn; absent if it was left out since then."""
+
+    def observe(self, group: TrajectoryGroup) -> None:
+        """Record the pass rate of the group's valid samples; a group without valid samples changes nothing."""
+        passed = [item.outcome >= PASSED for item in group.trajectories if item.status == OK]
+        if passed:
+            self._rates[group.prompt.uid] = sum(passed) / len(passed)
+
+    def leaves_out(self, uid: str) -> bool:
+        """Whether the prompt is left out this time; if so, it is drawn again the next time."""
+        if self._min <= self._rates.get(uid, self._min) <= self._max:
+            return False
+        del self._rates[uid]
+        return True
+
+    def state(self) -> dict[str, float]:
+        return dict(self._rates)
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        self._rates = dict(state)
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """Applies the enabled adjustments to a training group, in place; evaluation does not use it.
+
+    Order: `zero_unfinished` sets what a response is worth, `punish_overlong` what its length costs, `mask_truncated`
+    which responses are trained on.
+    """
+
+    zero_reward_on_non_stop: bool = False
+    apply_overlong_filtering: bool = False
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    max_generate_length: int = 1
+    """The maximum number of tokens of a turn."""
+
+    def __call__(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        valid = [item for item in group.trajectories if item.status == OK]
+        if self.zero_reward_on_non_stop:
+            zero_unfinished(valid)
+        if self.overlong_buffer.len:
+            for item in valid:
+                punish_overlong(item, self.max_generate_length, self.overlong_buffer)
+        if self.apply_overlong_filtering:
+            mask_truncated(valid)
+        return group
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """The settings that decide which rollouts a step trains on; all are off by default."""
+
+    shaping: RewardShaping = field(default_factory=RewardShaping)
+    dynamic_sampling: DynamicSampling | None = None
+    zero_variance_filter: bool = False
+    over_provisioning: float = 0.0
+    """Extra rollouts begun, as a fraction of those that a step needs; requires max_staleness_steps 0."""
+    curriculum: Curriculum | None = None
+
+
+def zero_unfinished(valid: Sequence[Trajectory]) -> None:
+    """Give responses that did not end by themselves a reward of 0, or less.
+
+    It is less if the environment gave less, or if a response of the group that did end got less: if wrong answers get
+    -1, a flat 0 would teach the model not to end.
+    """
+    worst = min((item.reward for item in valid if item.stop_reason == "stop"), default=0.0)
+    for item in valid:
+        if item.stop_reason != "stop":
+            reward = min(item.reward, 0.0, worst)
+            if item.turns:
+                last = item.turns[-1]
+                item.turns[-1] = replace(last, reward=last.reward + (reward - item.reward))
+            item.reward = reward
+
+
+def overlong_penalty(length: int, max_generate_length: int, overlong_buffer: OverlongBufferConfig) -> float:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): the amount to subtract from the reward.
+
+    0 up to max_generate_length - len, from there growing linearly to `penalty_factor` at max_generate_length, and
+    `penalty_factor` beyond.
+    """
+    over = max(length - (max_generate_length - overlong_buffer.len), 0)
+    return overlong_buffer.penalty_factor * min(over / overlong_buffer.len, 1.0)
+
+
+def punish_overlong(item: Trajectory, max_generate_length: int, overlong_buffer: OverlongBufferConfig) -> None:
+    """Subtract the penalty for the longest turn from that turn; `item.raw_reward` keeps the original reward.
+
+    A turn that was cut pays the full penalty, even if something other than max_generate_length cut it.
+    """
+    item.raw_reward = item.reward
+    lengths = [max_generate_length if turn.stop_reason == "length" else turn.stop - turn.start for turn in item.turns]
+    if lengths:
+        longest = lengths.index(max(lengths))
+        penalty = overlong_penalty(lengths[longest], max_generate_length, overlong_buffer)
+        turn = item.turns[longest]
+        item.turns[longest] = replace(turn, reward=turn.reward - penalty)
+        item.reward -= penalty
+
+
+def mask_truncated(valid: Sequence[Trajectory]) -> None:
+    """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): no loss on responses that were cut by length.
+
+    Their rewards remain in the statistics of their group, with which the other responses are compared.
+    """
+    for item in valid:
+        if item.stop_reason == "length":
+            item.loss_spans = []
+
+
+def mask_group(group: TrajectoryGroup) -> None:
+    """Take all responses of the group out of the loss; rewards and statuses stay as they are."""
+    for item in group.trajectories:
+        item.loss_spans = []

@@ -1,19 +1,30 @@
-"""Episodes: conversations between an environment and an engine, recorded as tokens."""
+"""Episodes: conversations between an environment and an engine, recorded as tokens.
+
+`ConversationGenerator.rollout` makes the group of a prompt. `Ledger` records an episode's tokens exactly as the model
+read and sampled them, `EpisodeLimiter` bounds how many run at a time, and `Tokenizing` keeps the tokenizer's work from
+holding up the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from copy import copy
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from skyrl_train.clock import now
-from skyrl_train.data.arrays import Tokens, token_array
+from skyrl_train.data.arrays import Tokens, joined, logprob_array, token_array
 from skyrl_train.data.chat import (
     LastRendered,
     decode_response,
@@ -26,12 +37,14 @@ from skyrl_train.data.chat import (
     render_prompt,
 )
 from skyrl_train.data.dataset import max_turns_of
-from skyrl_train.data.messages import continues_message, template_kwargs_of, with_answer
+from skyrl_train.data.messages import Message, Prompt, continues_message, template_kwargs_of, with_answer
 from skyrl_train.data.reasoning import open_marker
-from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.environments.base import BAD_ROW, StepOutput
+from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode
 from skyrl_train.errors import (
     DataError,
     DeadlineExceeded,
@@ -42,9 +55,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.messages import visible
 from skyrl_train.metrics import NameLimit
-from skyrl_train.rollouts.ledger import Ledger
-from skyrl_train.rollouts.rate_limit import EpisodeLimiter
-from skyrl_train.rollouts.tokenizing import tokenizing_of
+from skyrl_train.tasks import PerTurn, unwatched
 
 CUT = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
@@ -52,36 +63,7 @@ _LEAST_S = 1e-3
 MAX_METRICS, MAX_METRIC_LENGTH = 256, 128
 """Names of numbers that environments may report in one run, and characters of a name."""
 log = logging.getLogger(__name__)
-
-
-class Sampler(Protocol):
-    """The engine interface that a generator needs: an EngineClient, or a Lockstep around one."""
-
-    async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """The completions in request order."""
-
-    def episode(self) -> AbstractAsyncContextManager[object]:
-        """A context to stay in for as long as an episode may still request tokens."""
-
-
-class EnvironmentSession(Protocol):
-    """One environment instance, wherever it runs."""
-
-    messages: list[Message]
-    """The conversation that the episode begins with."""
-
-    async def step(self, text: str) -> StepOutput:
-        """Give the model's turn to the environment. Raises EnvironmentFailure."""
-
-    async def close(self) -> None:
-        """End the instance."""
-
-
-class Environments(Protocol):
-    """Starts environment instances: an `environments.pool.EnvironmentPool`."""
-
-    async def start(self, env_class: str, prompt: Prompt) -> EnvironmentSession:
-        """Start an instance for `prompt`. Raises EnvironmentFailure, or DataError for this row."""
+Sampler = EngineClient | Lockstep
 
 
 @dataclass(frozen=True)
@@ -116,8 +98,8 @@ class ConversationGenerator:
     def __init__(
         self,
         sampler: Sampler,
-        environments: Environments,
-        tokenizer: object,
+        environments: EnvironmentPool,
+        tokenizer: Any,
         settings: RolloutSettings,
         *,
         later_turns: Sampler | None = None,
@@ -127,7 +109,7 @@ class ConversationGenerator:
         self._sampler = sampler
         self._later_turns = later_turns or sampler
         self._environments = environments
-        self._tokenizer: Any = tokenizer
+        self._tokenizer = tokenizer
         self._tokenizing = tokenizing_of(tokenizer)
         self._settings = settings
         self._limiter = limiter or EpisodeLimiter()
@@ -173,7 +155,8 @@ class ConversationGenerator:
         """`rendered`: the openings of this group so far, and their tokens; most samples have the same one."""
         prompt = state.trajectory.prompt
         try:
-            state.max_turns = _max_turns(prompt, self._settings.max_turns)
+            own = max_turns_of(f"row {prompt.uid}", prompt.env_extras)
+            state.max_turns = self._settings.max_turns if own is None else min(own, self._settings.max_turns)
             extras = {**prompt.env_extras, "max_turns": state.max_turns}
             state.session = await self._environments.start(prompt.env_class, replace(prompt, env_extras=extras))
         except DataError as error:  # rows of files are checked when they are loaded
@@ -194,7 +177,7 @@ class ConversationGenerator:
                 same = _Opening(opening, token_array(ids), last, opened)
                 rendered.append(same)
             state.ledger.open(same.ids)
-            state.last_rendered, state.opened = copy(same.last), same.opened
+            state.last_rendered, state.opened = copy.copy(same.last), same.opened
         except DataError as error:  # the row's own messages were rendered when it was loaded
             state.trajectory.fail("chat_template", str(error))
             await state.close()
@@ -376,7 +359,7 @@ class _EpisodeState:
 
     trajectory: Trajectory
     ledger: Ledger
-    session: EnvironmentSession | None = None
+    session: HostedEpisode | None = None
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""
@@ -394,7 +377,9 @@ class _EpisodeState:
     def said(self) -> str:
         """What the model said: its answer, or the conversation from its first answer to its last."""
         messages, first, last = self.trajectory.messages, self.answers[0], self.answers[-1]
-        return str(messages[first]["content"]) if first == last else _transcript(messages[first : last + 1])
+        if first == last:
+            return str(messages[first]["content"])
+        return "\n".join(f"{message['role']}: {plain_text(message)}" for message in messages[first : last + 1])
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> _EpisodeState:
@@ -431,18 +416,236 @@ def _as_rendered(tokenizer: Any, state: _EpisodeState) -> list[Message]:
     return messages
 
 
-def _max_turns(prompt: Prompt, most: int) -> int:
-    """The run's bound, or that of the prompt's own `max_turns` if it is lower."""
-    own = max_turns_of(f"row {prompt.uid}", prompt.env_extras)
-    return most if own is None else min(own, most)
-
-
 def _numbers(metadata: dict[str, object]) -> dict[str, float]:
     """The numbers in an environment's metadata that can be averaged: not NaN, nor integers too large for a float."""
     found = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
     return {key: float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
 
 
-def _transcript(messages: Sequence[Message]) -> str:
-    """A conversation as readable text."""
-    return "\n".join(f"{message['role']}: {plain_text(message)}" for message in messages)
+# -- an episode as tokens ----------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """Writes a trajectory's tokens: sampled tokens are in the loss, the environment's tokens are not.
+
+    `context` is what the model reads next. Sampled tokens stay as they were sampled: nothing is tokenised again.
+
+    Example: open([5, 6]), sampled 7 2, tell([9, 8]), sampled 3 2: response_ids [7, 2, 9, 8, 3, 2], loss_spans and turns
+    [0, 2) and [4, 6).
+    """
+
+    def __init__(self, trajectory: Trajectory):
+        self._item = trajectory
+        self._prompt_ids = trajectory.prompt_ids
+        """The prompt of the current sequence ..."""
+        self._start = 0
+        """... and the index of the first response token that follows it."""
+
+    def open(self, prompt_ids: ArrayLike) -> None:
+        """Begin the episode with its prompt."""
+        self._item.prompt_ids = self._prompt_ids = token_array(prompt_ids)
+
+    @property
+    def context(self) -> Tokens:
+        """All tokens of the current sequence: what the model reads next."""
+        return np.concatenate((self._prompt_ids, self._item.response_ids[self._start :]))
+
+    def sample(self, completion: Completion) -> None:
+        """Append a turn of the model; what comes of it is told later, by `note`."""
+        item, start = self._item, len(self._item.response_ids)
+        self._append(completion.token_ids, completion.full_logprobs)
+        item.stop_reason = completion.stop_reason
+        self._route(completion.routing)
+        versions = [span.version for span in completion.versions] or [0]
+        counted = sum((span.stop - span.start) * span.version for span in completion.versions)
+        mean = counted / max(1, len(completion.token_ids))
+        stop, reason = len(item.response_ids), completion.stop_reason
+        if start < stop:
+            item.loss_spans.append((start, stop))
+        item.turns.append(Turn(start, stop, 0.0, reason, min(versions), max(versions), mean, completion.running_s))
+
+    def _route(self, routing: Any) -> None:
+        """Note where tokens went: those of earlier turns stay as they were when they were sampled."""
+        if routing is None:
+            return
+        sequences = self._item.routing
+        while len(sequences) <= len(self._item.restarts):
+            sequences.append(routing[:0])
+        known = len(sequences[-1])
+        sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
+
+    def note(self, **known: Any) -> None:
+        """Set fields of the last turn: what the environment made of it."""
+        self._item.turns[-1] = replace(self._item.turns[-1], **known)
+
+    @property
+    def last_sampled(self) -> int | None:
+        """The last token of the last turn, if nothing was appended since; else None."""
+        last = self._item.turns[-1]
+        return int(self._item.response_ids[-1]) if last.start < last.stop == len(self._item.response_ids) else None
+
+    def tell(self, ids: ArrayLike) -> None:
+        """Append tokens that the model reads but did not sample."""
+        told = token_array(ids)
+        self._append(told, np.zeros(len(told), np.float32))
+
+    def _append(self, ids: ArrayLike, logprobs: ArrayLike) -> None:
+        item = self._item
+        item.response_ids = joined(item.response_ids, token_array(ids))
+        item.logprobs = joined(item.logprobs, logprob_array(logprobs))
+
+    def take_back(self) -> None:
+        """Remove the last sampled token: an end of message, where the message continues after all."""
+        item, last = self._item, self._item.turns[-1]
+        assert last.start < last.stop == len(item.response_ids), "nothing was said after it"
+        item.response_ids, item.logprobs = item.response_ids[:-1], item.logprobs[:-1]
+        item.turns[-1] = last = replace(last, stop=last.stop - 1)
+        item.loss_spans[-1:] = [(last.start, last.stop)] if last.start < last.stop else []
+
+    def restart(self, prompt_ids: ArrayLike) -> None:
+        """Let the model read `prompt_ids` next.
+
+        If they begin with the current context, they extend the current sequence; otherwise a new sequence begins.
+        """
+        context, ids = self.context, token_array(prompt_ids)
+        if np.array_equal(ids[: len(context)], context):
+            self.tell(ids[len(context) :])
+            return
+        self._prompt_ids, self._start = ids, len(self._item.response_ids)
+        self._item.restarts.append(Restart(self._start, ids))
+
+
+# -- how many episodes run ---------------------------------------------------------------------------------------------
+
+_EPISODES_PER_TURN = 32
+"""Episodes that begin in one turn of the event loop: thousands at once would hold up everything else."""
+
+
+class EpisodeLimiter:
+    """`generator.rate_limit`: groups of episodes are admitted in the order in which they ask, each as a whole.
+
+    trajectories_per_second: at most this many episodes begin per second. max_concurrency: at most this many episodes
+    run at a time, unless a single group is larger. None is no limit; without both, admission depends on no clock.
+    """
+
+    def __init__(self, trajectories_per_second: float | None = None, max_concurrency: int | None = None):
+        self._seconds_each = 0.0 if trajectories_per_second is None else 1.0 / trajectories_per_second
+        self._most = max_concurrency
+        self._running = 0
+        self._next_start = 0.0
+        self._turn = asyncio.Lock()
+        """Held by the next group to be admitted: waiters are served in order, so a large group is never starved."""
+        self._left = asyncio.Event()
+        self._per_turn = PerTurn(_EPISODES_PER_TURN)
+
+    async def admit(self, episodes: int) -> None:
+        """Wait until this many episodes may begin; each admission needs a matching `release`."""
+        if self._most is None and not self._seconds_each:
+            await self._per_turn(episodes)
+            return
+        async with self._turn:
+            while self._most is not None and self._running and self._running + episodes > self._most:
+                self._left.clear()
+                await self._left.wait()
+            clock = asyncio.get_running_loop()
+            await asyncio.sleep(self._next_start - clock.time())
+            self._next_start = max(clock.time(), self._next_start) + episodes * self._seconds_each
+            self._running += episodes
+
+    def release(self, episodes: int) -> None:
+        """Note that this many admitted episodes have ended."""
+        self._running -= episodes
+        self._left.set()
+
+
+# -- the tokenizer of thousands of conversations -----------------------------------------------------------------------
+
+T = TypeVar("T")
+_Asked = tuple[int, Callable[[Any], Any], "asyncio.Future[Any]"]
+LONG = 1 << 14
+"""Characters or tokens from which on a text is not for the event loop: some milliseconds."""
+_PER_TURN, _EACH = 1 << 16, 1 << 10
+"""Characters in one turn of the event loop, and what a call counts beside its own: some ten milliseconds in all."""
+_TOKENIZINGS: WeakKeyDictionary[Any, Tokenizing] = WeakKeyDictionary()
+
+
+def tokenizing_of(tokenizer: Any) -> Tokenizing:
+    """The one of this tokenizer."""
+    found = _TOKENIZINGS.get(tokenizer)
+    if found is None:
+        found = _TOKENIZINGS[tokenizer] = Tokenizing(tokenizer)
+    return found
+
+
+class Tokenizing:
+    """A tokenizer as thousands of conversations use it at a time: what they ask is done in the order in which it came,
+    as much in one turn of the event loop as leaves time for what else there is.
+
+    Short texts are not for a thread: one that lets go of the interpreter's lock for microseconds, again and again, as a
+    tokenizer does, keeps it from the event loop, which waits for it after every array and every pipe.
+
+    The thread has a copy of its own, made anew where template or tokens have changed: whoever else has the tokenizer
+    may set its padding or truncation, which would hold for what is being encoded there.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._original = ref(tokenizer)
+        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[_Asked]] = WeakKeyDictionary()
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._copied, self._state = _copied(tokenizer), _state(tokenizer)
+
+    async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """`function(tokenizer, *args)`, or what it raises. `size`: how many characters or tokens go through it."""
+        # Not in this frame, which an error's traceback keeps: the future keeps the error.
+        return await self._answer(size, partial(_called, function, args))  # type: ignore[no-any-return]
+
+    def _answer(self, size: int, work: Callable[[Any], Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        if size >= LONG:
+            return loop.run_in_executor(self._thread, work, self._own())
+        asked = self._asked.setdefault(loop, deque())
+        if not asked:
+            loop.call_soon(self._work, loop)
+        answer = unwatched(loop.create_future())
+        asked.append((_EACH + size, work, answer))
+        return answer
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        asked, done, tokenizer = self._asked[loop], 0, self._original()
+        while asked and done < _PER_TURN:
+            size, work, answer = asked.popleft()
+            if not answer.done():  # whoever asked was cancelled
+                done += size
+                try:
+                    answer.set_result(work(tokenizer))
+                except BaseException as error:
+                    answer.set_exception(error)
+            del work, answer  # an error's traceback keeps this frame, which would keep the error
+        if asked:
+            loop.call_soon(self._work, loop)
+
+    def _own(self) -> Any:
+        """The thread's copy."""
+        original = self._original()
+        if original is not None and (state := _state(original)) != self._state:
+            self._copied, self._state = _copied(original), state
+        return self._copied
+
+
+def _copied(tokenizer: Any) -> Any:
+    try:
+        return copy.deepcopy(tokenizer)
+    except Exception:  # one of a user's own, with a lock or a file
+        return tokenizer
+
+
+def _state(tokenizer: Any) -> Any:
+    return getattr(tokenizer, "chat_template", None), len(tokenizer), dict(tokenizer.special_tokens_map)
+
+
+def _called(function: Callable[..., T], args: Any, tokenizer: Any) -> T:
+    """What it returns or raises, but for StopIteration, which no future takes."""
+    try:
+        return function(tokenizer, *args)
+    except StopIteration as error:
+        raise RuntimeError(f"StopIteration: {error}") from error

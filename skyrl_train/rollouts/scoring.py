@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from skyrl_train.clock import now
+from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.rollouts.collector import Rollout
 
@@ -71,17 +72,18 @@ class ScoredRollouts:
                 f"trainer.reward.model.path: a trajectory of prompt {group.prompt.uid} has no messages to score; a "
                 "generator of your own must fill Trajectory.messages with the whole conversation."
             )
-        if answered:
-            scores = await judge([_without_reasoning(item.messages) for item in answered])
-            for item, score in zip(answered, scores, strict=True):
-                self._apply(item, score)
-
-    def _apply(self, item: Trajectory, score: float | EnvironmentFailure) -> None:
-        if isinstance(score, EnvironmentFailure):
-            log.warning("A rollout of prompt %s cannot be scored: %s", item.prompt.uid, score)
-            item.fail(score.kind, score.detail)
+        if not answered:
             return
-        add_score(item, self._coef, score)
+        scores = await judge([_without_reasoning(item.messages) for item in answered])
+        for item, score in zip(answered, scores, strict=True):
+            if isinstance(score, EnvironmentFailure):
+                log.warning("A rollout of prompt %s cannot be scored: %s", item.prompt.uid, score)
+                item.fail(score.kind, score.detail)
+                continue
+            item.reward += self._coef * score
+            if item.turns:  # the score of the whole conversation is known at its end
+                item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + self._coef * score)
+            item.env_metrics[METRIC] = score
 
 
 def _without_reasoning(messages: Sequence[Message]) -> list[Message]:
@@ -91,11 +93,3 @@ def _without_reasoning(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
-
-
-def add_score(item: Trajectory, coef: float, score: float) -> None:
-    """Add `coef` times the judge's score to the trajectory's reward."""
-    item.reward += coef * score
-    if item.turns:  # the score of the whole conversation is known at its end
-        item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + coef * score)
-    item.env_metrics[METRIC] = score

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import decode_response, opened_reasoning, render_prompt
-from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.control_tokens import end_of_turn_token
 from skyrl_train.data.messages import continues_message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, request_ids
 from skyrl_train.engines.client import EngineClient

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from skyrl_train.skyrl.client import InferenceEngineClient
     from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
     from skyrl_train.skyrl.trainer import RayPPOTrainer
-    from skyrl_train.trainer.schedule import StepSchedule
-    from skyrl_train.trainer.trainer import Trainer
+    from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
 
 class BasePPOExp(Experiment):
@@ -219,7 +218,7 @@ def _checked(facade: Any, experiment: Experiment) -> RayPPOTrainer:
 def _prompts(dataset: Any, config: Config) -> PromptDataset:
     """A dataset of SkyRL's form, whose items are (messages, env_class, extras, uid), as prompts."""
     from skyrl_train.data.dataset import PromptDataset
-    from skyrl_train.data.trajectory import Prompt
+    from skyrl_train.data.messages import Prompt
 
     if isinstance(dataset, PromptDataset):
         prompts = dataset.prompts

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from skyrl_train.data.trajectory import OK, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
 from skyrl_train.skyrl.metrics import get_rollout_metrics
 from skyrl_train.skyrl.outputs import output_of

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.data.arrays import Tokens, joined, logprob_array, spans_of, token_array
-from skyrl_train.data.trajectory import OK, Prompt, Restart, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import OK, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
 

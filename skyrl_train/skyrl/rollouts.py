@@ -10,8 +10,8 @@ from typing import Any
 from skyrl_train.config.hydra import plain
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import decode_response, opened_reasoning
-from skyrl_train.data.messages import continues_message, with_answer
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Prompt, continues_message, with_answer
+from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
 from skyrl_train.skyrl.interface import (
@@ -24,7 +24,7 @@ from skyrl_train.skyrl.interface import (
 )
 from skyrl_train.skyrl.outputs import check_output, trajectories_of
 from skyrl_train.skyrl.scope import scope
-from skyrl_train.trainer.loop import TrainingLoop
+from skyrl_train.trainer.trainer import TrainingLoop
 
 
 @dataclass(frozen=True)

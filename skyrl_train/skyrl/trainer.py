@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep, describe
-from skyrl_train.algorithms.advantages import batch_normalised
+from skyrl_train.algorithms.advantages import AdvantageStep, batch_normalised, describe
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import ConfigError

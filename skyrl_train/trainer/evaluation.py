@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import quote
 
 from skyrl_train.config.secrets import redact
-from skyrl_train.data.trajectory import OK, PASSED, Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import OK, PASSED, TrajectoryGroup
 from skyrl_train.durable import replacing
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.messages import visible

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from skyrl_train.algorithms.advantages import Compared
+from skyrl_train.config.schema import GuardsConfig
 from skyrl_train.errors import Unhealthy
 from skyrl_train.report.diagnosis import truncation_advice
 from skyrl_train.trainer.run_state import SKIPPED
@@ -33,25 +33,10 @@ optimizer step starts at the policy from before it, so its own ratio is 1 and on
 _log = logging.getLogger(__name__)
 
 
-class GuardSettings(Protocol):
-    """trainer.guards."""
-
-    @property
-    def max_skipped_updates(self) -> int: ...
-    @property
-    def equal_rewards_steps(self) -> int | None: ...
-    @property
-    def max_ratio(self) -> float | None: ...
-    @property
-    def max_cut_fraction(self) -> float | None: ...
-    @property
-    def stop(self) -> list[str]: ...
-
-
 class Guards:
     """Looks at the metrics of every step. A guard warns when its limit is first passed, and again after a recovery."""
 
-    def __init__(self, settings: GuardSettings, compared: Compared | None, end_of_turn: str = ""):
+    def __init__(self, settings: GuardsConfig, compared: Compared | None, end_of_turn: str = ""):
         """Create guards with these limits.
 
         Args:

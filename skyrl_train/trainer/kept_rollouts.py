@@ -25,17 +25,19 @@ from torch import Tensor
 from skyrl_train import trace
 from skyrl_train.config.secrets import holds_secret, redact, spells_secret
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import OK, Message, ToolCalled, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Message, ToolCalled
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.report.rollout_files import (
     COLUMNS,
     HIDDEN_TOKEN,
     RolloutFiles,
+    dumped,
+    pack_messages,
     step_file,
     vocabulary_file,
     write_rollouts,
     write_vocabulary,
 )
-from skyrl_train.report.rollout_packing import dumped, pack_messages
 from skyrl_train.tasks import to_its_end
 
 SAMPLED_GROUPS = 8
@@ -242,7 +244,8 @@ def _table(
     vocabulary: Callable[[], Mapping[int, str]],
 ) -> pa.Table:
     items = [item for _, item in numbered]
-    unsafe = [place for place, item in enumerate(items) if _holds_secret(item)]
+    said = [[item.text, item.messages or item.prompt.messages] for item in items]
+    unsafe = [place for place, one in enumerate(said) if holds_secret(one)]
     token_texts = vocabulary() if unsafe else {}
     hidden = {place: _spelling([*items[place].prompt_ids, *items[place].response_ids], token_texts) for place in unsafe}
     offsets = np.concatenate(([0], np.cumsum([len(item.response_ids) for item in items]))).astype(np.int32)
@@ -361,10 +364,6 @@ def _harmless(call: ToolCalled) -> ToolCalled:
         return redact(call if shown == given else call | {"arguments": json.dumps(shown, ensure_ascii=False)})
     except (ValueError, RecursionError):  # what can be read need not be shallow enough for what follows
         return redact(call)
-
-
-def _holds_secret(item: Trajectory) -> bool:
-    return holds_secret([item.text, item.messages or item.prompt.messages])
 
 
 def _spelling(ids: Sequence[int], token_texts: Mapping[int, str]) -> NDArray[np.bool_]:

@@ -292,7 +292,9 @@ class RunState:
         except OSError as error:
             if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                 raise
-            await self._stop_saving()
+            ranks = [worker for group in self._learner.trained.values() for worker in group.workers]
+            # Others may still write what this one could not.
+            await asyncio.gather(*(rank.stop_saving() for rank in ranks), return_exceptions=True)
             await asyncio.to_thread(self._checkpoints.discard, step)
             self._note_failure(step, error)
         except Exception:
@@ -302,11 +304,6 @@ class RunState:
             self._failed_in_a_row, self.saved_step = 0, step
         finally:
             copied.set()
-
-    async def _stop_saving(self) -> None:
-        """Wait for ranks that still write, as another one could not."""
-        workers = [worker for group in self._learner.trained.values() for worker in group.workers]
-        await asyncio.gather(*(worker.stop_saving() for worker in workers), return_exceptions=True)
 
     async def _write_files(self, step: int, copied: asyncio.Event) -> dict[str, Written]:
         """Have the ranks write their parts; returns what they wrote, by path inside the checkpoint."""

@@ -402,7 +402,7 @@ TORCH = {
     "strategies/shards.py": """
         torch.distributed.tensor._utils.compute_local_shape_and_global_offset(global_shape, mesh, placements)
     """,
-    "report/memory.py": """
+    "report/profiling.py": """
         torch.cuda.memory._record_memory_history(enabled=_)
         torch.cuda.memory._record_memory_history(max_entries=_)
         torch.cuda.memory._dump_snapshot(filename)

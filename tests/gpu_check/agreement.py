@@ -16,7 +16,7 @@ from pathlib import Path
 
 from skyrl_train.config.choices import ENGINES, STRATEGIES
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.sft import Demonstration, demonstration_batch
+from skyrl_train.data.batch import Demonstration, demonstration_batch
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.learner.worker import LearnerWorker
 from tests.gpu_check.decoding import elsewhere, prompts

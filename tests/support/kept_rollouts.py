@@ -11,7 +11,8 @@ import torch
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import TrainBatch, collate
-from skyrl_train.data.trajectory import Prompt, Restart, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Restart, TrajectoryGroup, Turn
 from tests.support.trajectories import trajectory_from
 
 OF_TOKENS = {

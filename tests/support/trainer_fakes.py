@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.data.sft import Demonstration
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup, Turn
+from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.data.batch import Demonstration
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup, Turn
 from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.residency import AlwaysResident
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.sft_trainer import SFTTrainer
-from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.trainer.trainer import Residency, SFTTrainer, StepSchedule, Trainer
 from tests.support.trajectories import trajectory_from
 
 
@@ -142,16 +140,14 @@ def trainer_of(
     schedule = StepSchedule(num_prompts=5, train_batch_size=2, epochs=1)
     return Trainer(
         schedule=schedule,
-        intervals=Intervals(
-            eval_interval=2, ckpt_interval=2, hf_save_interval=0, eval_before_train=True, total_steps=3
-        ),
+        cfg=TrainerConfig(eval_interval=2, ckpt_interval=2),
         collector=RolloutCollector(
             fakes.rollout, lambda i: Prompt(str(i), [], "x"), schedule.prompts_of_step, max_staleness, 0.5
         ),
         learner=fakes,
         batch_steps=[lambda batch, metrics: batch.with_tokens(advantages=batch.token_rewards)],
         publish=fakes.publish,
-        residency=residency or AlwaysResident(),
+        residency=residency or Residency(),
         evaluator=fakes if evaluator == "fakes" else evaluator,
         state=fakes,
         trackers=Trackers({"fake": fakes}),
@@ -166,9 +162,7 @@ def sft_trainer_of(fakes: Any) -> SFTTrainer:
         demonstrations=[Demonstration([1, 2], [False, True])] * 4,
         index_at=lambda position: position,
         schedule=schedule,
-        intervals=Intervals(
-            eval_interval=0, ckpt_interval=2, hf_save_interval=0, eval_before_train=False, total_steps=2
-        ),
+        cfg=TrainerConfig(ckpt_interval=2),
         learner=fakes,
         state=fakes,
         trackers=Trackers({"fake": fakes}),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.data.arrays import logprob_array, spans_of, token_array
-from skyrl_train.data.trajectory import Prompt, Trajectory, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Trajectory, Turn
 from skyrl_train.engines.base import Completion, VersionSpan
 
 

@@ -20,9 +20,8 @@ from skyrl_train.data.chat import (
     render_prompt,
     unread_tokens,
 )
-from skyrl_train.data.end_of_turn import end_of_turn_token
-from skyrl_train.data.messages import continues_message
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.control_tokens import end_of_turn_token
+from skyrl_train.data.messages import Message, continues_message
 from skyrl_train.data.vocabulary import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body

@@ -38,8 +38,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.models.stop_tokens import stop_tokens
-from skyrl_train.report.memory import peak_memory
-from skyrl_train.report.profile import Profiler
+from skyrl_train.report.profiling import Profiler, peak_memory
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of

@@ -27,7 +27,7 @@ from skyrl_train.engines.in_process import Accelerator, RunClock, StepThread
 from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
-from skyrl_train.report.memory import peak_memory
+from skyrl_train.report.profiling import peak_memory
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.

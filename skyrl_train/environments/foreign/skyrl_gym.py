@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.environments import base, registry
 from skyrl_train.environments.base import BaseTextEnvStepOutput, TextEnv
 from skyrl_train.errors import ConfigError

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.config.secrets import redact
+from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import ground_truth_of
 from skyrl_train.environments.tools.ask import NoAnswer, ask

@@ -16,8 +16,8 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.fences import blocks_in
 from skyrl_train.environments.graders.programs import same_output

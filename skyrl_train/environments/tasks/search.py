@@ -7,8 +7,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_train.data.messages import ToolCalled
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools import bm25
 from skyrl_train.environments.tools.base import ToolBox, ToolResult, called

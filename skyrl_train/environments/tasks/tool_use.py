@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from skyrl_train.config.environment import ToolUseConfig
-from skyrl_train.data.trajectory import Message, ToolCalled
+from skyrl_train.data.messages import Message, ToolCalled
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import number_of, score
 from skyrl_train.environments.tools.base import ToolBox, ToolResult, called

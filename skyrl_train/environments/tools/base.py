@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.data.trajectory import ToolCalled
+from skyrl_train.data.messages import ToolCalled
 from skyrl_train.environments.tools.arguments import Arguments, Unusable
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 

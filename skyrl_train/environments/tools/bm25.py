@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.data.rows import read_rows
+from skyrl_train.data.dataset import read_rows
 from skyrl_train.errors import ConfigError, DataError
 
 STOPWORDS = "en"

@@ -10,9 +10,8 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt, render_text
-from skyrl_train.data.messages import continues_message
-from skyrl_train.data.rows import read_hub, read_rows
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.dataset import read_hub, read_rows
+from skyrl_train.data.messages import Message, continues_message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.base import TensorDictEnv
 from skyrl_train.tensordict.envs.conversation import (
@@ -191,7 +190,7 @@ class DatasetChatEnv(ChatEnv):
     """A ChatEnv in which every reset takes the next row of a dataset, endlessly.
 
     Args:
-        dataset: Rows (mappings), or a source for `data.rows.read_rows`: a .parquet, .json or .jsonl file, a folder, a
+        dataset: Rows (mappings), or a source for `dataset.read_rows`: a .parquet, .json or .jsonl file, a folder, a
             name on the hub. A column "text" is the question, unless there is "query" or `data_key` names another.
         shuffle: Use a new order in every pass over the rows, reproducible with `seed`.
         name, split: Configuration and split of a dataset on the hub.

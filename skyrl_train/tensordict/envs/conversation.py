@@ -9,9 +9,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
 from skyrl_train.data.chat import decode_response, opened_reasoning, plain_text
-from skyrl_train.data.messages import continues_message, joined_text_parts
+from skyrl_train.data.messages import Message, continues_message, joined_text_parts
 from skyrl_train.data.reasoning import opening_at_end
-from skyrl_train.data.trajectory import Message
 from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History
 

@@ -138,7 +138,7 @@ def make_gsm8k_env(
     Rows have "question" and "answer". An episode is one step, rewarded by `GSM8KRewardParser`.
     `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
     """
-    from skyrl_train.data.rows import read_hub, read_rows
+    from skyrl_train.data.dataset import read_hub, read_rows
 
     if not isinstance(dataset, str):
         rows = list(dataset)

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
 from skyrl_train.environments.fences import fences
 from skyrl_train.environments.foreign.openenv import OpenEnvEnv

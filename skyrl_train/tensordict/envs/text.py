@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from skyrl_train.data.chat import decode_response, is_control, render_continuation, render_prompt, render_text
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.base import Transform
 from skyrl_train.tensordict.envs.conversation import (

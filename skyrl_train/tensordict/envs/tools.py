@@ -12,8 +12,8 @@ from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
 
+from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import Message
 from skyrl_train.environments.fences import PYTHON, blocks_in
 from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult
 from skyrl_train.environments.tools.browser import BrowserTool

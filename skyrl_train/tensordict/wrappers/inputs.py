@@ -13,7 +13,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from skyrl_train.data.chat import is_control, render_conversation, render_prompt
-from skyrl_train.data.end_of_turn import end_of_turn_token
+from skyrl_train.data.control_tokens import end_of_turn_token
 from skyrl_train.data.messages import continues_message
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options

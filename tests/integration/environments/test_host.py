@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from skyrl_train import trace
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, EnvironmentFailure

@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.hosts import BEAT_S, EnvironmentHosts
 from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode

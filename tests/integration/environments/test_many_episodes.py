@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import OK, TrajectoryGroup
 from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.host import EnvironmentHost

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.process_supervisor import MAX_STDERR_BYTES
 from skyrl_train.errors import EnvironmentFailure

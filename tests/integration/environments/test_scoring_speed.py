@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import resource
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 
 ANSWERS = 10_000

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.pool import MAX_KIND_LENGTH, MAX_KINDS, OTHER_KIND
 from skyrl_train.errors import EnvironmentFailure

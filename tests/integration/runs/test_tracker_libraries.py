@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.sockets import free_address
+from skyrl_train.report.protocol import kept_id
 from skyrl_train.report.rollout_files import RolloutFiles
-from skyrl_train.report.run_ids import kept_id
 
 REPOSITORY = Path(__file__).parents[3]
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])

@@ -24,7 +24,7 @@ from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.schema import FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
-from skyrl_train.learner.micro_batches import PassLimits, micro_batches
+from skyrl_train.learner.shards import PassLimits, micro_batches
 from skyrl_train.learner.worker import MiniBatch, filler
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.ragged_model import RaggedModel

@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost
-from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.rollouts.conversation import Ledger
 from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
 from tests.support.simulation.timings import Timings
 

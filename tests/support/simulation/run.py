@@ -9,17 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
 from skyrl_train.experiment.publisher import PAUSES, SupervisedPublisher, send_whole_version
 from skyrl_train.experiment.trainer import build_samplers
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.residency import AlwaysResident
-from skyrl_train.trainer.schedule import StepSchedule
-from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.trainer.trainer import Residency, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,
@@ -100,12 +97,12 @@ def build_run(
     publish, scaler = _publish(cfg, timings, shape, client, learner, publisher, engine)
     trainer = Trainer(
         schedule=schedule,
-        intervals=Intervals(0, 0, 0, False, schedule.total_steps),
+        cfg=replace(trainer_config, eval_interval=0, ckpt_interval=0, eval_before_train=False),
         collector=collector,
         learner=learner,
         batch_steps=[],
         publish=publish,
-        residency=AlwaysResident(),
+        residency=Residency(),
         evaluator=None,
         state=state,
         trackers=trackers,

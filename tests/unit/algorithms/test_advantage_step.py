@@ -6,8 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward, describe
-from skyrl_train.algorithms.advantages import batch_normalised, dr_grpo, gae, grpo, reinforce_pp, reinforce_pp_baseline
+from skyrl_train.algorithms.advantages import (
+    AdvantageStep,
+    KLInReward,
+    batch_normalised,
+    describe,
+    dr_grpo,
+    gae,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1, k3, k3_ratio
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics

@@ -9,9 +9,8 @@ from statistics import fmean
 import pytest
 import torch
 
-from skyrl_train.algorithms import advantage_step as advantages, advantages as estimators, registry
-from skyrl_train.algorithms.advantage_step import AdvantageStep
-from skyrl_train.algorithms.advantages import _suffix_sums as suffix_sums, batch_normalised, grpo, maxrl
+from skyrl_train.algorithms import advantages, registry
+from skyrl_train.algorithms.advantages import AdvantageStep, _suffix_sums as suffix_sums, batch_normalised, grpo, maxrl
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -251,7 +250,7 @@ def test_one_long_answer_does_not_make_all_long(monkeypatch: pytest.MonkeyPatch)
     with LargestTensor() as largest:
         found = suffix_sums(values, rows, factor)
     assert largest.most <= 2 * len(rows)
-    monkeypatch.setattr(estimators, "_RECTANGLE", 64)  # hardly any two side by side
+    monkeypatch.setattr(advantages, "_RECTANGLE", 64)  # hardly any two side by side
     assert torch.equal(suffix_sums(values, rows, factor), found)
     last = values.clone()
     for at in range(len(rows) - 2, -1, -1):

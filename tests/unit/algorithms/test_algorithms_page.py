@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.algorithms import advantage_step as advantages, policy_objective as policy, registry
-from skyrl_train.algorithms.advantage_step import AdvantageStep
+from skyrl_train.algorithms import advantages, policy_objective as policy, registry
+from skyrl_train.algorithms.advantages import AdvantageStep
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.config.algorithm import AlgorithmConfig

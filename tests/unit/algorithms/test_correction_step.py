@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.correction_step import OffPolicyCorrection
-from skyrl_train.algorithms.corrections import effective_sample_size, inside, sequence_ratios
+from skyrl_train.algorithms.corrections import OffPolicyCorrection, effective_sample_size, inside, sequence_ratios
 from skyrl_train.algorithms.losses import importance_sampling
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.ratios import importance_ratios

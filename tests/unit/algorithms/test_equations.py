@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms import policy_objective as policy, registry
 from skyrl_train.algorithms.losses import cispo_rollout
-from skyrl_train.algorithms.values import clipped_value_loss
+from skyrl_train.algorithms.value_objective import clipped_value_loss
 from skyrl_train.data.batch import TrainBatch
 from tests.support.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
 

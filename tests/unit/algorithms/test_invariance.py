@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms import policy_objective as policy, registry, sft_objective as sft
+from skyrl_train.algorithms import policy_objective as policy, registry, sft
 from skyrl_train.algorithms.losses import cross_entropy
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import weigh
 from skyrl_train.algorithms.selections import selection_of
-from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.skyrl_style import SkyRLLoss
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.config.algorithm import AlgorithmConfig

@@ -9,7 +9,7 @@ import torch
 
 from skyrl_train.algorithms import policy_objective as policy, registry
 from skyrl_train.algorithms.losses import clipped_surrogate
-from skyrl_train.algorithms.values import clipped_value_loss
+from skyrl_train.algorithms.value_objective import clipped_value_loss
 
 SETTINGS = {
     "eps_clip_low": 0.2,

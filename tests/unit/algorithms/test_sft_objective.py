@@ -8,8 +8,7 @@ import torch
 
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.algorithms.registry import asked_for
-from skyrl_train.algorithms.sft import minor_sft
-from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.sft import SFTObjective, minor_sft
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.algorithms import advantage_step as advantages, policy_objective as policy, registry
-from skyrl_train.algorithms.advantage_step import AdvantageStep
-from skyrl_train.algorithms.advantages import dr_grpo
+from skyrl_train.algorithms import advantages, policy_objective as policy, registry
+from skyrl_train.algorithms.advantages import AdvantageStep, dr_grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
 from skyrl_train.config.algorithm import AlgorithmConfig

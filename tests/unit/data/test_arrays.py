@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skyrl_train.data.arrays import fresh, give_back, joined, mask_of, spans_of, token_array
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling import Checks
 from skyrl_train.errors import UnsupportedParameter

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
-from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup, Turn
 from tests.support.largest_tensor import LargestTensor
 from tests.support.padded_reference import grouped_batch
 from tests.support.trajectories import trajectory_from

@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from skyrl_train.data.chat import (
-    decode_answer,
+    decode_response,
     encode_text,
     is_control,
+    message_content,
     render_continuation,
     render_conversation,
     render_messages,
@@ -25,6 +26,7 @@ from skyrl_train.data.chat import (
 )
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.content_check import ContentCheck
+from skyrl_train.data.control_tokens import end_of_turn_name, end_of_turn_token
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import CHATML, SPECIAL, byte_tokenizer
 
@@ -103,7 +105,7 @@ def test_role_markers_that_are_not_called_special_are_control_tokens():
     between = render_continuation(tokenizer, [user("q"), assistant("a"), user("<｜User｜>")], [1])
     assert added(tokenizer, between or []) == ["<｜end｜>", "<｜User｜>", "<｜Assistant｜>"]
     sampled = tokenizer("<think>hm</think>yes<｜User｜>no<｜end｜>", add_special_tokens=False)["input_ids"]
-    assert decode_answer(tokenizer, sampled) == "<think>hm</think>yesno"
+    assert message_content(tokenizer, decode_response(tokenizer, sampled)) == "<think>hm</think>yesno"
 
 
 def test_they_are_found_in_templates_that_take_no_plain_conversation():
@@ -391,3 +393,75 @@ def test_built_in_templates_write_the_same_control_tokens_around_any_texts(name:
     assert added(tokenizer, render_prompt(tokenizer, talk(texts))) == expected
     whole = added(tokenizer, render_conversation(tokenizer, talk("abcd")[:3])[0])
     assert added(tokenizer, render_conversation(tokenizer, talk(texts)[:3])[0]) == whole
+
+
+HARMONY = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}"
+    "{% else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+HARMONY_TOKENS = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>")
+MESSAGE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + END }}{% endfor %}"
+HEADERS = ("<|user|>", "<|assistant|>")
+
+
+def closing(end: str, after: str = "") -> str:
+    """A template that writes `end` after each message, and `after` at the end of the conversation."""
+    return MESSAGE.replace("END", repr(end)) + after
+
+
+def tokenizer_of(template: str | None, added: Sequence[str] = (), eos: str = "<|endoftext|>") -> Any:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token=eos)
+    tokenizer.add_tokens(list(added), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "end"),
+    [
+        pytest.param(TEMPLATES["chatml"], (), "<|im_end|>", id="line break after the token"),
+        pytest.param(
+            TEMPLATES["llama3"],
+            ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+            "<|eot_id|>",
+            id="llama3",
+        ),
+        pytest.param(TEMPLATES["gemma"], ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", id="gemma"),
+        pytest.param(TEMPLATES["mistral"], ("[INST]", "[/INST]"), "<|endoftext|>", id="end of sequence"),
+        pytest.param(HARMONY, HARMONY_TOKENS, "<|return|>", id="other token in the history"),
+        pytest.param(
+            closing("<|end|>", "{{ eos_token }}"), (*HEADERS, "<|end|>"), "<|end|>", id="end of sequence after the end"
+        ),
+        pytest.param(closing("<|shown|><|end|>"), (*HEADERS, "<|shown|>", "<|end|>"), "<|end|>", id="two tokens"),
+        pytest.param(closing(" <|end|>"), (*HEADERS, "<|end|>"), "<|end|>", id="space before the token"),
+        pytest.param(closing(""), HEADERS, "<|user|>", id="header of the next message"),
+        pytest.param(closing("\n### "), HEADERS, None, id="text"),
+        pytest.param("{% for m in messages %}{{ m.content }}{% endfor %}", (), None, id="nothing"),
+        pytest.param("{{ raise_exception('no') }}", (), None, id="template that rejects conversations"),
+        pytest.param(None, (), None, id="no template"),
+    ],
+)
+def test_end_of_turn_is_the_closing_token(template: str | None, added: Sequence[str], end: str | None):
+    tokenizer = tokenizer_of(template, added)
+    token = end_of_turn_token(tokenizer)
+    assert (None if token is None else tokenizer.convert_ids_to_tokens(token)) == end
+
+
+def test_token_spelled_by_no_added_token_is_text():
+    assert end_of_turn_token(tokenizer_of(closing("<|end|>"), HEADERS)) is None
+
+
+def test_template_options_choose_the_closing_token():
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}{{ m.content + ('<|im_end|>' if short else '<|end|>') }}{% endfor %}", ("<|end|>",)
+    )
+    assert end_of_turn_name(tokenizer) == "<|end|>"
+    assert end_of_turn_name(tokenizer, {"short": True}) == "<|im_end|>"
+    assert end_of_turn_name(tokenizer, {"chat_template": TEMPLATES["chatml"]}) == "<|im_end|>"
+
+
+def test_name_falls_back_to_the_end_of_sequence():
+    assert end_of_turn_name(tokenizer_of(None)) == "<|endoftext|>"
+    assert end_of_turn_name(None) == ""

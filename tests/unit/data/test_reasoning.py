@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from skyrl_train.data.chat import decode_answer, decode_response, message_content, opened_reasoning, render_prompt
+from skyrl_train.data.chat import decode_response, message_content, opened_reasoning, render_prompt
 from skyrl_train.data.reasoning import (
     FORMATS,
     ReasoningFormat,
@@ -135,4 +135,4 @@ def test_message_content_has_no_control_tokens():
     assert message_content(harmony, "41", ANALYSIS) == ""
     assert message_content(byte_tokenizer(), "41</think>42", "<think>\n") == "41</think>42"
     ids = harmony.encode(f"41<|end|>{FINAL}It is 42.<|return|>", add_special_tokens=False)
-    assert decode_answer(harmony, ids, ANALYSIS) == "It is 42."
+    assert message_content(harmony, decode_response(harmony, ids), ANALYSIS) == "It is 42."

@@ -11,12 +11,13 @@ import torch
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.data.batch import collate
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.rollouts.conversation import Ledger
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.trajectories import completion_from, trajectory_from
 

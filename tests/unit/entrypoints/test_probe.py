@@ -13,7 +13,7 @@ import torch
 from skyrl_train.config.keys import value_at, with_value_at
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, run_lines
 from skyrl_train.entrypoints.probe import (
     LIMIT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.entrypoints.probe_estimate import PHASES, REST, estimate_run, estimate_step
-from skyrl_train.trainer.loop import Intervals
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import StepSchedule
 from tests.support.measured_steps import REST_S, SYNC_S, taken
 
 
@@ -42,8 +42,8 @@ def test_steps_of_one_small_size_are_scaled_by_tokens_alone():
 def test_a_run_is_its_start_its_steps_and_its_evaluations():
     """10 prompts, 4 a step, twice: steps of 4, 4, 2, 4, 4, 2; evaluations before, and after steps 4 and 6."""
     schedule = StepSchedule(10, 4, 2)
-    run = estimate_run(schedule, Intervals(4, 0, 0, True, schedule.total_steps), 2.0, 3.0, start_s=7.0)
+    run = estimate_run(schedule, TrainerConfig(eval_interval=4), 2.0, 3.0, start_s=7.0)
     assert (run.steps, run.evaluations, run.whole_steps) == (6, 3, 5.0)
     assert run.seconds == 7 + 5 * 2 + 3 * 3
-    none = estimate_run(schedule, Intervals(0, 0, 0, False, schedule.total_steps), 2.0, 3.0, start_s=7.0)
+    none = estimate_run(schedule, TrainerConfig(eval_interval=0, eval_before_train=False), 2.0, 3.0, start_s=7.0)
     assert none.seconds == 7 + 5 * 2

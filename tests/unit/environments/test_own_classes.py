@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import skyrl_train as sk
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.own_classes import MAX_PICKLE, pack_own, register_own, why_not_sent
 from skyrl_train.environments.registry import environments

@@ -13,14 +13,14 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import policy_learning
 from skyrl_train.experiment.publisher import pause_mode
 from skyrl_train.experiment.trainer import build_generator, build_samplers
-from skyrl_train.rollouts.dynamic_sampling import DynamicSampling
+from skyrl_train.rollouts.collector import DynamicSampling
 from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 

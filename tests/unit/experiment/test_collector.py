@@ -3,9 +3,7 @@ from __future__ import annotations
 from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.experiment.trainer import build_samplers
-from skyrl_train.rollouts.collector import Samplers
-from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling
-from skyrl_train.rollouts.reward_shaping import RewardShaping
+from skyrl_train.rollouts.collector import Curriculum, DynamicSampling, RewardShaping, Samplers
 
 
 def samplers(*overrides: str) -> Samplers:

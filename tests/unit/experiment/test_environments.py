@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_train.config.hydra import load
 from skyrl_train.data.dataset import PromptDataset, load_prompts
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import TextEnv
 from skyrl_train.environments.registry import check_rows, environments
 from skyrl_train.errors import ConfigError, DataError

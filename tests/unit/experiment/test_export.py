@@ -25,8 +25,7 @@ from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.experiment.data import template_of
 from skyrl_train.experiment.export import Export, _appearing, export
-from skyrl_train.learner.export_check import check_model
-from skyrl_train.learner.saved_policy import open_policy
+from skyrl_train.learner.saved_policy import check_model, open_policy
 from skyrl_train.models import export as models_export
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model

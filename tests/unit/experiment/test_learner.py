@@ -17,7 +17,7 @@ from skyrl_train.experiment.data import check_same_tokens
 from skyrl_train.experiment.layout import RoleSlots
 from skyrl_train.experiment.learner import _critic, _reference, threads_per_process
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
-from skyrl_train.trainer.schedule import StepSchedule
+from skyrl_train.trainer.trainer import StepSchedule
 from tests.support.learner_specs import tiny_spec
 
 

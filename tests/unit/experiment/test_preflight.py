@@ -20,7 +20,7 @@ from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
-from skyrl_train.data.rows import _python_rows
+from skyrl_train.data.dataset import _python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
@@ -389,7 +389,7 @@ def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, mo
         converted.append(batch.num_rows)
         return _python_rows(batch, path, before)
 
-    monkeypatch.setattr("skyrl_train.data.rows._python_rows", counted)
+    monkeypatch.setattr("skyrl_train.data.dataset._python_rows", counted)
     check_run(prepare([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config, Uses())
     assert sum(converted) < 5_000
 

@@ -13,7 +13,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.experiment.publisher import _engines_alone
 from skyrl_train.learner.learner import BatchSizes, Learner
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from skyrl_train.trainer.residency import TimeShared
+from skyrl_train.trainer.trainer import TimeShared
 from skyrl_train.weight_sync.buckets import buckets
 from skyrl_train.weight_sync.publish import Probe, WeightPublisher
 from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec

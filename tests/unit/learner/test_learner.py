@@ -25,7 +25,7 @@ from skyrl_train.learner.shards import Stored
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.report.memory import AllocationRecord
+from skyrl_train.report.profiling import AllocationRecord
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
 from tests.support.machine import network_address

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from skyrl_train.data.chat import render_messages
-from skyrl_train.data.trajectory import Message
+from skyrl_train.data.messages import Message
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, RewardModelLost
 from skyrl_train.learner.reward_worker import RewardModel, RewardWorker, Score
 from skyrl_train.models.loading import load_tokenizer

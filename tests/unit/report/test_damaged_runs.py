@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.report import metric_series
+from skyrl_train.report import run_files
 from skyrl_train.report.diagnosis import DIAGNOSIS_FILE
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.one_file import make_report
@@ -292,7 +292,7 @@ def test_numbers_beyond_the_range_of_a_chart_are_shown_as_none(tmp_path: Path):
 
 
 def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metric_series, "MAX_METRICS", 5)
+    monkeypatch.setattr(run_files, "MAX_METRICS", 5)
     rows = [{"step": step, "reward/mean": 1.0, f"id/{step}": 1.0} for step in range(20)]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = RunFiles(tmp_path).metrics(99)
@@ -301,7 +301,7 @@ def test_a_run_has_a_bounded_number_of_curves(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.defect("short-lines-after-a-wide-one-took-all-memory")
 def test_a_run_has_a_bounded_number_of_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(metric_series, "MAX_VALUES", 100)
+    monkeypatch.setattr(run_files, "MAX_VALUES", 100)
     wide = {"step": 0, **{f"metric/{number}": 1.0 for number in range(10)}}
     rows = [wide, *({"step": step} for step in range(1, 1000))]
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))

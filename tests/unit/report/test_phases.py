@@ -6,7 +6,7 @@ import time
 import pytest
 
 from skyrl_train.report import phases
-from skyrl_train.report.phases import Said, Silent, phase
+from skyrl_train.report.phases import phase, waiting
 
 
 def test_a_phase_is_a_line_with_its_time(capsys: pytest.CaptureFixture[str]):
@@ -22,9 +22,9 @@ def test_one_that_lasts_says_what_it_waits_for_less_and_less_often(
     monkeypatch.setattr(phases, "OFTEN_FOR_S", 0.25)
     with phase("models", "ranks and engines that load"):
         time.sleep(0.8)
-    *waiting, last = capsys.readouterr().out.splitlines()
-    assert 2 <= len(waiting) <= 3  # after 0.1, 0.2 and 0.3 s; fewer on a machine that is busy
-    assert all(line.endswith("so far: ranks and engines that load") for line in waiting)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert 2 <= len(lines) <= 3  # after 0.1, 0.2 and 0.3 s; fewer on a machine that is busy
+    assert all(line.endswith("so far: ranks and engines that load") for line in lines)
     assert re.fullmatch(r"models +\d\.\d s", last)
 
 
@@ -50,20 +50,18 @@ def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch):
 def test_a_step_that_lasts_says_how_far_it_is_and_one_that_does_not_says_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(phases, "STEP_AFTER_S", 0.3)
+    monkeypatch.setattr(phases, "NAMED_AFTER_S", 0.3)
     begun = time.monotonic()
 
     def doing() -> str:
         lasts_s = time.monotonic() - begun
         return f"generate, {5 * lasts_s:.0f} of 4 groups" if lasts_s < 1.05 else "score" if lasts_s < 1.2 else "update"
 
-    with Said().waiting("step 7", doing):
+    with waiting("step 7", doing):
         time.sleep(2.4)
     lines = [line.split("so far: ")[1] for line in capsys.readouterr().out.splitlines()]
     assert len(lines) >= 4, lines  # every 0.3 s
     assert lines[0].startswith("generate, ") and lines[-1] == "update", lines
-    with Said().waiting("step 8", "nothing"):
-        pass
-    with Silent().waiting("step 9", "nothing"), Silent().phase("models", "nothing"):
+    with waiting("step 8", "nothing"):
         pass
     assert capsys.readouterr().out == ""

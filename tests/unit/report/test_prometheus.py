@@ -25,8 +25,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment
 from skyrl_train.http_server import Room
 from skyrl_train.report.metric_table import METRICS
-from skyrl_train.report.metrics_server import check_metrics_address
-from skyrl_train.report.prometheus import PrometheusTracker, name_of
+from skyrl_train.report.prometheus import PrometheusTracker, check_metrics_address, name_of
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 from skyrl_train.report.trackers import make_trackers
 from tests.support.each import check_each

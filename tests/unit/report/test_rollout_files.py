@@ -8,8 +8,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.report.rollout_files import COLUMNS, RolloutFiles, step_file, write_rollouts, write_vocabulary
-from skyrl_train.report.rollout_packing import dumped, pack_messages
+from skyrl_train.report.rollout_files import (
+    COLUMNS,
+    RolloutFiles,
+    dumped,
+    pack_messages,
+    step_file,
+    write_rollouts,
+    write_vocabulary,
+)
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
 from tests.support.full_disk import disk_full_after
 

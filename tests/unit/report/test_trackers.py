@@ -17,9 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import visible, visible_lines
-from skyrl_train.report.hyperparameters import flattened
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup
-from skyrl_train.report.run_ids import FILE, keep_id, kept_id
+from skyrl_train.report.protocol import IDS_FILE, SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened, keep_id, kept_id
 from skyrl_train.report.tensorboard import TensorboardTracker
 from skyrl_train.report.trackers import Trackers, make_trackers
 
@@ -345,7 +343,7 @@ def test_ids_of_trackers_are_kept_in_the_run_s_folder_and_a_damaged_file_is_none
     keep_id(tmp_path, "mlflow", "b")
     assert (kept_id(tmp_path, "wandb"), kept_id(tmp_path, "mlflow")) == ("a", "b")
     for damaged in ("{", "[]", '{"wandb": 3}'):
-        (tmp_path / FILE).write_text(damaged)
+        (tmp_path / IDS_FILE).write_text(damaged)
         assert kept_id(tmp_path, "wandb") is None
 
 

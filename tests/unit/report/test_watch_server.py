@@ -18,8 +18,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.http_server import Room
 from skyrl_train.report.page_files import page
 from skyrl_train.report.rollout_files import write_rollouts
-from skyrl_train.report.rollout_query import Query
-from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.rollout_views import Query, RolloutViews
 from skyrl_train.report.run_files import RunFiles, open_runs, overview
 from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector, RolloutQueue

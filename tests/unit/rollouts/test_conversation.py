@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
-from skyrl_train.rollouts.conversation import MAX_METRIC_LENGTH, MAX_METRICS, ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.ledger import Ledger
+from skyrl_train.rollouts.conversation import (
+    MAX_METRIC_LENGTH,
+    MAX_METRICS,
+    ConversationGenerator,
+    Ledger,
+    RolloutSettings,
+)
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -62,7 +68,7 @@ def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int
         rollout_s=10.0,
     )
     client = EngineClient([engine], deadline_s=10.0)
-    generator = ConversationGenerator(Lockstep(client), environments, TOKENIZER, settings)
+    generator = ConversationGenerator(Lockstep(client), environments, TOKENIZER, settings)  # type: ignore[arg-type]
     return asyncio.run(generator.rollout(PROMPT, position=position))
 
 
@@ -156,7 +162,7 @@ def test_a_cancelled_rollout_is_aborted_at_the_engine_and_closes_its_environment
     async def cancel() -> None:
         client = EngineClient([engine], deadline_s=10.0)
         settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_input_length=100, rollout_s=10.0)
-        task = asyncio.create_task(ConversationGenerator(client, environments, TOKENIZER, settings).rollout(PROMPT, 11))
+        task = asyncio.create_task(ConversationGenerator(client, environments, TOKENIZER, settings).rollout(PROMPT, 11))  # type: ignore[arg-type]
         while not engine.batches:
             await asyncio.sleep(0)
         task.cancel()
@@ -203,7 +209,7 @@ def test_thousands_of_groups_that_begin_together_open_their_environments_over_ma
         nonlocal turn
         client = EngineClient([ScriptedEngine(answer)], deadline_s=10.0)
         settings = RolloutSettings(SamplingParams(max_tokens=5), 3, seed=3, max_input_length=100, rollout_s=10.0)
-        generator = ConversationGenerator(client, Counted([]), TOKENIZER, settings)
+        generator = ConversationGenerator(client, Counted([]), TOKENIZER, settings)  # type: ignore[arg-type]
         rollouts = [asyncio.ensure_future(generator.rollout(PROMPT, position)) for position in range(200)]
         while not all(rollout.done() for rollout in rollouts):
             turn += 1

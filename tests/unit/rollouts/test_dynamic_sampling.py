@@ -12,13 +12,19 @@ import pytest
 
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.order import PromptOrder
-from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup, Turn
+from skyrl_train.data.dataset import PromptOrder
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics
-from skyrl_train.rollouts.collector import RolloutCollector, Samplers
-from skyrl_train.rollouts.dynamic_sampling import Curriculum, DynamicSampling, is_useful
-from skyrl_train.rollouts.reward_shaping import RewardShaping
+from skyrl_train.rollouts.collector import (
+    Curriculum,
+    DynamicSampling,
+    RewardShaping,
+    RolloutCollector,
+    Samplers,
+    is_useful,
+)
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
 from tests.support.trajectories import trajectory_from
 

@@ -17,7 +17,8 @@ from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.data.batch import collate
 from skyrl_train.data.chat import render_prompt, rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.trajectory import OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
@@ -141,7 +142,7 @@ def episode(name: str, script: Sequence[Turn], **options: Any) -> tuple[Trajecto
     settings = RolloutSettings(SamplingParams(100, stop=(STOP,)), 1, 3, **options)
     client = EngineClient([model], deadline_s=60.0)
     environment = Environment(script, name not in ("gemma", "mistral"))
-    generator = ConversationGenerator(client, environment, tokenizer, settings)
+    generator = ConversationGenerator(client, environment, tokenizer, settings)  # type: ignore[arg-type]
     group = asyncio.run(generator.rollout(Prompt("0", [], "toy"), 0))
     return group.trajectories[0], model
 

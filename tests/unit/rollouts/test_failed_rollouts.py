@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from skyrl_train.data.trajectory import Message, Prompt
+from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
@@ -49,7 +49,7 @@ def collect(good: int, max_failed_fraction: float, kind: str = "ToolServerDied")
     tokenizer = byte_tokenizer()
     engine = ScriptedEngine(lambda request: [tokenizer.eos_token_id])
     settings = RolloutSettings(SamplingParams(9), 2, 3, max_input_length=500, rollout_s=60.0, max_turns=3)
-    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), Dying(good, kind), tokenizer, settings)
+    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), Dying(good, kind), tokenizer, settings)  # type: ignore[arg-type]
     metrics = Metrics()
 
     async def run() -> int:

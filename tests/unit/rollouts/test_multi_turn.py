@@ -12,13 +12,13 @@ import pytest
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
-from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
-from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-from skyrl_train.rollouts.rate_limit import EpisodeLimiter
+from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
@@ -87,7 +87,7 @@ def play(
     engine = engine or ScriptedEngine(answer)
     settings = {"max_input_length": 1000, "rollout_s": 60.0, "max_turns": 5} | settings
     options = RolloutSettings(SamplingParams(max_tokens, stop=stop), samples, 3, **settings)
-    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), environments, tokenizer, options)
+    generator = ConversationGenerator(EngineClient([engine], deadline_s=60.0), environments, tokenizer, options)  # type: ignore[arg-type]
     return asyncio.run(generator.rollout(prompt, position=11)), engine
 
 
@@ -493,7 +493,7 @@ def test_an_error_that_ends_the_run_leaves_no_environment_behind():
         client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
         options = RolloutSettings(SamplingParams(9), 3, 3, max_input_length=900, rollout_s=60.0)
         with pytest.raises(ConfigError):
-            await ConversationGenerator(client, environments, TOKENIZER, options).rollout(PROMPT, 0)
+            await ConversationGenerator(client, environments, TOKENIZER, options).rollout(PROMPT, 0)  # type: ignore[arg-type]
         assert environments.episodes[0].closed and given_up == ["7"]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -552,7 +552,7 @@ def test_together_every_turn_is_one_call_in_the_order_of_the_data():
     async def run() -> None:
         sampler = Lockstep(EngineClient([engine], deadline_s=60.0))
         options = RolloutSettings(SamplingParams(9), 2, 3, max_input_length=900, rollout_s=60.0, max_turns=5)
-        generator = ConversationGenerator(sampler, Slow(until(3)), TOKENIZER, options)
+        generator = ConversationGenerator(sampler, Slow(until(3)), TOKENIZER, options)  # type: ignore[arg-type]
         prompts = [Prompt(str(uid), PROMPT.messages, "toy") for uid in range(3)]
         await asyncio.gather(*(generator.rollout(prompt, place) for place, prompt in enumerate(prompts)))
 
@@ -585,7 +585,7 @@ def test_a_limit_lets_no_more_episodes_run_than_it_says_and_loses_none():
         client = EngineClient([ScriptedEngine(says("ab"))], deadline_s=60.0)
         options = RolloutSettings(SamplingParams(9), 2, 3, max_input_length=900, rollout_s=60.0, max_turns=5)
         limiter = EpisodeLimiter(trajectories_per_second=1e6, max_concurrency=5)
-        generator = ConversationGenerator(client, Counted(until(2)), TOKENIZER, options, limiter=limiter)
+        generator = ConversationGenerator(client, Counted(until(2)), TOKENIZER, options, limiter=limiter)  # type: ignore[arg-type]
         prompts = [Prompt(str(uid), PROMPT.messages, "toy") for uid in range(6)]
         return await asyncio.gather(*(generator.rollout(prompt, place) for place, prompt in enumerate(prompts)))
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.data.trajectory import OK, Message, Prompt
+from skyrl_train.data.trajectory import OK
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer

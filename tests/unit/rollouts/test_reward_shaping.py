@@ -5,8 +5,9 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.batch import collate
-from skyrl_train.data.trajectory import FAILED, OK, Prompt, Trajectory, TrajectoryGroup, Turn
-from skyrl_train.rollouts.reward_shaping import RewardShaping, mask_group, overlong_penalty
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.rollouts.collector import RewardShaping, mask_group, overlong_penalty
 from tests.support.trajectories import trajectory_from
 
 LIMIT = 20

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from skyrl_train.data.trajectory import FAILED, OK, Message, Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Message, Prompt
+from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.rollouts.scoring import FirstRollout, ScoredRollouts
 from tests.support.trajectories import trajectory_from

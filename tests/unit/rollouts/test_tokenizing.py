@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollouts.tokenizing import LONG, Tokenizing, tokenizing_of
+from skyrl_train.rollouts.conversation import LONG, Tokenizing, tokenizing_of
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 

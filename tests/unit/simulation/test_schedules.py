@@ -11,14 +11,15 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.trajectory import OK, Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import OK, TrajectoryGroup
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import Rollout
@@ -151,7 +152,9 @@ class Watched:
         self.torn = False
         trainer, collector = self.run.trainer, self.run.collector
         # a checkpoint after every step
-        trainer.intervals = type(trainer.intervals)(schedule.evaluates, 1, 0, schedule.evaluates > 0, STEPS)
+        trainer.cfg = replace(
+            cfg.trainer, eval_interval=schedule.evaluates, eval_before_train=schedule.evaluates > 0, ckpt_interval=1
+        )
         trainer.evaluator = Evaluator(self._evaluate, HELD_OUT, len(HELD_OUT), None, one_version=True)
         self._rollout, self._rng = collector._rollout, random.Random(schedule.seed)
         collector._rollout = self._may_fail(schedule.rollouts_fail)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from skyrl_train.data.batch import collate
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.errors import ConfigError, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import Rectangles, training_input

@@ -10,7 +10,8 @@ import pytest
 
 from skyrl_train.config.hydra import load
 from skyrl_train.config.schema import Config
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
+from skyrl_train.algorithms.advantages import AdvantageStep, KLInReward
 from skyrl_train.algorithms.kl import FixedKLController, k1
 from skyrl_train.config.hydra import load
 from skyrl_train.data.batch import TrainBatch

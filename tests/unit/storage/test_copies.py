@@ -9,7 +9,7 @@ import pytest
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
 from skyrl_train.config.schema import LoraConfig
-from skyrl_train.data.rows import read_rows
+from skyrl_train.data.dataset import read_rows
 from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.experiment.preflight import check_addresses
 from skyrl_train.learner.worker import LearnerWorker

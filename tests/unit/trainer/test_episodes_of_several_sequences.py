@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep, KLInReward
-from skyrl_train.algorithms.advantages import gae, grpo, opo, reinforce_pp, rloo
-from skyrl_train.algorithms.correction_step import OffPolicyCorrection
+from skyrl_train.algorithms.advantages import AdvantageStep, KLInReward, gae, grpo, opo, reinforce_pp, rloo
+from skyrl_train.algorithms.corrections import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1
 from skyrl_train.algorithms.reductions import (
     prompt_mean,
@@ -24,7 +23,8 @@ from skyrl_train.algorithms.reductions import (
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.batch import TrainBatch, collate
-from skyrl_train.data.trajectory import Prompt, Restart, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.metrics import Metrics
 from tests.support.trajectories import trajectory_from
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.data.arrays import token_array
-from skyrl_train.data.trajectory import FAILED, Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import FAILED, TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed

@@ -6,7 +6,8 @@ import pytest
 
 from skyrl_train.algorithms.advantages import Compared
 from skyrl_train.config.schema import GuardsConfig
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import EnginesLost, Unhealthy
 from skyrl_train.trainer.guards import Guards
 from tests.support.trainer_fakes import Fakes, fails_at, trainer_of

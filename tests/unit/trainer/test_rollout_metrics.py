@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.data.trajectory import Prompt, Trajectory, TrajectoryGroup, Turn
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from skyrl_train.metrics import Metrics
 from skyrl_train.trainer.rollout_metrics import (
     TABLE_CHARACTERS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import weakref
@@ -14,14 +15,16 @@ import pytest
 import torch
 
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.data.trajectory import Prompt, TrajectoryGroup
-from skyrl_train.errors import RolloutsFailed, WeightSyncError
+from skyrl_train.data.messages import Prompt
+from skyrl_train.data.trajectory import TrajectoryGroup
+from skyrl_train.errors import RolloutsFailed, WeightSyncError, WorkerDied
 from skyrl_train.metrics import Metrics
+from skyrl_train.report.profiling import Profiler
 from skyrl_train.report.rollout_files import RolloutFiles
 from skyrl_train.trainer import trainer as trainer_module
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
-from skyrl_train.trainer.residency import TimeShared
+from skyrl_train.trainer.trainer import StepProfiles, StepSchedule, TimeShared
 from tests.support.trainer_fakes import Fakes, trainer_of
 
 
@@ -203,7 +206,7 @@ def test_a_step_says_how_long_moves_took_apart_from_those_of_its_sync_and_of_eva
             return await self._take("onload", 1000)
 
     fakes = Timed()
-    monkeypatch.setattr("skyrl_train.trainer.residency.now", lambda: fakes.seconds)
+    monkeypatch.setattr("skyrl_train.trainer.trainer.now", lambda: fakes.seconds)
     asyncio.run(trainer_of(fakes, residency=TimeShared(fakes, fakes)).fit())  # type: ignore[arg-type]
     assert [fakes.logged[step]["timing/move_s"] for step in (1, 2, 3)] == [1111, 1111, 1111]
 
@@ -252,3 +255,84 @@ def test_what_was_learnt_is_saved_when_nothing_more_can_be_learnt_from():
     with pytest.raises(RolloutsFailed):
         asyncio.run(trainer.fit())
     assert fakes.events[-1] == "save 1"
+
+
+def test_the_last_step_of_an_epoch_is_smaller_and_none_crosses_it():
+    schedule = StepSchedule(num_prompts=10, train_batch_size=4, epochs=2)
+    assert schedule.total_steps == 6
+    assert [schedule.prompts_of_step(step) for step in range(8)] == [4, 4, 2, 4, 4, 2, 0, 0]
+    assert [schedule.prompts_before(step) for step in range(7)] == [0, 4, 8, 10, 14, 18, 20]
+
+
+def test_max_steps_ends_a_run_early_and_never_makes_it_longer():
+    assert StepSchedule(10, 4, 2, max_steps=5).total_steps == 5
+    assert StepSchedule(10, 4, 2, max_steps=50).total_steps == 6
+    assert StepSchedule(10, 4, 2, max_steps=5).prompts_of_step(5) == 0
+
+
+def test_a_batch_larger_than_the_data_is_the_data():
+    schedule = StepSchedule(num_prompts=3, train_batch_size=8, epochs=1)
+    assert schedule.total_steps == 1
+    assert schedule.prompts_of_step(0) == 3
+
+
+class Rank:
+    """A process that computes: here in this one."""
+
+    def __init__(self, name: str, dies: bool = False):
+        self.name = name
+        self.dies = dies
+        self._profiler = Profiler("cpu")
+
+    async def start_profile(self) -> None:
+        if not self.dies:
+            self._profiler.start()
+
+    async def stop_profile(self, file: str) -> str:
+        if self.dies:
+            raise WorkerDied(f"{self.name} died during stop_profile")
+        self._profiler.stop()
+        return self._profiler.write(file)
+
+
+def take_steps(profiles: StepProfiles, steps: range) -> None:
+    async def run() -> None:
+        for step in steps:
+            async with profiles.of(step):
+                torch.ones(step, step) @ torch.ones(step, step)
+
+    asyncio.run(run())
+
+
+def test_steps_that_are_named_are_profiled_and_a_dead_process_costs_its_own_profile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    ranks = [Rank("learner 0"), Rank("learner 1", dies=True)]
+    take_steps(StepProfiles([2], tmp_path, lambda: ranks), range(1, 4))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    assert {path.name for path in (tmp_path / "step_2").iterdir()} == {"learner_0.json.gz", "slowest.txt"}
+    events = json.loads(gzip.decompress((tmp_path / "step_2" / "learner_0.json.gz").read_bytes()))["traceEvents"]
+    assert len([event for event in events if event.get("name") == "aten::mm"]) == 1
+    table = (tmp_path / "step_2" / "slowest.txt").read_text()
+    assert table.startswith("learner 0\n") and "aten::mm" in table and "learner 1" not in table
+    assert [record.getMessage() for record in caplog.records] == [
+        "learner 1 has no profile of this step (WorkerDied: learner 1 died during stop_profile)."
+    ]
+
+
+def test_a_step_that_is_taken_again_leaves_its_earlier_profile_alone(tmp_path: Path):
+    for _ in range(2):
+        take_steps(StepProfiles([1], tmp_path, lambda: [Rank("engine 0")]), range(1, 2))
+    files = {"engine_0.json.gz", "slowest.txt"}
+    assert {path.name for path in (tmp_path / "step_1").iterdir()} == {*files, "attempt_1"}
+    assert {path.name for path in (tmp_path / "step_1" / "attempt_1").iterdir()} == files
+
+
+def test_a_step_that_fails_has_no_profile_and_raises_its_own_error(tmp_path: Path):
+    async def run() -> None:
+        async with StepProfiles([1], tmp_path, list).of(1):
+            raise ValueError("of the step")
+
+    with pytest.raises(ValueError, match="of the step"):
+        asyncio.run(run())
+    assert list((tmp_path / "step_1").iterdir()) == []

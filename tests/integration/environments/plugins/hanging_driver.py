@@ -2,7 +2,7 @@
 
 import asyncio
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 
 

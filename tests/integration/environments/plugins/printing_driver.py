@@ -4,7 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import EnvironmentFailure
 

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.host import EnvironmentHost
 
 

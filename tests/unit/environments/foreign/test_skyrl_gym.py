@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.prepare import prepare
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.foreign import skyrl_gym
 from skyrl_train.environments.host import EnvironmentHost

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.foreign import verifiers
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.errors import ConfigError, EnvironmentFailure

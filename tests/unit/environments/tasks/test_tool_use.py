@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.config.prepare import prepare
 from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.trajectory import Prompt
+from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput, checked_step_output
 from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.tasks import tool_use

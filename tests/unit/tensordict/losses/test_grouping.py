@@ -10,8 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from skyrl_train.algorithms.advantage_step import AdvantageStep
-from skyrl_train.algorithms.advantages import grpo
+from skyrl_train.algorithms.advantages import AdvantageStep, grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh

@@ -10,8 +10,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
 from skyrl_train.algorithms.reductions import sequence_mean, weigh
-from skyrl_train.algorithms.sft import minor_sft, sft
-from skyrl_train.algorithms.sft_objective import SFTObjective
+from skyrl_train.algorithms.sft import SFTObjective, minor_sft, sft
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History

@@ -18,14 +18,18 @@ import pyarrow.compute as pc
 import pytest
 
 from skyrl_train.errors import DataError
-from skyrl_train.report import rollout_index
+from skyrl_train.report import rollout_views
 from skyrl_train.report.page_files import page
-from skyrl_train.report.plain_json import plain, to_json
-from skyrl_train.report.rollout_files import FOLDER, RolloutFiles, step_file, write_rollouts, write_vocabulary
-from skyrl_train.report.rollout_index import RolloutIndex
-from skyrl_train.report.rollout_packing import pack_messages
-from skyrl_train.report.rollout_query import ORDERS, Query
-from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.report.rollout_files import (
+    FOLDER,
+    RolloutFiles,
+    pack_messages,
+    step_file,
+    write_rollouts,
+    write_vocabulary,
+)
+from skyrl_train.report.rollout_views import ORDERS, Query, RolloutIndex, RolloutViews
+from skyrl_train.report.safe_files import plain, to_json
 from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run, made_up_vocabulary
 from tests.support.kept_rollouts import sampled_tokens
 from tests.support.run_folders import HOSTILE
@@ -168,8 +172,8 @@ def test_index_counts_sampled_tokens(tmp_path: Path):
 def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
     run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(rollout_index, "_BLOCK_BYTES", 1)
-    monkeypatch.setattr(rollout_index, "TEXTS_KEPT_BYTES", 0)
+    monkeypatch.setattr(rollout_views, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rollout_views, "TEXTS_KEPT_BYTES", 0)
     views = RolloutViews(run)
     read: list[list[int]] = []
     texts_of = views.index._texts_of
@@ -304,8 +308,8 @@ def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypat
     monkeypatch.setattr(RolloutFiles, "conversations", lambda self, step: read.append(step))
     assert views.rollouts(Query(text="bada"))["total"] > 0 and read == []
     monkeypatch.undo()
-    monkeypatch.setattr(rollout_index, "READ_AHEAD_BYTES", 1)
-    monkeypatch.setattr(rollout_index, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rollout_views, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(rollout_views, "_BLOCK_BYTES", 1)
     some = RolloutViews(run)
     some.index.refresh()
     assert some.index.read_ahead() and not some.index.read_ahead()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.report.memory import AllocationRecord, peak_memory
+from skyrl_train.report.profiling import AllocationRecord, peak_memory
 
 SCRIPT = """
-from skyrl_train.report.memory import peak_memory
+from skyrl_train.report.profiling import peak_memory
 before = peak_memory("cpu")["peak_rss_gib"]
 held = bytearray(b"1" * (256 << 20))
 del held
