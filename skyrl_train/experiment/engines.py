@@ -326,7 +326,7 @@ class EngineSeats:
 
 def announce_number(cfg: Config, folder: Path) -> None:
     """Say in the run's folder how many engines it has, where that can be changed; what an earlier run wrote is gone."""
-    if _fixed(cfg) is None:
+    if why_number_is_fixed(cfg) is None:
         write_wanted(folder, cfg.generator.num_inference_engines)
     else:
         (folder / ENGINES_FILE).unlink(missing_ok=True)
@@ -336,7 +336,7 @@ def build_watch(
     cfg: Config, folder: Path, client: EngineClient, supervisor: EngineSupervisor, seats: EngineSeats | None
 ) -> WantedEngines:
     """What follows the file in the folder of this run."""
-    fixed, scaler = _fixed(cfg), None
+    fixed, scaler = why_number_is_fixed(cfg), None
     if seats is not None and fixed is None:
         scaler = EngineScaler(
             client,
@@ -397,7 +397,8 @@ class WantedEngines:
             _tell(f"{wanted} are wanted, there are {before}")
 
 
-def _fixed(cfg: Config) -> str | None:
+def why_number_is_fixed(cfg: Config) -> str | None:
+    """Why the run's number of engines cannot change, and what to do; None if it can."""
     return why_fixed(
         colocate_all=cfg.trainer.placement.colocate_all, run_engines_locally=cfg.generator.run_engines_locally
     )

@@ -19,8 +19,9 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.predicates import Uses, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
-from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp, why_fixed
+from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp
 from skyrl_train.errors import ClusterLost, ConfigError, NoRoom, RewardModelLost, Stopped, WorkerDied
+from skyrl_train.experiment.engines import why_number_is_fixed
 from skyrl_train.learner.learner import Learner
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
@@ -111,12 +112,10 @@ def as_wanted(config: Config, running: Config) -> Config:
 
     It writes its own number when it begins.
     """
-    placement, generator = running.trainer.placement, running.generator
-    fixed = why_fixed(colocate_all=placement.colocate_all, run_engines_locally=generator.run_engines_locally)
     with suppress(ConfigError, OSError):
-        if fixed is None:
+        if why_number_is_fixed(running) is None:
             wanted = read_wanted(working_folder(running.trainer.ckpt_path))
-            if wanted != generator.num_inference_engines:
+            if wanted != running.generator.num_inference_engines:
                 return with_value_at(config, "generator.num_inference_engines", wanted)
     return config
 
