@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 from skyrl_train.config.predicates import Uses
+from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment, start
 from skyrl_train.experiment.driver import exits_as_told
 
@@ -21,7 +22,6 @@ class EvaluationExp(Experiment):
         """There is nothing to train on."""
 
     async def _run(self) -> None:
-        from skyrl_train.errors import ConfigError
         from skyrl_train.experiment.services import services
         from skyrl_train.experiment.trainer import build_evaluator
 
