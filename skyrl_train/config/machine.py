@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.keys import all_keys, value_at, with_value_at
-from skyrl_train.config.predicates import Uses, slots_of
+from skyrl_train.config.predicates import Uses, evaluates, slots_of
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import (
@@ -165,8 +165,7 @@ def _is_connected() -> bool:
 
 def data_sources(config: Config, uses: Uses) -> Iterator[tuple[str, str]]:
     """(key, value) of all data that is read."""
-    evaluates = config.trainer.eval_before_train or config.trainer.eval_interval > 0
-    for name, used in (("train_data", uses.train_data), ("val_data", uses.val_data and evaluates)):
+    for name, used in (("train_data", uses.train_data), ("val_data", uses.val_data and evaluates(config.trainer))):
         yield from ((f"data.{name}", source) for source in getattr(config.data, name) if used)
 
 

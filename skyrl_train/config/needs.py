@@ -16,12 +16,14 @@ from skyrl_train.config.keys import Key, all_keys, leaves, value_at
 from skyrl_train.config.predicates import (
     corrects,
     estimator_is,
+    is_colocated,
     kl_in_reward,
     loss_is,
     may_read_reference,
     may_read_values,
     measures_kl,
     needs_critic,
+    runs_groups_independently,
 )
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import AlgorithmConfig, Config, PlacementConfig
@@ -85,14 +87,11 @@ def _shape_counts(placement: PlacementConfig, role: str) -> bool:
         (getattr(placement, f"{name}_num_nodes"), getattr(placement, f"{name}_num_gpus_per_node"))
         for name in (role, "policy")
     )
-    is_colocated = placement.colocate_all or (role == "ref" and placement.colocate_policy_ref)
-    return own == policy or not is_colocated
+    return own == policy or not is_colocated(placement, role)
 
 
 def _can_batch_turns(config: Config) -> bool:
-    generator = config.generator
-    one_by_one = generator.over_provisioning > 0 or generator.rate_limit.enabled or config.trainer.fully_async.enabled
-    return generator.max_turns > 1 and not one_by_one
+    return config.generator.max_turns > 1 and not runs_groups_independently(config)
 
 
 CLIPPING_LOSSES = ("clip_cov", "dual_clip", "gmpo", "gspo", "regular", "rollout_is")

@@ -10,6 +10,7 @@ built-in functions are known by name, so that nothing has to be imported; those 
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -163,6 +164,30 @@ def longest_sequence(generator: GeneratorConfig) -> int:
     return generator.max_input_length + generator.sampling_params.max_generate_length
 
 
+# -- Sampling and evaluation
+
+
+def max_staleness_steps(trainer: TrainerConfig) -> int:
+    """How many versions old the weights may be that sample what a step trains on; 0 in synchronous training."""
+    return trainer.fully_async.max_staleness_steps if trainer.fully_async.enabled else 0
+
+
+def runs_groups_independently(config: Config, *, evaluation: bool = False) -> bool:
+    """True if groups go to the engines one by one, so that none waits for another.
+
+    Taking the fastest groups of a step requires it. With a rate limit a group that may not begin yet must not hold up
+    the others.
+    """
+    generator = config.generator
+    takes_fastest = generator.over_provisioning > 0 and not evaluation
+    return config.trainer.fully_async.enabled or takes_fastest or generator.rate_limit.enabled
+
+
+def evaluates(trainer: TrainerConfig) -> bool:
+    """True if training evaluates on data.val_data at any time."""
+    return trainer.eval_before_train or trainer.eval_interval > 0
+
+
 # -- Parts of a run and their slots
 
 
@@ -216,6 +241,18 @@ def slots_per_engine(generator: GeneratorConfig) -> int:
     return generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
 
 
+def is_colocated(placement: PlacementConfig, role: str) -> bool:
+    """True if a model of trainer.* ("ref", "critic" or "reward") has the policy's slots."""
+    return placement.colocate_all or (role == "ref" and placement.colocate_policy_ref)
+
+
+def num_ranks(placement: PlacementConfig, role: str) -> int:
+    """Ranks of "policy", "ref" or "critic", or replicas of "reward", where they have slots of their own."""
+    nodes: int = getattr(placement, f"{role}_num_nodes")
+    per_node: int = getattr(placement, f"{role}_num_gpus_per_node")
+    return nodes * per_node
+
+
 def count_slots(
     placement: PlacementConfig,
     generator: GeneratorConfig,
@@ -227,19 +264,16 @@ def count_slots(
     with_engines: bool = True,
 ) -> SlotCounts:
     """The slots of a run with these roles."""
-    reference_colocated = with_reference and (placement.colocate_policy_ref or placement.colocate_all)
-    critic_colocated = with_critic and placement.colocate_all
-    reward_colocated = with_reward and placement.colocate_all and (with_policy or with_engines)
-    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node if with_policy else 0
-    reference = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
-    reward = placement.reward_num_nodes * placement.reward_num_gpus_per_node
+    reference_colocated = with_reference and is_colocated(placement, "ref")
+    critic_colocated = with_critic and is_colocated(placement, "critic")
+    reward_colocated = with_reward and is_colocated(placement, "reward") and (with_policy or with_engines)
+    policy = num_ranks(placement, "policy") if with_policy else 0
     engines = generator.num_inference_engines * slots_per_engine(generator) if with_engines else 0
     return SlotCounts(
         policy=policy,
-        reference=reference if with_reference and not reference_colocated else 0,
-        critic=critic if with_critic and not critic_colocated else 0,
-        reward=reward if with_reward and not reward_colocated else 0,
+        reference=num_ranks(placement, "ref") if with_reference and not reference_colocated else 0,
+        critic=num_ranks(placement, "critic") if with_critic and not critic_colocated else 0,
+        reward=num_ranks(placement, "reward") if with_reward and not reward_colocated else 0,
         engines=engines,
         reference_colocated=reference_colocated,
         critic_colocated=critic_colocated,
@@ -266,9 +300,33 @@ def slots_of(config: Config, uses: Uses) -> SlotCounts:
 # -- Weight syncs
 
 
+def has_colocated_engines(config: Config) -> bool:
+    """True if the engines have the learner's slots, on accelerators or CPUs."""
+    return config.trainer.placement.colocate_all and config.generator.run_engines_locally
+
+
 def shares_memory(config: Config) -> bool:
     """True if engines and learner take turns on the same accelerators."""
-    return config.device == "cuda" and config.trainer.placement.colocate_all and config.generator.run_engines_locally
+    return config.device == "cuda" and has_colocated_engines(config)
+
+
+def weight_route(config: Config, *, one_node: bool = True) -> str:
+    """The configured route, or for `auto` the fastest one of engines that support all.
+
+    That is "ipc" (shared memory) if each engine is colocated with a trainer rank, else "broadcast" (the network).
+
+    Args:
+        one_node: Policy and engines have one node together.
+    """
+    generator, placement = config.generator, config.trainer.placement
+    if generator.weight_sync_route != "auto":
+        return generator.weight_sync_route
+    if config.device == "cpu":  # all engines read rank 0's memory
+        can_share = one_node and placement.policy_num_nodes == 1
+    else:
+        can_share = generator.num_inference_engines * slots_per_engine(generator) <= num_ranks(placement, "policy")
+    # The route shares memory by memfd, which only Linux has.
+    return "ipc" if has_colocated_engines(config) and can_share and sys.platform == "linux" else "broadcast"
 
 
 def wants_adapter(config: Config) -> bool:

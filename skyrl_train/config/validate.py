@@ -11,7 +11,7 @@ from typing import Any
 from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.keys import leaves, value_at
-from skyrl_train.config.predicates import lacks_critic, needs_critic, needs_reference
+from skyrl_train.config.predicates import is_colocated, lacks_critic, needs_critic, needs_reference, num_ranks
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
 from skyrl_train.config.secrets import has_password
@@ -105,7 +105,7 @@ def _combinations(config: Config) -> Iterator[Problem]:
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         key, value = "trainer.resume_path", trainer.resume_path
         yield Problem(key, value, "a checkpoint folder with trainer.resume_mode=from_path")
-    yield from _single("policy", placement.policy_num_nodes * placement.policy_num_gpus_per_node, trainer.strategy)
+    yield from _single("policy", num_ranks(placement, "policy"), trainer.strategy)
     yield from role_problems(config)
     yield from _routing(config)
     yield from _router_loss(config)
@@ -181,12 +181,9 @@ def _zero(config: Config) -> Iterator[Problem]:
 
 def _parallel(config: Config) -> Iterator[Problem]:
     placement = config.trainer.placement
-    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    ranks = {"policy": policy, "ref": policy, "critic": policy}
-    if not placement.colocate_all:
-        ranks["critic"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        if not placement.colocate_policy_ref:
-            ranks["ref"] = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    ranks = {"policy": num_ranks(placement, "policy")}
+    for role in ("ref", "critic"):
+        ranks[role] = ranks["policy"] if is_colocated(placement, role) else num_ranks(placement, role)
     if config.trainer.strategy == "megatron":
         yield Problem("trainer.strategy", "megatron", "fsdp2", "Its tensor parallelism is tensor_parallel_size there.")
     for role, count in ranks.items():

@@ -15,23 +15,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from skyrl_train.algorithms.registry import policy_losses
+from skyrl_train.algorithms.skyrl_style import is_skyrl_style
 from skyrl_train.config.keys import with_value_at
+from skyrl_train.config.predicates import max_staleness_steps
 from skyrl_train.config.schema import Config
+from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 from skyrl_train.errors import ConfigError, Stopped
 from skyrl_train.experiment.base import Experiment, Session, explained
+from skyrl_train.experiment.memory_fit import fits, out_of_memory
+from skyrl_train.experiment.services import RunningServices
+from skyrl_train.learner.learner import BatchSizes
+from skyrl_train.metrics import Metrics
 from skyrl_train.report.phases import say
-from skyrl_train.trainer.trainer import StepSchedule
-
-if TYPE_CHECKING:
-    from skyrl_train.data.batch import TrainBatch
-    from skyrl_train.data.dataset import PromptDataset
-    from skyrl_train.experiment.services import RunningServices
-    from skyrl_train.learner.learner import BatchSizes
-    from skyrl_train.metrics import Metrics
-    from skyrl_train.trainer.trainer import Trainer
+from skyrl_train.report.trackers import Trackers
+from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
 STEPS_S, PASSES_S = 12.0, 8.0
 """Seconds to measure steps for, and the sizes of micro-batches. Of slow models the least is taken, however long."""
@@ -190,17 +194,15 @@ class ProbeExp(Experiment):
             self.config = mine
 
     def build_tracker(self, directory: Any) -> Any:
-        from skyrl_train.report.trackers import Trackers
-
         return Trackers({"probe": _Rows(self)})
 
     def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
-        trainer, ahead = self.config.trainer, self.config.trainer.fully_async
+        trainer = self.config.trainer
         self._pace = Pace(
             len(self.train_dataset),
             trainer.train_batch_size,
             epochs=1,
-            max_staleness_steps=ahead.max_staleness_steps if ahead.enabled else 0,
+            max_staleness_steps=max_staleness_steps(trainer),
             # What these draw for a step depends on its size.
             whole=trainer.algorithm.dynamic_sampling.type is not None,
         )
@@ -321,8 +323,6 @@ async def _saves_nothing(step: int, unfinished: Any = None) -> None:
 
 def answer_lengths(batch: TrainBatch) -> list[int]:
     """The tokens of each answer that count; of one that is masked, all after the prompt."""
-    import torch
-
     counted = batch.loss_tokens
     return torch.where(counted > 0, counted, batch.lengths - batch.prompt_lengths).tolist()
 
@@ -352,8 +352,6 @@ async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: floa
 async def _rounds(
     cfg: Config, session: Session, batch: TrainBatch, tried: Mapping[int | None, BatchSizes]
 ) -> list[Passes]:
-    from skyrl_train.experiment.memory_fit import out_of_memory
-
     learner = session.learner
     found: dict[int | None, Passes] = {}
     begun, rounds = time.monotonic(), 0
@@ -376,17 +374,12 @@ async def _rounds(
 
 
 def _first_groups(batch: TrainBatch, count: int) -> TrainBatch:
-    import torch
-
     chosen = batch.group_ids.unique_consecutive()[:count]
     return batch.select(torch.isin(batch.group_ids, chosen).nonzero().flatten())
 
 
 def _depends_on_sizes(cfg: Config) -> bool:
     """Whether the loss is one with SkyRL's signature, whose mean is over a micro-batch."""
-    from skyrl_train.algorithms.registry import policy_losses
-    from skyrl_train.algorithms.skyrl_style import is_skyrl_style
-
     return is_skyrl_style(policy_losses.get(cfg.trainer.algorithm.policy_loss_type))
 
 
@@ -401,6 +394,4 @@ def sizes_between(longest: int, most: float) -> list[int]:
 
 def sizes_that_fit(cfg: Config, sizes: Sequence[int]) -> list[int]:
     """Those with which the memory plan leaves room; all if there is no plan."""
-    from skyrl_train.experiment.memory_fit import fits
-
     return [limit for limit in sizes if fits(with_value_at(cfg, LIMIT, limit))]

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.predicates import Uses, slots_of, slots_per_engine
+from skyrl_train.config.predicates import Uses, max_staleness_steps, num_ranks, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.plan_table import aligned
@@ -186,9 +186,8 @@ def _unclear(cfg: Config, rows: Sequence[Mapping[str, float]]) -> str | None:
 
 def configured_split(cfg: Config) -> Split:
     """Return the split that is configured."""
-    placement, ahead = cfg.trainer.placement, cfg.trainer.fully_async
-    trainers = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    staleness = ahead.max_staleness_steps if ahead.enabled else 0
+    placement = cfg.trainer.placement
+    trainers, staleness = num_ranks(placement, "policy"), max_staleness_steps(cfg.trainer)
     return Split(cfg.generator.num_inference_engines, trainers, staleness, colocate_all=placement.colocate_all)
 
 

@@ -43,6 +43,7 @@ from skyrl_train.config.predicates import (
     kl_in_reward,
     lacks_critic,
     longest_sequence,
+    max_staleness_steps,
     needs_critic,
     needs_reference,
     sft_needs_reference,
@@ -94,12 +95,12 @@ def policy_learning(cfg: Config) -> Learning:
 
 def _warn_of_uncorrected(cfg: Config) -> None:
     """Old samples need a correction: the engine's policy is then not the one that a loss takes its ratio against."""
-    ahead, algorithm = cfg.trainer.fully_async, cfg.trainer.algorithm
+    algorithm, staleness = cfg.trainer.algorithm, max_staleness_steps(cfg.trainer)
     weighs = correction_of(algorithm).tis_ratio_type is not None  # masks alone leave old tokens as they are
     corrected = weighs or _corrects_itself(_policy_loss_of(algorithm))
-    if ahead.enabled and ahead.max_staleness_steps and not corrected:
+    if staleness and not corrected:
         _log.warning(
-            f"trainer.fully_async.max_staleness_steps={ahead.max_staleness_steps} without a correction: tokens that "
+            f"trainer.fully_async.max_staleness_steps={staleness} without a correction: tokens that "
             "older weights sampled count as if the newest had. Set "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token."
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.cluster.named import named_cluster_has_gpus, short_grace
-from skyrl_train.config.predicates import Uses, slots_of
+from skyrl_train.config.predicates import Uses, evaluates, slots_of
 from skyrl_train.config.prepare import PreparedConfig, launch
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config
@@ -101,8 +101,7 @@ class Experiment:
         """The prompts to evaluate on; None without data.val_data or when nothing asks for an evaluation."""
         from skyrl_train.experiment.data import build_prompts
 
-        trainer = self.config.trainer
-        if not self.config.data.val_data or not (trainer.eval_before_train or trainer.eval_interval > 0):
+        if not self.config.data.val_data or not evaluates(self.config.trainer):
             return None
         return build_prompts(self.config, self.tokenizer, self.config.data.val_data, "data.val_data")
 

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train.algorithms.registry import policy_losses
 from skyrl_train.algorithms.skyrl_style import is_skyrl_style
 from skyrl_train.config.keys import value_at, with_value_at
-from skyrl_train.config.predicates import longest_sequence
+from skyrl_train.config.predicates import longest_sequence, shares_memory
 from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, OutOfMemory
@@ -195,7 +195,7 @@ def _smaller(cfg: Config) -> Iterator[tuple[str, Any]]:
         if not trainer.policy.fsdp_config.cpu_offload and cfg.device == "cuda":
             yield "trainer.policy.fsdp_config.cpu_offload", True
         yield "trainer.placement.policy_num_gpus_per_node", 2 * trainer.placement.policy_num_gpus_per_node
-    if cfg.device == "cuda" and trainer.placement.colocate_all and generator.gpu_memory_utilization > 0.2:
+    if shares_memory(cfg) and generator.gpu_memory_utilization > 0.2:
         yield "generator.gpu_memory_utilization", round(generator.gpu_memory_utilization - 0.1, 2)
     if (length := generator.sampling_params.max_generate_length) > 1:
         yield "generator.sampling_params.max_generate_length", length // 2

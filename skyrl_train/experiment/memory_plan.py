@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
-from skyrl_train.config.predicates import longest_sequence, replaces_weights, shares_memory, slots_per_engine
+from skyrl_train.config.predicates import (
+    has_colocated_engines,
+    is_colocated,
+    longest_sequence,
+    num_ranks,
+    replaces_weights,
+    shares_memory,
+    slots_per_engine,
+    weight_route,
+)
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
@@ -700,13 +709,13 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
     policy = colocated[0].ranks
     reward = tuple(_reward_lines(cfg))
     local = generator.run_engines_locally
-    shared = placement.colocate_all and local
+    shared = has_colocated_engines(cfg)
     slots = generator.num_inference_engines * slots_per_engine(generator)
     engine = tuple(_engine_lines(cfg, capacity, shared)) if local else ()
     home = [line for model in colocated for line in model.lines()]
     home += _bucket_lines(cfg, _policy_shape(cfg, parts=1), "policy")
     names = [model.role for model in colocated]
-    if reward and placement.colocate_all:
+    if reward and is_colocated(placement, "reward"):
         home += reward
         names.append("reward model")
     both = min(policy, slots) if shared else 0
@@ -715,8 +724,8 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
         SlotPlan(" + ".join(names), policy - both, tuple(home)),
     ]
     plans += [SlotPlan(model.role, model.ranks, tuple(model.lines())) for model in dedicated]
-    if reward and not placement.colocate_all:
-        plans.append(SlotPlan("reward model", placement.reward_num_nodes * placement.reward_num_gpus_per_node, reward))
+    if reward and not is_colocated(placement, "reward"):
+        plans.append(SlotPlan("reward model", num_ranks(placement, "reward"), reward))
     if local:
         plans.append(SlotPlan("engine", slots - both, engine))
     return [plan for plan in plans if plan.count]
@@ -725,16 +734,17 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
 def model_ranks(cfg: Config, capacity: int | None, learning: Learning) -> tuple[list[ModelRank], list[ModelRank]]:
     """The learner's models: those in the policy's slots, the policy first, and those in slots of their own."""
     placement = cfg.trainer.placement
-    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    policy = num_ranks(placement, "policy")
     colocated = [_policy(cfg, policy, capacity)]
     dedicated: list[ModelRank] = []
     if learning.with_reference:
-        shares = placement.colocate_policy_ref or placement.colocate_all
-        ranks = policy if shares else placement.ref_num_nodes * placement.ref_num_gpus_per_node
+        shares = is_colocated(placement, "ref")
+        ranks = policy if shares else num_ranks(placement, "ref")
         (colocated if shares else dedicated).append(_reference(cfg, ranks, colocated[0]))
     if learning.critic is not None:
-        ranks = policy if placement.colocate_all else placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        (colocated if placement.colocate_all else dedicated).append(_critic(cfg, ranks, colocated[0]))
+        shares = is_colocated(placement, "critic")
+        ranks = policy if shares else num_ranks(placement, "critic")
+        (colocated if shares else dedicated).append(_critic(cfg, ranks, colocated[0]))
     return colocated, dedicated
 
 
@@ -866,7 +876,7 @@ def _engine_lines(cfg: Config, capacity: int | None, shared: bool) -> Iterator[M
         yield line
     note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)
     yield MemoryLine("engine", "KV cache", note, {"": cache}, ("generating",) if moves else PHASES)
-    if _route(cfg) == "broadcast":
+    if weight_route(cfg) == "broadcast":
         yield from _bucket_lines(cfg, shape, "engine")
 
 
@@ -895,21 +905,12 @@ def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: i
     return note, free
 
 
-def _route(cfg: Config) -> str:
-    """The route of weight syncs, as publisher.py chooses it for engines that support all routes."""
-    route = cfg.generator.weight_sync_route
-    if route != "auto":
-        return route
-    colocated = cfg.trainer.placement.colocate_all and cfg.generator.run_engines_locally
-    return "ipc" if colocated else "broadcast"
-
-
 def _bucket_lines(cfg: Config, shape: ModelShape, role: str) -> list[MemoryLine]:
     """Two buckets that are used in turn and stay allocated, and on the trainer the tensor being copied into one."""
     generator = cfg.generator
     wire = _BYTES[generator.model_dtype]
     limit = int(generator.weight_transfer_threshold_cuda_ipc_GB * 2**30)
-    on_device = _route(cfg) in ("broadcast", "ipc")
+    on_device = weight_route(cfg) in ("broadcast", "ipc")
     if cfg.device == "cpu" and on_device:
         limit = min(limit, CPU_BUCKET)
     total, largest = numel(shape.weights), max(weight.numel for weight in shape.weights)

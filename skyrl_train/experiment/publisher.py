@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from skyrl_train.config.predicates import shares_memory, slots_per_engine, wants_adapter
+from skyrl_train.config.predicates import shares_memory, wants_adapter, weight_route
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import Demonstration, demonstration_batch
 from skyrl_train.data.chat import render_prompt
@@ -52,7 +51,7 @@ def build_publisher(
     publisher = WeightPublisher(
         learner.policy,
         lambda: client.engines,
-        route=weight_route(cfg, client.engines, one_node=base.layout.one_node),
+        route=supported_route(cfg, client.engines, one_node=base.layout.one_node),
         folder=weight_folder(cfg),
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
         probe=_probe(cfg, learner, _probe_ids(cfg, tokenizer, train_dataset)),
@@ -215,31 +214,20 @@ async def send_whole_version(learner: Learner, publisher: WeightPublisher, engin
 # -- what the configuration and the engines decide
 
 
-def weight_route(cfg: Config, engines: Sequence[Any], *, one_node: bool = True) -> str:
-    """The route that is configured, or for `auto` the fastest one possible.
+def supported_route(cfg: Config, engines: Sequence[Any], *, one_node: bool = True) -> str:
+    """`weight_route`, or "checkpoint" (files) if that is chosen by itself and an engine does not support it.
 
-    "ipc" (shared memory) if each engine is colocated with a trainer rank, else "broadcast" (the network) if every
-    engine supports it, else "checkpoint" (files).
+    Raises ConfigError for shared memory that is configured, on a CPU, and policy and engines on several nodes.
     """
-    route, placement = cfg.generator.weight_sync_route, cfg.trainer.placement
-    one_memory = cfg.device != "cpu" or one_node  # on a CPU it is rank 0's that all engines read
-    if route == "ipc" and not one_memory:
+    if cfg.generator.weight_sync_route == "ipc" and cfg.device == "cpu" and not one_node:
         raise ConfigError(
             "generator.weight_sync_route=ipc: policy and engines are on several nodes, which share no memory; use "
             "auto, broadcast or checkpoint."
         )
-    if route != "auto":
+    route = weight_route(cfg, one_node=one_node)
+    if route != "broadcast" or cfg.generator.weight_sync_route != "auto":
         return route
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    engine_slots = cfg.generator.num_inference_engines * slots_per_engine(cfg.generator)
-    colocated = (
-        placement.colocate_all and cfg.generator.run_engines_locally and (cfg.device == "cpu" or engine_slots <= ranks)
-    )
-    # memfd is Linux's; several nodes on a CPU have only rank 0's memory to offer.
-    shares = sys.platform == "linux" and (cfg.device != "cpu" or placement.policy_num_nodes == 1)
-    if colocated and shares and one_memory:
-        return "ipc"
-    return "broadcast" if all("broadcast" in one.capabilities.weight_routes for one in engines) else "checkpoint"
+    return route if all(route in one.capabilities.weight_routes for one in engines) else "checkpoint"
 
 
 def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from skyrl_train.config.predicates import sleep_level
+from skyrl_train.config.predicates import max_staleness_steps, runs_groups_independently, sleep_level
 from skyrl_train.config.schema import Config, DataConfig, TrainerConfig
 from skyrl_train.config.secrets import redact
 from skyrl_train.data.batch import Demonstration
@@ -138,11 +138,7 @@ def build_generator(
         namespace="evaluation." if evaluation else "",
     )
     limit = generator.rate_limit
-    # Taking the fastest groups requires that groups run independently, and with a rate limit a group that may not begin
-    # yet must not hold up the others.
-    cuts = generator.over_provisioning > 0 and not evaluation
-    independent = cfg.trainer.fully_async.enabled or cuts or limit.enabled
-    sampler = client if independent else Lockstep(client)
+    sampler = client if runs_groups_independently(cfg, evaluation=evaluation) else Lockstep(client)
     return ConversationGenerator(
         sampler,
         environments,
@@ -167,7 +163,7 @@ def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, sched
         rollout,
         prompt_at=lambda position: dataset.prompts[order.row(position)],
         prompts_of_step=schedule.prompts_of_step,
-        max_staleness_steps=ahead.max_staleness_steps if ahead.enabled else 0,
+        max_staleness_steps=max_staleness_steps(trainer),
         max_failed_fraction=trainer.max_failed_fraction,
         samplers=build_samplers(cfg),
         num_parallel_generation_workers=ahead.num_parallel_generation_workers if ahead.enabled else None,

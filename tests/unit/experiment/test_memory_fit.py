@@ -225,6 +225,14 @@ def test_the_size_that_counts_is_halved(tiny_model_path: str, overrides: list[st
     assert wanted in advice(small(tiny_model_path, *overrides))
 
 
+def test_share_of_engines_elsewhere_is_not_lowered(tiny_model_path: str):
+    own = replace(small(tiny_model_path), device="cuda")
+    elsewhere = replace(own, generator=replace(own.generator, run_engines_locally=False))
+    key = "generator.gpu_memory_utilization"
+    assert key in dict(memory_fit._smaller(own))
+    assert key not in dict(memory_fit._smaller(elsewhere))
+
+
 def test_other_errors_are_left_alone(tiny_model_path: str):
     cfg = small(tiny_model_path)
     assert out_of_memory(ValueError("x"), cfg) is None
