@@ -10,8 +10,6 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "skyrl_train"
-KNOWN = {("skyrl_train.strategies.base", "skyrl_train.strategies.shards")}
-"""Cycles that are still to be removed."""
 
 
 def imports_of(module: str, source: str, is_package: bool, known: Mapping[str, object]) -> Iterator[str]:
@@ -78,4 +76,4 @@ def test_cycle_is_found(first: str, second: str):
 
 
 def test_package_has_no_import_cycle():
-    assert cycles(graph_of_package()) - KNOWN == set()
+    assert cycles(graph_of_package()) == set()
