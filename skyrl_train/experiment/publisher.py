@@ -23,7 +23,7 @@ from skyrl_train.errors import ConfigError, SkyRLError, WorkerDied
 from skyrl_train.experiment.engines import EngineSeats, WantedEngines, build_watch, connect_engine
 from skyrl_train.experiment.layout import weight_folder
 from skyrl_train.experiment.services import Services
-from skyrl_train.learner.learner import Learner, WorkerGroup
+from skyrl_train.learner.learner import ANSWER_S, Learner, WorkerGroup
 from skyrl_train.weight_sync.publish import PROBE_TOLERANCE, Probe, WeightPublisher
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ HALF_PRECISION_MEAN_TOLERANCE = 0.1
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 64
 """Tokens per sequence of the log-prob probe, whose sequences are the beginnings of the first training prompts."""
-_RANKS_ANSWER_S = 30.0
-"""Within this time a living rank of the trainer has left a sync that failed, and answers."""
 
 
 def build_publisher(
@@ -206,7 +204,7 @@ async def send_whole_version(learner: Learner, publisher: WeightPublisher, engin
         try:
             await publisher.publish_to(engine, version)
         except SkyRLError as error:
-            if not await learner.answers(_RANKS_ANSWER_S):
+            if not await learner.answers(ANSWER_S):
                 raise WorkerDied(f"{type(error).__name__}: {error}") from error
             raise
 

@@ -32,6 +32,8 @@ Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
 DEATH_KNOWN_S = 5.0
 """On one machine the driver knows by then that a rank died, after its peers did."""
+ANSWER_S = 30.0
+"""For `Learner.answers`: a rank that lives and is not hung has left a call that failed by then."""
 
 
 class WorkerGroup:

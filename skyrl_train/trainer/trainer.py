@@ -23,7 +23,7 @@ from skyrl_train.data.arrays import give_back
 from skyrl_train.data.batch import MANY, Demonstration, TrainBatch, collate, demonstration_batch
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
-from skyrl_train.learner.learner import Learner
+from skyrl_train.learner.learner import ANSWER_S, Learner
 from skyrl_train.log_files import set_attempt_apart
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.phases import phase, waiting
@@ -38,8 +38,6 @@ from skyrl_train.trainer.kept_rollouts import KeptRollouts
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
 from skyrl_train.trainer.run_state import RunState, Unfinished
 
-_ANSWER_S = 30.0
-"""Within this time every rank that lives and is not hung answers a call that does nothing."""
 _LEAVING_S = 30.0
 """Time for engines to fall asleep when a run ends early."""
 PROFILE_TABLE_FILE = "slowest.txt"
@@ -258,7 +256,7 @@ class TrainingLoop(ABC):
         if self.release is not None:
             await self.release()
         # A rank that writes in the background takes other calls: one that is stopped would hold up the writing.
-        if self.state.async_checkpoint and not await self.learner.answers(_ANSWER_S):
+        if self.state.async_checkpoint and not await self.learner.answers(ANSWER_S):
             await self.state.give_up()
         try:
             await self.state.written()
@@ -274,7 +272,7 @@ class TrainingLoop(ABC):
             return  # nobody has the weights of this step
         # Asked also of a run that is told to end: with a rank that is stopped a save would pass its deadline, and a
         # scheduler kills long before that. None is merely busy: scores, updates and exports are taken to their end.
-        if not await self.learner.answers(_ANSWER_S):
+        if not await self.learner.answers(ANSWER_S):
             _log.error("Step %d is not saved: a rank of the trainer does not answer.", self.step)
             return
         try:
