@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.keys import all_keys, value_at, with_value_at
-from skyrl_train.config.predicates import Uses, evaluates, slots_of
+from skyrl_train.config.predicates import Uses, cpus_of_hosts, evaluates, slots_of
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sources import (
@@ -290,7 +290,7 @@ def why_not_writable(folder: str | os.PathLike[str]) -> str | None:
 
 def _slots(config: Config, uses: Uses) -> Iterator[Problem]:
     slots, environment = slots_of(config, uses), config.environment
-    hosts = environment.hosts * environment.host_cpus if uses.rewards else 0.0
+    hosts = cpus_of_hosts(config, uses)
     cpus = os.cpu_count() or 1
     if hosts >= cpus:
         advice = "Ask for fewer or smaller ones (environment.host_cpus), or name a Ray cluster in RAY_ADDRESS."

@@ -297,6 +297,16 @@ def slots_of(config: Config, uses: Uses) -> SlotCounts:
     )
 
 
+def num_hosts(config: Config, uses: Uses) -> int:
+    """Environment hosts of the run: 0 where it has no environments, or they run beside the driver."""
+    return config.environment.hosts if uses.rewards else 0
+
+
+def cpus_of_hosts(config: Config, uses: Uses) -> float:
+    """CPUs of the cluster that the run's environment hosts take from its slots."""
+    return num_hosts(config, uses) * config.environment.host_cpus
+
+
 # -- Weight syncs
 
 

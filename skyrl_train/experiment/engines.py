@@ -25,7 +25,7 @@ from skyrl_train.cluster.placement import (
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.choices import ENGINES, WORKER_NODES
 from skyrl_train.config.machine import INSTALL
-from skyrl_train.config.predicates import count_slots, wants_adapter
+from skyrl_train.config.predicates import Uses, count_slots, cpus_of_hosts, wants_adapter
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import Connection
@@ -292,7 +292,7 @@ class EngineSeats:
         """Find slots for an engine more, and start it there. Raises ConfigError if the cluster has no room."""
         index = engine_index(name)
         if index >= self._first.count:
-            trainer, environment = self._cfg.trainer, self._cfg.environment
+            trainer = self._cfg.trainer
             slots = await reserve_beside(
                 self._cluster,
                 self._first.slots,
@@ -300,7 +300,7 @@ class EngineSeats:
                 total_slots=self._num_slots + (len(self._own) + 1) * self._first.stride,
                 deadline_s=trainer.timeouts.placement_s,
                 labels=trainer.placement.engine_node_labels,
-                other_cpus=environment.hosts * environment.host_cpus,
+                other_cpus=cpus_of_hosts(self._cfg, Uses()),
             )
             self._own[index] = replace(self._first, slots=slots)
         try:

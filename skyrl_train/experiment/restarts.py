@@ -16,13 +16,13 @@ from skyrl_train.cluster.placement import cpus_per_slot
 from skyrl_train.cluster.room import FreeNode, Need, fits, free_nodes
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.predicates import Uses, slots_of, slots_per_engine
+from skyrl_train.config.predicates import Uses, cpus_of_hosts, num_hosts, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp
 from skyrl_train.errors import ClusterLost, ConfigError, NoRoom, RewardModelLost, Stopped, WorkerDied
 from skyrl_train.experiment.engines import why_number_is_fixed
-from skyrl_train.learner.learner import Learner
+from skyrl_train.learner.learner import ANSWER_S, Learner
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
 from skyrl_train.storage.places import working_folder
@@ -30,8 +30,6 @@ from skyrl_train.trainer.checkpoints import keep_locked, unlock
 
 T = TypeVar("T")
 _LOOKS_EVERY_S = 0.5
-_ANSWER_S = 30.0
-"""Within this time a rank that lives answers a call that does nothing."""
 
 
 async def with_restarts(
@@ -155,7 +153,7 @@ async def rank_losses(learner: Learner, restarts: int) -> AsyncIterator[None]:
         yield
     except Exception as error:
         asks = restarts and not isinstance(error, Stopped) and not _lost_a_rank(error)
-        if not asks or await learner.answers(_ANSWER_S):
+        if not asks or await learner.answers(ANSWER_S):
             raise
         raise WorkerDied(f"a rank of the trainer does not answer, after {type(error).__name__}: {error}") from error
 
@@ -182,7 +180,7 @@ async def fit_to_nodes(cfg: Config, uses: Uses, cluster: Cluster, added: int = 0
     fitting = candidates(cfg, uses, lambda one: has_room(one, uses, nodes, cpus), added)
     found = await asyncio.to_thread(next, fitting, None)  # of thousands of ranks and engines there are many
     if found is None:
-        host = " and a host of environments" if _hosts(cfg, uses) else ""
+        host = " and a host of environments" if num_hosts(cfg, uses) else ""
         raise NoRoom(
             f"the {cluster.nodes} nodes that are left ({cluster.cpus:g} CPUs, {cluster.gpus:g} GPUs) have no room "
             f"for a rank of the trainer and an engine{host}, or not those with the labels of "
@@ -193,7 +191,7 @@ async def fit_to_nodes(cfg: Config, uses: Uses, cluster: Cluster, added: int = 0
 
 def candidates(cfg: Config, uses: Uses, has_room: Callable[[Config], bool], added: int = 0) -> Iterator[Config]:
     """The like of `cfg` with fewer and fewer slots; only what has room and would be accepted as a configuration."""
-    slots, hosts = slots_of(cfg, uses), _hosts(cfg, uses)
+    slots, hosts = slots_of(cfg, uses), num_hosts(cfg, uses)
     engines, added = (cfg.generator.num_inference_engines, added) if slots.engines else (0, 0)
     all_ranks = ((slots.policy, engines - given_up) for given_up in range(added))
     fewer = _pairs(slots.policy, engines - added, slots_per_engine(cfg.generator))
@@ -217,11 +215,6 @@ def _pairs(ranks: int, engines: int, stride: int) -> Iterator[tuple[int, int]]:
         yield from ((total - left * stride, left) for left in range(most, fewest - 1, -1))
 
 
-def _hosts(cfg: Config, uses: Uses) -> int:
-    """Those that the run uses."""
-    return cfg.environment.hosts if uses.rewards else 0
-
-
 def _with_hosts(cfg: Config, number: int) -> Config:
     return cfg if number in (0, cfg.environment.hosts) else with_value_at(cfg, "environment.hosts", number)
 
@@ -231,7 +224,7 @@ def has_room(cfg: Config, uses: Uses, nodes: Sequence[FreeNode], cpus: float) ->
     slots, placement, environment = slots_of(cfg, uses), cfg.trainer.placement, cfg.environment
     slot = {"CPU": 1.0, "GPU": 1.0}
     if cfg.device != "cuda":
-        slot = {"CPU": cpus_per_slot(cpus - environment.hosts * environment.host_cpus, slots.total)}
+        slot = {"CPU": cpus_per_slot(cpus - cpus_of_hosts(cfg, uses), slots.total)}
     if slot["CPU"] <= 0:
         return False
     home = slots.total if slots.time_shared else slots.policy
@@ -239,5 +232,5 @@ def has_room(cfg: Config, uses: Uses, nodes: Sequence[FreeNode], cpus: float) ->
     if not slots.time_shared:
         together = slots_per_engine(cfg.generator) // placement.nodes_per_engine
         needs.append(Need(slots.engines, slot, placement.engine_node_labels, together))
-    needs.append(Need(_hosts(cfg, uses), {"CPU": environment.host_cpus, **environment.host_resources}))
+    needs.append(Need(num_hosts(cfg, uses), {"CPU": environment.host_cpus, **environment.host_resources}))
     return fits(needs, nodes)

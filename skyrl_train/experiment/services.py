@@ -28,7 +28,7 @@ from skyrl_train.cluster.paths import check_paths
 from skyrl_train.cluster.placement import reserve_spread
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import CONFIG_FILE, plain, save_resolved
-from skyrl_train.config.predicates import Uses, sleep_level, slots_of
+from skyrl_train.config.predicates import Uses, cpus_of_hosts, sleep_level, slots_of
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.run_folder import identity
 from skyrl_train.config.schema import Config, TrainerConfig
@@ -212,7 +212,7 @@ async def learner_services(
                 device=cfg.device,
                 deadline_s=trainer.timeouts.placement_s,
                 at_once=trainer.fully_async.enabled,
-                other_cpus=cfg.environment.hosts * cfg.environment.host_cpus,
+                other_cpus=cpus_of_hosts(cfg, uses),
             )
             if not cluster.single_machine:
                 check_paths(shared_paths(cfg, layout), trainer.timeouts.rendezvous_s)

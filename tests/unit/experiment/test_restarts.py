@@ -343,3 +343,5 @@ def test_slots_share_the_cpus_that_hosts_leave():
     config = configured("environment.hosts=1", "environment.host_cpus=2")
     assert has_room(config, Uses(), [FreeNode({"CPU": 6.0})], cpus=6.0)
     assert not has_room(config, Uses(), [FreeNode({"CPU": 2.0})], cpus=2.0), "they leave none"
+    sft = Uses(val_data=False, engines=False, rewards=False)
+    assert has_room(config, sft, [FreeNode({"CPU": 2.0})], cpus=2.0), "fine-tuning starts no hosts"
