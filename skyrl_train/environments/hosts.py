@@ -18,12 +18,15 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.environments.host import CLOSE_GRACE_S, EnvironmentHost
 from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode, WireCall
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, EnvironmentHostsLost, SkyRLError
 from skyrl_train.tasks import within
+
+if TYPE_CHECKING:
+    from skyrl_train.cluster.actors import Remote
 
 log = logging.getLogger(__name__)
 
@@ -132,24 +135,10 @@ def _as_answer(failure: BaseException) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- driver's end
 
 
-class RemoteHost(Protocol):
-    """A handle to a HostServer in another process: see cluster.actors.Remote."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
-
-    async def call_within(self, deadline_s: float, method: str, *args: Any) -> Any:
-        """Call any method."""
-
-    def kill(self) -> None:
-        """Kill the process."""
-
-
 class _Host:
     """The driver's view of one actor."""
 
-    def __init__(self, pool: EnvironmentHosts, remote: RemoteHost):
+    def __init__(self, pool: EnvironmentHosts, remote: Remote):
         self.remote = remote
         self.episodes: set[HostedEpisode] = set()
         self.calls: dict[int, WireCall] = {}
@@ -233,7 +222,7 @@ class EnvironmentHosts(EnvironmentPool):
     def __init__(
         self,
         count: int,
-        spawn: Callable[[int], RemoteHost],
+        spawn: Callable[[int], Remote],
         *,
         deadline_s: float = 180.0,
         silence_s: float = SILENCE_S,

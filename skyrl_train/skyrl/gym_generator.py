@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,9 +18,8 @@ from skyrl_train.skyrl.outputs import output_of
 from skyrl_train.skyrl.refusals import GENERATOR, mentioned_names, refuse_overrides
 from skyrl_train.tasks import gather_all
 
-
-class _Player(Protocol):
-    async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup: ...
+if TYPE_CHECKING:
+    from skyrl_train.rollouts.conversation import ConversationGenerator
 
 
 class SkyRLGymGenerator(GeneratorInterface):
@@ -54,14 +53,14 @@ class SkyRLGymGenerator(GeneratorInterface):
         self.max_turns = generator_cfg.max_turns
         self.batched = generator_cfg.batched
         self.use_conversation_multi_turn = generator_cfg.use_conversation_multi_turn
-        self._players: dict[TrainingPhase, _Player] = {}
+        self._players: dict[TrainingPhase, ConversationGenerator] = {}
 
     @property
     def is_builtin(self) -> bool:
         """Whether no subclass has replaced `generate`: the run then plays episodes without a detour."""
         return type(self).generate is SkyRLGymGenerator.generate
 
-    def connect(self, players: Mapping[TrainingPhase, _Player]) -> None:
+    def connect(self, players: Mapping[TrainingPhase, ConversationGenerator]) -> None:
         """Give it what plays episodes, for training and for evaluation."""
         self._players = dict(players)
 
