@@ -25,6 +25,8 @@ REFERENCE_SFT_LOSSES = frozenset({"minor_sft"})
 """Built-in SFT losses whose functions ask for `ref_logprobs`."""
 CRITIC_ESTIMATORS = frozenset({"gae"})
 """Built-in advantage estimators whose functions ask for `values`."""
+GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
+"""Built-in advantage estimators that compare the responses of one prompt with each other."""
 
 
 class Argument(StrEnum):

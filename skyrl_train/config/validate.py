@@ -11,7 +11,14 @@ from typing import Any
 from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.config.convert import Unfit, convert
 from skyrl_train.config.keys import leaves, value_at
-from skyrl_train.config.predicates import is_colocated, lacks_critic, needs_critic, needs_reference, num_ranks
+from skyrl_train.config.predicates import (
+    GROUP_ESTIMATORS,
+    is_colocated,
+    lacks_critic,
+    needs_critic,
+    needs_reference,
+    num_ranks,
+)
 from skyrl_train.config.problems import Problem, show
 from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
 from skyrl_train.config.secrets import has_password
@@ -26,9 +33,6 @@ SANDBOX_END_S = 10.0
 """Time (seconds) that a killed sandbox may take to end."""
 
 LATE = "Episodes would fail as timeouts, and their processes be killed."
-
-GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline", "maxrl", "opo"})
-"""Estimators that compare the responses of one prompt with each other."""
 
 _KINDS = {
     "sequence": "runs a part of every sequence",
@@ -413,7 +417,7 @@ def _nodes_per_engine(config: Config) -> Iterator[Problem]:
 def _algorithm(config: Config) -> Iterator[Problem]:
     algorithm, generator = config.trainer.algorithm, config.generator
     estimator = algorithm.advantage_estimator
-    if estimator in GROUP_BASELINES and generator.n_samples_per_prompt == 1:
+    if estimator in GROUP_ESTIMATORS and generator.n_samples_per_prompt == 1:
         advice = f"A group of one has no baseline, so {estimator} learns nothing: raise it (5 is the default)."
         yield Problem("generator.n_samples_per_prompt", 1, f"at least 2 with advantage_estimator={estimator}", advice)
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import skyrl_train
+from skyrl_train.algorithms.advantages import compared
 from skyrl_train.algorithms.registry import (
     advantage_estimators,
     keywords_of,
@@ -235,6 +236,7 @@ def test_tables_of_who_reads_what_are_those_of_the_signatures():
     estimators = {name: advantage_estimators.get(name) for name in ADVANTAGE_ESTIMATORS}
     assert {name for name, f in estimators.items() if asks(f, "ref_logprobs")} == predicates.REFERENCE_ESTIMATORS
     assert {name for name, f in estimators.items() if asks(f, "values")} == predicates.CRITIC_ESTIMATORS
+    assert {name for name, f in estimators.items() if compared(f) == "group"} == predicates.GROUP_ESTIMATORS
     assert {name for name, f in estimators.items() if asks(f, "grpo_norm_by_std")} == {"grpo"}
     assert {
         name for name in SFT_LOSSES if asks(sft_losses.get(name), "ref_logprobs")
