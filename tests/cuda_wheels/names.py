@@ -433,6 +433,10 @@ TORCH = {
 }
 
 TRANSFORMERS = {
+    "engines/sglang/host.py": """
+        transformers.models.auto.configuration_auto.CONFIG_MAPPING._extra_content
+        transformers.PreTrainedConfig.standardize_rope_params
+    """,
     "engines/transformers/attention.py": """
         transformers.AttentionInterface.register(key, value)
     """,
