@@ -236,6 +236,7 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
 SNIPPETS = {
     "docs/algorithms.md": "tests/unit/algorithms/test_algorithms_page.py",
     "docs/api.md": "tests/integration/api/test_scripts.py",
+    "docs/architecture.md": "tests/unit/algorithms/test_algorithms_page.py",
     "docs/environments.md": "tests/unit/environments/test_environments_page.py",
     "docs/foreign_environments.md": "tests/unit/environments/foreign/test_page.py",
     "docs/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",

@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import skyrl_train as sk
 from skyrl_train.algorithms import advantages, policy_objective as policy, registry
 from skyrl_train.algorithms.advantages import AdvantageStep
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.environments.registry import environments
 from skyrl_train.experiment.algorithm import settings
 from skyrl_train.metrics import Metrics
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+ARCHITECTURE = PAGE.with_name("architecture.md")
 
 
 def test_the_page_names_every_algorithm_that_can_be_chosen():
@@ -64,3 +67,21 @@ def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
     PolicyObjective(loss)(batch, logprobs, None, 3, Metrics()).backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor([0, 0, -1 / 3, -1 / 3, 0, 0, 0]))
+
+
+def test_examples_of_the_architecture_page(monkeypatch: pytest.MonkeyPatch):
+    for names in (registry.policy_losses, environments):
+        monkeypatch.setattr(names, "_items", dict(names._items))
+    for example in re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), flags=re.S):
+        exec(compile(example, str(ARCHITECTURE), "exec"), {"__name__": "my_parts", "sk": sk})
+    known = settings(AlgorithmConfig(eps_clip_low=0.2))
+    loss = registry.bind(registry.policy_losses.get("my_loss"), "my_loss", known, policy.TENSORS)
+    values, was_clipped = loss(
+        torch.tensor([-1.0, -2.0, -1.0]),
+        torch.ones(3),
+        torch.tensor([True, True, False]),
+        old_logprobs=torch.tensor([-1.0, -1.0, -3.0]),
+    )
+    torch.testing.assert_close(values, torch.tensor([-1.0, -0.8, 0.0]))
+    assert was_clipped.tolist() == [False, True, False]
+    assert environments.get("is_short") is not None
