@@ -208,7 +208,8 @@ def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
                 raise _not_separable(composite, f"it also gives {name} to its language model")
     _, alone = _around_body(model, inputs)
     if logits.is_meta or alone.is_meta or logits.shape != alone.shape:
-        raise _not_separable(composite, "its logits are not made of its head's outputs alone")
+        found = f"{tuple(logits.shape)} on {logits.device}, alone {tuple(alone.shape)} on {alone.device}"
+        raise _not_separable(composite, f"its logits are not made of its head's outputs alone ({found})")
     if not torch.equal(logits, alone):
         gap = float((logits - alone).abs().max())
         raise _not_separable(composite, f"its logits are not those of its language model: they differ by {gap:.3g}")
