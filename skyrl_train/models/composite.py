@@ -220,7 +220,7 @@ def _around_body(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[
     body, head = model.get_submodule(_body(model)), model.get_output_embeddings()
     given: dict[str, Any] = {}
     seen, between = Operations(), list[str]()
-    outputs = torch.linspace(-100.0, 100.0, head.out_features).expand(1, _LENGTH, -1)
+    outputs = torch.linspace(-100.0, 100.0, head.out_features, device="cpu").expand(1, _LENGTH, -1)
 
     def states(*arguments: Any, **options: Any) -> LastHiddenState:
         given.update(options, **{f"argument {index}": value for index, value in enumerate(arguments)})

@@ -43,6 +43,14 @@ def test_text_model_computes_the_composites_logits(kind: str, tmp_path: Path) ->
     assert not any("vision" in name or "visual" in name for name in model.state_dict())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_model_is_made_where_the_default_device_is_meta(kind: str, tmp_path: Path) -> None:
+    config = load_config(save_composite(tmp_path / "model", kind))
+    with torch.device("meta"):  # as the memory plan does
+        model = model_without_memory(config, torch.float32)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
 def test_changes_of_the_configuration_are_those_of_the_language_model(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3")
     config = load_config(path, overrides={"num_hidden_layers": 1})
