@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import get_scheduler
 
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
@@ -99,6 +98,8 @@ class Strategy(ABC):
             raise ConfigError("A model that is trained needs optimizer settings (trainer.policy.optimizer_config).")
         if settings.scheduler not in SCHEDULES:
             raise ConfigError(f"optimizer_config.scheduler={settings.scheduler!r} is not one of {SCHEDULES}.")
+        from transformers import get_scheduler  # imports peft, which takes a second and which the driver does not need
+
         schedule = get_scheduler(
             settings.scheduler, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), settings.num_warmup_steps, total_steps
         )

@@ -246,3 +246,9 @@ def test_importing_every_module_of_a_light_package_loads_no_heavy_library(packag
 def test_trajectories_need_no_torch():
     code = "import sys, skyrl_train.data.trajectory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_driver_does_not_import_peft():
+    """It takes a second, and only ranks that train adapters or make a schedule need it."""
+    code = "import sys, skyrl_train.experiment.trainer; assert 'peft' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
