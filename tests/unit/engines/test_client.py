@@ -435,7 +435,7 @@ def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait
 
 
 def test_what_a_pause_ends_is_sampled_again_with_the_same_seed_and_counted():
-    engines = _engines(2, delay_s=0.05)
+    engines = _engines(2, delay_s=0.5)
 
     async def run() -> tuple[list[Any], dict[str, float]]:
         client = EngineClient(engines, deadline_s=5)
