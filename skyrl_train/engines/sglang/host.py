@@ -235,9 +235,9 @@ def _undisturbed(on_cpu: bool, sockets: str) -> Iterator[None]:
 
 
 _PATCHED = "standardize_rope_params"
-"""A method of transformers' configurations, in whose place SGLang puts one that skips vision towers."""
+"""The method of transformers' configurations that SGLang replaces by one that skips vision towers."""
 _patch: list[Any] = []
-"""What SGLang put in its place, once SGLang is imported."""
+"""SGLang's replacement of that method, once SGLang has been imported."""
 _registered_by_sglang: dict[str, Any] = {}
 """Model type -> SGLang's class of its configuration."""
 

@@ -178,7 +178,7 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
 
 
 class OneCallAtATime(LocalTrainer):
-    """As an actor's: every call is made, even if its caller gives up, and the next one waits until it has ended."""
+    """A trainer that behaves like an actor: calls run one at a time, to their end, even if the caller gives up."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
