@@ -34,7 +34,7 @@ from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
-from skyrl_train.engines.sglang.host import _remove_stale_files
+from skyrl_train.engines.sglang.host import _patched_transformers, _remove_stale_files
 from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
@@ -241,6 +241,11 @@ def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(ti
 @pytest.mark.slow
 def test_starting_it_leaves_this_process_as_it_was(running: Running):
     assert running.after == running.before
+    # Another test of this process may have imported SGLang before: equal is not enough.
+    assert running.after["rope of a vision tower"]["rope_type"] == "axial"
+    with _patched_transformers():  # as a second engine of this process starts
+        assert set(CONFIG_MAPPING) > set(running.after["model types"])
+    assert sorted(CONFIG_MAPPING) == running.after["model types"]
     assert not any("stand_ins" in entry for entry in sys.path)
 
 

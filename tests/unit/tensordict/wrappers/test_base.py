@@ -414,13 +414,13 @@ def test_threads_through_one_wrapper_get_their_own_answers(wrap: Any):
 
 
 @pytest.mark.defect("D22")
-def test_the_wrapper_costs_less_than_a_millisecond_a_prompt(wrap: Any):
+def test_the_wrapper_costs_less_than_half_a_millisecond_a_prompt(wrap: Any):
     """CPU time, and the least of short measurements until it is small: what else the machine does adds to some only."""
     chat = [{"role": "user", "content": "hello there"}]
     wrapper = wrap("answer", inplace=False)
     td = TensorDict(history=History.from_chats([chat] * 32), batch_size=(32,))
     whole = raw = 1.0
-    bound = 1e-3 * slowness()
+    bound = 0.5e-3 * slowness()
     for _ in range(400):
         started = time.process_time()
         wrapper(td)
