@@ -7,6 +7,7 @@ by this package instead of one at a time by Hydra. Its run folders, log files an
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import io
@@ -32,11 +33,11 @@ from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import VersionBase
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
-from skyrl_train.config.convert import Unfit, build, foreign_targets, inspect, read
+from skyrl_train.config.convert import Unfit, build, foreign_targets, inspect, is_reference, read
 from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
 from skyrl_train.config.problems import Problem, raise_all
 from skyrl_train.config.schema import Config
@@ -240,7 +241,7 @@ def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
 
 def changed_keys(content: Mapping[str, Any]) -> Iterator[str]:
     """The keys of nested plain values that are not as they are by default."""
-    defaults = dict(_leaf_values(unresolved(_defaults())))
+    defaults = dict(_leaf_values(_defaults().content))
     for key, value in _leaf_values(content):
         if key not in defaults or defaults[key] != value:
             yield canonical(key)
@@ -306,32 +307,73 @@ def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, 
     So one mistake does not hide the next: the rest can still be checked.
     """
     problems: list[Problem] = []
-    merged = OmegaConf.merge(_defaults(), _without(content, skip))
+    values = _Values(_merged(_defaults().content, _without(content, skip)))
 
     def leaf(key: str, hint: Any, default: Any) -> Any:
         try:
-            return read(_select(merged, key), hint)
+            return read(values.resolved(key), hint)
         except Unfit as unfit:
-            problems.append(Problem(key, _select(merged, key), unfit.allowed, unfit.advice))
+            problems.append(Problem(key, values.resolved(key), unfit.allowed, unfit.advice))
         except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(Problem(key, _written(merged, key), "resolvable", _why_not_resolved(error)))
+            problems.append(Problem(key, values.written(key), "resolvable", _why_not_resolved(error)))
         try:
-            return read(_select(_defaults(), key), hint)
+            return read(_defaults().resolved(key), hint)
         except (Unfit, OmegaConfBaseException):
             return default
 
     return build(Config, leaf), problems
 
 
+class _Values:
+    """Nested plain values, some of which refer to others. OmegaConf, which is slow, is asked for these only."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    @functools.cached_property
+    def _config(self) -> DictConfig:
+        return OmegaConf.create(self.content)
+
+    def written(self, key: str) -> Any:
+        """The value before resolution; of a section that is itself a reference, that reference."""
+        value: Any = self.content
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else value
+        return value
+
+    def resolved(self, key: str) -> Any:
+        """The value, its references followed. Raises OmegaConfBaseException, RecursionError."""
+        value = self.written(key)
+        if not _refers(value):
+            return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+        value = OmegaConf.select(self._config, key, throw_on_missing=True)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _refers(value: Any) -> bool:
+    """Whether OmegaConf reads something else than what is written."""
+    if isinstance(value, dict):
+        return any(map(_refers, value.values()))
+    if isinstance(value, list):
+        return any(map(_refers, value))
+    return is_reference(value) or value == "???"
+
+
+def _merged(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """The defaults with what is written in their place, mapping by mapping."""
+    merged = dict(defaults)
+    for name, value in content.items():
+        if isinstance(value, dict) and isinstance(merged.get(name), dict):
+            value = _merged(merged[name], value)
+        if value != "???" or name not in merged:  # OmegaConf's "not given"
+            merged[name] = value
+    return merged
+
+
 @functools.cache
-def _defaults() -> DictConfig:
+def _defaults() -> _Values:
     """Interpolations unresolved; not to be written to."""
-    return OmegaConf.create(plain(Config()))
-
-
-def _select(config: DictConfig | ListConfig, key: str) -> Any:
-    value = OmegaConf.select(config, key, throw_on_missing=True)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return _Values(plain(Config()))
 
 
 def _why_not_resolved(error: Exception) -> str:
@@ -340,14 +382,6 @@ def _why_not_resolved(error: Exception) -> str:
     if found := re.search(r"Environment variable '(\w+)' not found", reason):
         return f"The environment variable {found[1]} is not set: export it, or give this key a value without it."
     return reason
-
-
-def _written(config: DictConfig | ListConfig, key: str) -> Any:
-    """The value before resolution, for messages."""
-    value: Any = OmegaConf.to_container(config, resolve=False)
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else value
-    return value
 
 
 def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> dict[str, Any]:
