@@ -43,6 +43,8 @@ def test_the_page_is_what_the_table_says():
     assert generator["render"](tensor_parallel_section()) == PAGE, STALE
 
 
+@pytest.mark.on_demand
+@pytest.mark.slow
 def test_page_lists_models_without_tensor_parallelism():
     section = tensor_parallel_section()
     version = re.search(r"transformers (\d+\.\d+)\.", section)

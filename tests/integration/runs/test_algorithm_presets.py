@@ -15,8 +15,9 @@ from .conftest import PRESETS, Run, flat, metrics_of
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm8k")
 
-ALWAYS = {"dapo", "distillation", "custom_advantage"}
-"""Each stands for presets that ask the same of a run: samplers, a reference, plugins. For a critic, see test_ppo.py."""
+ALWAYS = {"dapo", "distillation"}
+"""Each stands for presets that ask the same of a run: samplers, a reference. For a critic, see test_ppo.py; for plugins,
+test_extension.py."""
 
 
 @pytest.fixture(scope="module")

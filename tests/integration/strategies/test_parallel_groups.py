@@ -57,7 +57,7 @@ def _exact_double() -> Iterator[None]:
     scope="module",
     params=[
         ("sequence", 2, 2, KINDS),
-        pytest.param(("sequence", 4, 2, ["qwen2"]), marks=pytest.mark.slow),
+        pytest.param(("sequence", 4, 2, ["qwen2"]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         pytest.param(("sequence", 4, 4, ["qwen2", "one_kv_head"]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         ("tensor", 2, 2, KINDS[:-1]),
         pytest.param(("tensor", 4, 2, ["qwen2", "qwen3_moe", "adapted"]), marks=pytest.mark.slow),

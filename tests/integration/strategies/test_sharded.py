@@ -71,7 +71,7 @@ def _exact_double() -> Iterator[None]:
     params=[
         ("fsdp2", 1),
         ("fsdp2", 2),
-        pytest.param(("zero2", 2), marks=ZERO),
+        pytest.param(("zero2", 2), marks=[*ZERO, pytest.mark.on_demand]),
         pytest.param(("zero3", 2), marks=ZERO),
     ],
     ids=lambda param: "-".join(map(str, param)),
