@@ -161,7 +161,7 @@ def test_an_update_s_gradient_is_the_padded_one_however_it_is_run(
     "name",
     [
         "a budget of tokens",
-        "two ranks, activations computed again",
+        pytest.param("two ranks, activations computed again", marks=pytest.mark.on_demand),
         pytest.param("adapters, sequences over two ranks", marks=pytest.mark.on_demand),
     ],
 )

@@ -40,8 +40,9 @@ def test_the_configuration_in_it_is_a_good_one(tmp_path: Path, monkeypatch: pyte
     assert names["config"].trainer.max_steps == 1
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
-@pytest.mark.parametrize("warm_up_steps", [0, pytest.param(4, marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize("warm_up_steps", [0, 4])
 def test_it_runs_to_its_last_cell(warm_up_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The warm-up is a process of its own with a Ray of its own, 20 s; test_quickstart.py has it for every change."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -133,6 +133,7 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@pytest.mark.on_demand
 def test_a_run_that_is_told_to_end_and_goes_on(
     shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path
 ):

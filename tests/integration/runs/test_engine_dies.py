@@ -122,6 +122,7 @@ def test_an_engine_that_hangs_is_killed_at_its_deadline_and_replaced(
     assert_whole(tmp_path, steps=3)
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.fault("F29")
 def test_without_restarts_the_run_stops_and_keeps_what_it_learnt(small: Callable[[Path], list[str]], tmp_path: Path):

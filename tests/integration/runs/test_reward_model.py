@@ -34,25 +34,28 @@ def chat(easy: Overrides, tmp_path: Path) -> Overrides:
     return overrides
 
 
+JUDGED = ("reward/", "environment/", "policy/", "response/")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("dedicated", [False, pytest.param(True, marks=pytest.mark.on_demand)])
 def test_a_run_learns_from_a_reward_model_alone_in_shared_and_dedicated_slots(
-    run: Run, chat: Overrides, tmp_path: Path
+    run: Run, chat: Overrides, tmp_path: Path, dedicated: bool
 ):
-    colocated, dedicated = tmp_path / "colocated", tmp_path / "dedicated"
-    run("main_base", *chat(colocated))
-    two_replicas = ["trainer.placement.colocate_all=false", "trainer.placement.reward_num_gpus_per_node=2"]
-    run("main_base", *chat(dedicated), *two_replicas)
-    rows = metrics_of(colocated)
+    run("main_base", *chat(tmp_path / "colocated"))
+    rows = metrics_of(tmp_path / "colocated")
     for step in (1, 2):
         assert rows[step]["rollouts/failed"] == 0
         assert rows[step]["reward/mean"] == pytest.approx(10 * rows[step]["environment/reward_model_score"])
         assert rows[step]["reward/std"] > 0 and rows[step]["policy/grad_norm"] > 0
-    judged = ("reward/", "environment/", "policy/", "response/")
-    rewards = [
-        {step: {key: value for key, value in row.items() if key.startswith(judged)} for step, row in found.items()}
-        for found in (rows, metrics_of(dedicated))
-    ]
-    assert rewards[0] == rewards[1], "no score depends on the replica or on timing"
+    if dedicated:
+        two_replicas = ["trainer.placement.colocate_all=false", "trainer.placement.reward_num_gpus_per_node=2"]
+        run("main_base", *chat(tmp_path / "dedicated"), *two_replicas)
+        rewards = [
+            {step: {key: value for key, value in row.items() if key.startswith(JUDGED)} for step, row in found.items()}
+            for found in (rows, metrics_of(tmp_path / "dedicated"))
+        ]
+        assert rewards[0] == rewards[1], "no score depends on the replica or on timing"
 
 
 @pytest.mark.on_demand

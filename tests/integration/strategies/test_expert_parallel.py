@@ -52,7 +52,7 @@ def _exact_double() -> Iterator[None]:
     scope="module",
     params=[
         (2, 2, KINDS),
-        pytest.param((4, 2, KINDS[:2]), marks=pytest.mark.slow),
+        pytest.param((4, 2, KINDS[:2]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         pytest.param((4, 4, KINDS[:2]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         pytest.param((8, 4, KINDS[:2]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
     ],

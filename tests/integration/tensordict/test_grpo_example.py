@@ -28,6 +28,7 @@ def grpo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             sys.modules[name] = module
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_it_raises_accuracy_on_held_out_problems(grpo: Any, tmp_path: Path):
     assert len((FOLDER / "grpo.py").read_text().splitlines()) <= 80
