@@ -16,7 +16,7 @@ from .conftest import PRESETS, Run, flat, metrics_of
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm8k")
 
 ALWAYS = {"dapo", "distillation"}
-"""Each stands for presets that ask the same of a run: samplers, a reference. For a critic, see test_ppo.py; for plugins,
+"""Each stands for presets that need the same parts: samplers, a reference model. Critics: test_ppo.py. Plugins:
 test_extension.py."""
 
 
