@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import transformers.optimization  # with peft, whose code a rank imports while it is set up  # noqa: F401
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.choices import STRATEGIES
