@@ -77,6 +77,7 @@ def run_script(path: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_the_snippets_of_the_page_run_one_after_the_other(outside: Path, installed: Path):
     code = (

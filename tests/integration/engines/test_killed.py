@@ -48,7 +48,7 @@ if __name__ == "__main__":
 """
 CASES = [
     ("transformers", "broadcast"),
-    ("transformers", "ipc"),
+    pytest.param("transformers", "ipc", marks=pytest.mark.on_demand),
     ("transformers", "checkpoint"),
     pytest.param("vllm", "broadcast", marks=pytest.mark.slow),
     pytest.param("sglang", "broadcast", marks=[pytest.mark.slow, pytest.mark.on_demand]),

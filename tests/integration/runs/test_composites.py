@@ -18,7 +18,7 @@ from tests.support.composites import save_composite
 
 from .conftest import Run, metrics_of
 
-IN_CI = ("Gemma 3-transformers", "Qwen2.5-VL-transformers")
+IN_CI = ("Qwen2.5-VL-transformers",)
 ADAPTERS = ("trainer.policy.model.lora.rank=4", "trainer.policy.optimizer_config.lr=1e-2")
 SHORT = ("trainer.max_prompt_length=96", "generator.max_input_length=96")
 """Within an attention chunk of the tiny Llama 4, beyond which vLLM computes something else."""

@@ -12,9 +12,10 @@ import pytest
 from .conftest import Run, metrics_of
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize(("stage", "ranks"), [pytest.param(2, 1, marks=pytest.mark.on_demand), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
 def test_a_run_learns_and_goes_on_bit_for_bit(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, stage: int, ranks: int
 ):

@@ -88,6 +88,7 @@ def elastic(overrides: list[str], capsys: pytest.CaptureFixture[str], *, once: b
     return capsys.readouterr().out
 
 
+@pytest.mark.on_demand
 def test_a_run_whose_engines_come_and_go_learns_the_same_bits(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

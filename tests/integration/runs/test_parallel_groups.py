@@ -42,8 +42,9 @@ def test_policy_reference_and_critic_train_in_parallel_groups_of_two_ranks(
     assert rows[2]["critic/loss"] < rows[1]["critic/loss"]
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
-@pytest.mark.parametrize("replay", ["rollout", pytest.param("old_policy", marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize("replay", ["rollout", "old_policy"])
 def test_a_mixture_of_experts_trains_with_its_experts_shared_out_and_chosen_as_before(
     run: Run, easy: Callable[[Path], list[str]], tmp_path: Path, replay: str
 ):

@@ -93,6 +93,7 @@ TWO_STEPS = ["trainer.max_steps=2", "trainer.algorithm.use_kl_loss=true"]
 LOOKED_AT = ["trainer.trace=true", "trainer.profile_steps=[2]"]
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_a_run_has_a_time_line_and_a_profile_of_the_step(run: Run, small: Callable[[Path], list[str]], tmp_path: Path):
     run("main_base", *small(tmp_path), *TWO_STEPS, *LOOKED_AT)

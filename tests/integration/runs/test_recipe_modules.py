@@ -34,7 +34,9 @@ REFUSED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", RECIPES)
+@pytest.mark.parametrize(
+    "module", [pytest.param(name, marks=pytest.mark.on_demand) if "custom" in name else name for name in RECIPES]
+)
 def test_a_recipe_trains_through_its_own_module(
     module: str,
     small: Callable[[Path], list[str]],

@@ -137,12 +137,11 @@ def test_start_exits_at_once_on_group_signal(
         assert not folders, "Ray's folder goes with the run"
 
 
+@on_demand
 @pytest.mark.fault("F39")
 @pytest.mark.defect("group-signals-kill-ray-first")
-@pytest.mark.parametrize(
-    "moment", ["step", *(pytest.param(name, marks=on_demand) for name in TRAINING if name != "step")]
-)
-@pytest.mark.parametrize("number", [*SIGNALS, pytest.param(signal.SIGHUP, marks=on_demand, id="SIGHUP")])
+@pytest.mark.parametrize("moment", TRAINING)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_group_signal_saves_last_step(
     moment: str, number: signal.Signals, small: Callable[[Path], list[str]], folder: Path
 ):

@@ -131,6 +131,7 @@ def test_own_trainer_changes_masks_and_rewards_around_the_loop(script: Script, t
     assert rows[2]["advantages/abs_max"] > 1e-5
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_own_trainer_overrides_every_method_of_a_step(script: Script, tmp_path: Path):
     keys = [

@@ -60,7 +60,9 @@ def _exact_double() -> Iterator[None]:
         pytest.param(("sequence", 4, 2, ["qwen2"]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         pytest.param(("sequence", 4, 4, ["qwen2", "one_kv_head"]), marks=[pytest.mark.slow, pytest.mark.on_demand]),
         ("tensor", 2, 2, KINDS[:-1]),
-        pytest.param(("tensor", 4, 2, ["qwen2", "qwen3_moe", "adapted"]), marks=pytest.mark.slow),
+        pytest.param(
+            ("tensor", 4, 2, ["qwen2", "qwen3_moe", "adapted"]), marks=[pytest.mark.slow, pytest.mark.on_demand]
+        ),
     ],
     ids=["tokens_2_of_2", "tokens_2_of_4", "tokens_4_of_4", "layers_2_of_2", "layers_2_of_4"],
 )

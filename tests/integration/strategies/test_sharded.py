@@ -69,7 +69,7 @@ def _exact_double() -> Iterator[None]:
 @pytest.fixture(
     scope="module",
     params=[
-        ("fsdp2", 1),
+        pytest.param(("fsdp2", 1), marks=pytest.mark.on_demand),
         ("fsdp2", 2),
         pytest.param(("zero2", 2), marks=[*ZERO, pytest.mark.on_demand]),
         pytest.param(("zero3", 2), marks=ZERO),
