@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from skyrl_train.config.convert import inspect, unknown_key_advice, unsafe
 from skyrl_train.config.documentation import help_text
 from skyrl_train.config.hydra import (
     Override,
     changed_keys,
-    compose,
+    composed_values,
     finish,
     keys_of_preset,
     parse_flags,
@@ -248,7 +248,7 @@ def prepare(
     if run is not None:
         raise_all(hydra_of_run(run, preset_file(folder, name)))
     try:
-        raw = compose(line.overrides, name, folder)
+        raw = composed_values(line.overrides, name, folder)
     except ConfigError as error:
         raise_all([*line.problems, Uncomposable("--config-name", name, str(error))])
         raise
@@ -269,11 +269,11 @@ def prepare_composed(
     """
     content, own = with_own_keys(unresolved(cfg))
     given = set(changed_keys(content))
-    return _check(OmegaConf.create(content), CommandLine({}, own=own), given, has_accelerator, True, uses)
+    return _check(content, CommandLine({}, own=own), given, has_accelerator, True, uses)
 
 
 def _check(
-    raw: DictConfig,
+    raw: dict[str, Any],
     line: CommandLine,
     given: Collection[str],
     has_accelerator: bool | None,

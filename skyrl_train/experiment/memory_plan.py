@@ -12,7 +12,6 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +31,6 @@ from skyrl_train.config.predicates import (
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
-    DeepSpeedConfig,
-    FSDPConfig,
     LoraConfig,
     PolicyConfig,
     RefConfig,
@@ -132,7 +129,9 @@ class ModelShape:
     tied: bool
     max_positions: int
     normed: int
-    """Numbers per token that the norms of one layer read."""
+    """Numbers per token that one layer's norms read, except those of queries and keys."""
+    normed_heads: int
+    """The same for norms of queries and keys; 0 without these."""
     experts_per_token: int
     softcapped: bool
     """Attention scores are materialised: see ragged_attention._softcapped."""
@@ -156,7 +155,7 @@ class ModelShape:
         return any(weight.trained for weight in self.root if weight.shape == (self.vocab, self.hidden))
 
 
-_shapes: dict[tuple[str, str, str, int], ModelShape] = {}
+_shapes: dict[tuple[str, str, str, str, int], ModelShape] = {}
 
 
 def model_shape(
@@ -179,10 +178,10 @@ def model_shape(
     Raises:
         ConfigError: There is nothing to load, or the model cannot be trained; names `key`.
     """
-    config = load_config(path, key=key, overrides=overrides, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    # A plan is made many times, see memory_fit.py, and building a model takes long even without its weights.
-    same = config.to_json_string(use_diff=False), repr(lora), kind, parts
+    # A plan is made many times, see memory_fit.py, and reading a configuration and building its model take long.
+    same = path, key, repr((overrides, rope_scaling, rope_theta, lora)), kind, parts
     if same not in _shapes:
+        config = load_config(path, key=key, overrides=overrides, rope_scaling=rope_scaling, rope_theta=rope_theta)
         what = "classifier" if kind == "reward" else "causal language model"
         try:
             _shapes[same] = _shape_of(config, key, lora, kind, parts)
@@ -208,8 +207,9 @@ def _shape_of(config: PreTrainedConfig, key: str, lora: LoraConfig | None, kind:
             if lora is not None and lora.rank:
                 Adapters(model, lora, key.removesuffix("path") + "lora")
             if kind == "critic":
-                model, vocab, root = model.base_model, 0, [Weight((1, hidden))]
-            scored = ragged = RaggedModel(model)  # type: ignore[arg-type]
+                vocab, root = 0, [Weight((1, hidden))]
+            body = model.base_model if kind == "critic" else model
+            scored = ragged = RaggedModel(body)  # type: ignore[arg-type]
             if parts > 1:
                 size_key = key.removesuffix("model.path") + "tensor_parallel_size"
                 planned_group(TensorParallel, parts, size_key).divide(ragged.model)  # type: ignore[arg-type]
@@ -223,12 +223,8 @@ def _shape_of(config: PreTrainedConfig, key: str, lora: LoraConfig | None, kind:
     key_value_heads = max(sizes_of_layers(text, "num_key_value_heads"), default=heads) // parts
     head_dim = max(sizes_of_layers(text, "head_dim"), default=hidden // heads)
     # One-dimensional weights are of norms; those that are not as wide as the stream are of queries and keys.
-    norms = (
-        [len(p) for name, p in layers[0].named_parameters() if p.ndim == 1 and name.endswith("weight")]
-        if layers
-        else []
-    )
-    of_heads = (heads // parts + key_value_heads) * head_dim if set(norms) - {hidden} else 0
+    named = layers[0].named_parameters() if layers else ()
+    norms = [len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight")]
     return ModelShape(
         layers=tuple(tuple(_weight(parameter) for parameter in layer.parameters()) for layer in layers),
         root=(*(_weight(parameter) for parameter in scored.parameters() if id(parameter) not in inside), *root),
@@ -240,7 +236,8 @@ def _shape_of(config: PreTrainedConfig, key: str, lora: LoraConfig | None, kind:
         vocab=vocab,
         tied=bool(text.tie_word_embeddings),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
-        normed=hidden * norms.count(hidden) + of_heads,
+        normed=hidden * norms.count(hidden),
+        normed_heads=(heads // parts + key_value_heads) * head_dim if set(norms) - {hidden} else 0,
         experts_per_token=experts,
         softcapped=getattr(text, "attn_logit_softcapping", None) is not None,
     )
@@ -315,24 +312,39 @@ class _Pass:
     """True if the rank runs more than one micro-batch."""
 
 
-@dataclass(frozen=True)
 class ModelRank:
     """One rank of the policy, the reference model or the critic."""
 
-    cfg: Config
-    role: str
-    ranks: int
-    capacity: int | None
-    """Bytes of an accelerator, on which the head's chunks depend; None if unknown."""
-
-    @cached_property
-    def section(self) -> PolicyConfig | RefConfig | CriticConfig:
-        section: PolicyConfig | RefConfig | CriticConfig = getattr(self.cfg.trainer, SECTIONS[self.role])
-        return section
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        return self.shape_of(self.section.tensor_parallel_size)
+    def __init__(self, cfg: Config, role: str, ranks: int, capacity: int | None) -> None:
+        """`capacity`: bytes of an accelerator, on which the head's chunks depend; None if unknown."""
+        trainer = cfg.trainer
+        section: PolicyConfig | RefConfig | CriticConfig = getattr(trainer, SECTIONS[role])
+        self.cfg, self.role, self.ranks, self.section = cfg, role, ranks, section
+        self.on_gpu = cfg.device == "cuda"
+        self.fsdp = section.fsdp_config if trainer.strategy in ("fsdp", "fsdp2") else None
+        self.deepspeed = section.deepspeed_config if trainer.strategy == "deepspeed" else None
+        self.parts = section.tensor_parallel_size
+        """The ranks that each layer is divided over."""
+        self.shard = ranks // self.parts
+        """The ranks that parameters are sharded over."""
+        if self.fsdp is not None and self.fsdp.fsdp_size != -1:
+            self.shard = self.fsdp.fsdp_size
+        if self.deepspeed is not None and self.deepspeed.zero_stage != 3:
+            self.shard = 1
+        self.reshards = self.fsdp is not None and self.fsdp.reshard_after_forward is not False
+        """True if FSDP2 frees gathered layers after forward."""
+        once = self.fsdp.reduce_once if self.fsdp is not None else False
+        self.reduces_once = not (self.on_gpu and self.reshards) if once is None else once
+        """True if gradients are reduced over ranks once per update: see FSDP2Strategy."""
+        self.shape = self.shape_of(self.parts)
+        self.trained = tuple(weight for weight in self.shape.weights if weight.trained and role != "reference")
+        self.size = 2 if trainer.bf16 else FP32
+        """Bytes of a number in the compute dtype."""
+        self.autocasts = trainer.strategy == "single" and trainer.bf16
+        """True if weights and the residual stream stay float32, and linear layers cast what they read."""
+        self.stream = FP32 if self.autocasts else self.size
+        """Bytes of a number in the residual stream."""
+        self.chunk_bytes = chunk_bytes(cfg.device, capacity)
 
     def shape_of(self, parts: int) -> ModelShape:
         """The model's shapes if layers are divided over `parts` ranks."""
@@ -348,64 +360,11 @@ class ModelRank:
             parts=parts,
         )
 
-    @property
-    def fsdp(self) -> FSDPConfig | None:
-        return self.section.fsdp_config if self.cfg.trainer.strategy in ("fsdp", "fsdp2") else None
-
-    @property
-    def deepspeed(self) -> DeepSpeedConfig | None:
-        return self.section.deepspeed_config if self.cfg.trainer.strategy == "deepspeed" else None
-
-    @property
-    def shard(self) -> int:
-        """The ranks that parameters are sharded over."""
-        if self.fsdp is not None and self.fsdp.fsdp_size != -1:
-            return self.fsdp.fsdp_size
-        if self.deepspeed is not None and self.deepspeed.zero_stage != 3:
-            return 1
-        return self.ranks // self.section.tensor_parallel_size
-
-    @property
-    def _reshards(self) -> bool:
-        """True if FSDP2 frees gathered layers after forward."""
-        return self.fsdp is not None and self.fsdp.reshard_after_forward is not False
-
-    @property
-    def _reduces_once(self) -> bool:
-        """True if gradients are reduced over ranks once per update: see FSDP2Strategy."""
-        if self.fsdp is None:
-            return False
-        chosen = self.fsdp.reduce_once
-        return not (self.cfg.device == "cuda" and self._reshards) if chosen is None else chosen
-
-    @property
-    def is_trained(self) -> bool:
-        return self.role != "reference"
-
-    @property
-    def _trained(self) -> tuple[Weight, ...]:
-        return tuple(weight for weight in self.shape.weights if weight.trained) if self.is_trained else ()
-
-    @property
-    def _size(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return 2 if self.cfg.trainer.bf16 else FP32
-
-    @property
-    def _autocast(self) -> bool:
-        """True if weights and the residual stream stay float32, and linear layers cast what they read."""
-        return self.cfg.trainer.strategy == "single" and self.cfg.trainer.bf16
-
-    @property
-    def _stream(self) -> int:
-        """Bytes of a number in the residual stream."""
-        return FP32 if self._autocast else self._size
-
     def lines(self) -> Iterator[MemoryLine]:
         trainer = self.cfg.trainer
         yield from self._held_lines()
         yield from self._score_lines(self._pass(trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size))
-        if self.is_trained:
+        if self.role != "reference":
             prompts = trainer.critic_mini_batch_size if self.role == "critic" else trainer.policy_mini_batch_size
             yield from self._update_lines(self._pass(trainer.micro_train_batch_size_per_gpu, prompts))
 
@@ -417,7 +376,7 @@ class ModelRank:
         """
         trainer, generator, longest = self.cfg.trainer, self.cfg.generator, longest_sequence(self.cfg.generator)
         over = self.section.sequence_parallel_size
-        group = over * self.section.tensor_parallel_size
+        group = over * self.parts
         samples = min(prompts, trainer.train_batch_size) * generator.n_samples_per_prompt
         available = -(-samples * group // self.ranks) * longest
         budget = trainer.max_tokens_per_microbatch
@@ -434,25 +393,21 @@ class ModelRank:
 
         DeepSpeed keeps parameters in the compute dtype and, with the optimizer's state, a float32 copy of a shard.
         """
-        weights, trained, shard, moments = self.shape.weights, self._trained, self.shard, "AdamW: 2 float32 moments"
+        weights, trained, shard, moments = self.shape.weights, self.trained, self.shard, "AdamW: 2 float32 moments"
         count, learnt = numel(weights), numel(trained)
-        note = ", ".join(
-            f"{number / 1e6:,.1f} M {kind}"
-            for number, kind in ((learnt, "trained"), (count - learnt, "frozen"))
-            if number
-        )
-        if (parts := self.section.tensor_parallel_size) > 1:
-            note += f", one of {parts} parts of layers"
+        kinds = {"trained": learnt, "frozen": count - learnt}
+        note = ", ".join(f"{size / 1e6:,.1f} M {kind}" for kind, size in kinds.items() if size)
+        note += f", one of {self.parts} parts of layers" if self.parts > 1 else ""
         note += f", over {shard} ranks" if shard > 1 else ""
         if (zero := self.deepspeed) is not None:
-            yield from self._held("parameters", self._size * -(-count // shard), note, zero.offload_parameters)
+            yield from self._held("parameters", self.size * -(-count // shard), note, zero.offload_parameters)
             if trained:
                 part = FP32 * -(-learnt // self.ranks)
                 yield from self._held("master weights", part, "float32", zero.offload_optimizer)
                 yield from self._held(_OPTIMIZER, 2 * part, moments, zero.offload_optimizer)
             return
         offload, held = self.fsdp is not None and self.fsdp.cpu_offload, numel(trained, shard)
-        frozen = self._size * (numel(weights, shard) - held)
+        frozen = self.size * (numel(weights, shard) - held)
         yield from self._held("parameters", FP32 * held + frozen, note, offload)
         if trained:
             yield from self._held(_OPTIMIZER, 2 * FP32 * held + FP32 * len(trained), moments, offload)
@@ -464,7 +419,7 @@ class ModelRank:
         """
         zero = self.deepspeed is not None
         line = MemoryLine(self.role, what, note, {"": size}, exact=not zero)
-        if offload and self.cfg.device == "cuda":
+        if offload and self.on_gpu:
             yield replace(line, on_host=True)
         elif shares_memory(self.cfg):
             phases = (*LEARNING, "syncing") if self.role == "policy" and what != _OPTIMIZER else LEARNING
@@ -476,26 +431,26 @@ class ModelRank:
 
     def _score_lines(self, work: _Pass) -> Iterator[MemoryLine]:
         yield from self._gathered("scoring")
-        widest = 3 * work.tokens * (self._size * self.shape.intermediate + self._stream * self.shape.hidden)
+        widest = 3 * work.tokens * (self.size * self.shape.intermediate + self.stream * self.shape.hidden)
         yield self._line("scoring", "activations", f"{work.tokens:,} tokens, one layer", {_LAYERS: widest})
         yield self._head_line("scoring", work)
 
     def _update_lines(self, work: _Pass) -> Iterator[MemoryLine]:
         shape, fsdp, recomputes = self.shape, self.fsdp, self.cfg.trainer.gradient_checkpointing
-        whole = self._reduces_once and work.several
+        whole = self.reduces_once and work.several
         note = "float32" + (", whole until the last micro-batch" if whole and self.shard > 1 else "")
-        held = dict.fromkeys(_MOMENTS, FP32 * numel(self._trained, 1 if whole else self.shard))
-        offloads = fsdp is not None and fsdp.cpu_offload and self.cfg.device == "cuda" and not whole
+        held = dict.fromkeys(_MOMENTS, FP32 * numel(self.trained, 1 if whole else self.shard))
+        offloads = fsdp is not None and fsdp.cpu_offload and self.on_gpu and not whole
         line = self._line("updating", "gradients", note, held)
         yield replace(line, exact=self.deepspeed is None, on_host=offloads)
         yield self._line("updating", "gradients under way", "before they are added", self._fresh_gradients(whole))
         yield from self._gathered("updating")
-        layer, inputs = self._layer_bytes(work), work.tokens * self._stream * shape.hidden
+        layer, inputs = self._layer_bytes(work), work.tokens * self.stream * shape.hidden
         saved = len(shape.layers) * (inputs if recomputes else layer) + 3 * inputs  # and those of the last norm
         note = f"{work.tokens:,} tokens, " + ("layers' inputs" if recomputes else "all layers")
         yield self._line("updating", "activations", note, {_HEAD: saved, _LAYERS: saved})
-        key_value = (work.seen - work.tokens) * shape.key_value_heads * shape.head_dim * (2 * self._size + FP32)
-        backward = work.tokens * self._size * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
+        key_value = (work.seen - work.tokens) * shape.key_value_heads * shape.head_dim * (2 * self.size + FP32)
+        backward = work.tokens * self.size * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
         note = "a layer, computed again" if recomputes else "a layer's gradients"
         yield self._line("updating", "backward of a layer", note, {_LAYERS: backward})
         yield self._head_line("updating", work)
@@ -509,11 +464,11 @@ class ModelRank:
         A norm saves its input and the normalised input in float32, and its output; attention saves queries, keys,
         values and two copies of its result; the MLP saves four tensors of its width, and experts their inputs.
         """
-        shape, size = self.shape, self._size
+        shape, size = self.shape, self.size
         numbers = 3 * shape.heads * shape.head_dim + 4 * shape.intermediate + 2 * shape.hidden * shape.experts_per_token
-        each = shape.normed * (FP32 + 2 * self._stream) + size * numbers
-        if shape.softcapped:  # tanh, softmax and its cast
-            each += (2 * size + FP32) * shape.heads * longest_sequence(self.cfg.generator)
+        each = size * numbers + shape.normed * (FP32 + 2 * self.stream) + shape.normed_heads * (FP32 + size)
+        if shape.softcapped:  # the results of tanh and softmax
+            each += 2 * FP32 * shape.heads * longest_sequence(self.cfg.generator)
         return work.tokens * each + work.seen * 2 * size * shape.key_value_heads * shape.head_dim
 
     def _head_line(self, phase: str, work: _Pass) -> MemoryLine:
@@ -522,12 +477,13 @@ class ModelRank:
         if not shape.vocab:
             size = 2 * work.scored * shape.hidden * FP32
             return self._line(phase, "values", "float32 hidden states", {_HEAD: size})
-        rows = max(1, chunk_bytes(device, self.capacity) // (FP32 * shape.vocab))
+        rows = max(1, self.chunk_bytes // (FP32 * shape.vocab))
         kept = min(KEPT_CHUNKS[device] if updates else 0, -(-work.scored // rows))
-        logits = (2 * min(rows, work.scored) + min(kept * rows, work.scored)) * shape.vocab * FP32
-        size = logits + work.scored * shape.hidden * self._size
-        if updates and self._size < FP32 and shape.head_trained:  # its gradient before it is added up in float32
-            size += self._size * shape.head
+        chunk = min(rows, work.scored) * shape.vocab
+        size = 2 * FP32 * chunk + FP32 * min(kept * rows, work.scored) * shape.vocab
+        size += work.scored * shape.hidden * self.size
+        if updates and self.size < FP32:  # gradients before they are added up in float32
+            size += self.size * (chunk + (shape.head if shape.head_trained else 0))
         note = f"chunks of {min(work.scored, rows):,} x {shape.vocab:,}" + (f", {kept} kept" if updates else "")
         return self._line(phase, "logits", note, {_HEAD: size})
 
@@ -548,13 +504,13 @@ class ModelRank:
             note = f"root and {elements / 1e6:,.1f} M of {layers / 1e6:,.1f} M in layers"
         elif self.fsdp is not None:
             few = 1 if self.shard == 1 else min(3, count)
-            some = few if self._reshards else count
+            some = few if self.reshards else count
             elements, note = some * largest, f"root and {some} of {count} layers"
-        elif self._autocast and self._trained:
+        elif self.autocasts and self.trained:
             elements, note = count * largest, "autocast's copy"
         else:
             return
-        size = self._size * (numel(self.shape.root) + elements)
+        size = self.size * (numel(self.shape.root) + elements)
         yield self._line(phase, "gathered weights", note, dict.fromkeys(_MOMENTS, size))
 
     def _fresh_gradients(self, whole: bool) -> dict[str, int]:
@@ -563,12 +519,12 @@ class ModelRank:
         If the head is tied, its gradient is kept until that of the embeddings. There are those of a whole layer, which
         FSDP2 reduces in float32 unless gradients are `whole`; DeepSpeed collects them in buckets of a fixed size.
         """
-        shape, each = self.shape, self._stream
+        shape, each = self.shape, self.stream
         head = FP32 * shape.head if shape.head_trained else 0
         waiting = head if shape.tied else 0
         if self.deepspeed is not None:
             elements = int(self.deepspeed.zero_optimization.get("reduce_bucket_size", _DEEPSPEED_BUCKET))
-            bucket = each * elements * (2 if self.cfg.device == "cuda" else 1)
+            bucket = each * elements * (2 if self.on_gpu else 1)
             return {_HEAD: bucket + head, _LAYERS: bucket + waiting, _EMBEDDINGS: bucket + waiting + head}
         each += FP32 if self.fsdp is not None and not whole else 0
         layer = max((numel(weight for weight in layer if weight.trained) for layer in shape.layers), default=0)
@@ -639,11 +595,14 @@ def memory_plan(cfg: Config, capacity: int | None = None, learning: Learning | N
 
 def model_ranks(cfg: Config, capacity: int | None, learning: Learning) -> list[ModelRank]:
     """Return a rank of each of the learner's models, the policy first."""
-    present = {"policy": True, "reference": learning.with_reference, "critic": learning.critic is not None}
     placement = cfg.trainer.placement
-    sections = {role: SECTIONS[role] for role, needed in present.items() if needed}
-    owners = {r: "policy" if is_colocated(placement, section) else section for r, section in sections.items()}
-    return [ModelRank(cfg, role, num_ranks(placement, owner), capacity) for role, owner in owners.items()]
+    needed = {"policy": True, "reference": learning.with_reference, "critic": learning.critic is not None}
+    models = []
+    for role, section in SECTIONS.items():
+        if needed[role]:
+            ranks = num_ranks(placement, "policy" if is_colocated(placement, section) else section)
+            models.append(ModelRank(cfg, role, ranks, capacity))
+    return models
 
 
 def _reward_lines(cfg: Config) -> Iterator[MemoryLine]:

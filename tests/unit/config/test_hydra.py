@@ -10,7 +10,7 @@ import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from skyrl_train.config.hydra import compose
+from skyrl_train.config.hydra import compose, composed_values, finish, parse_override, unresolved
 from skyrl_train.errors import ConfigError
 
 
@@ -80,3 +80,28 @@ def test_presets_that_include_each_other_are_refused(tmp_path: Path):
     (tmp_path / "two.yaml").write_text("defaults: [one]\n")
     with pytest.raises(ConfigError, match="one cannot be composed: presets include each other"):
         compose([], "one", str(tmp_path))
+
+
+def test_values_without_a_preset_are_read_as_hydra_composes_them():
+    texts = [
+        "trainer.epochs=3",
+        "trainer.seed=-1_000",
+        "trainer.policy.optimizer_config.lr=1e-5",
+        "trainer.policy.optimizer_config.adam_betas=[0.9, 0.95]",
+        "trainer.run_name='a  b: c, #d'",
+        'trainer.project_name="it\'s"',
+        "trainer.max_steps=null",
+        "trainer.logger=[console, 'json lines']",
+        "generator.engine_init_kwargs={dtype: float32, nested: {a: 1}}",
+        "generator.engine_init_kwargs={nested: {b: [1, {c: 2}]}}",
+        'generator.chat_template_kwargs={"enable_thinking": false}',
+        "generator.tensor_parallel_size=2",
+        "trainer.epochs=4",
+        "trainer.ckpt_path=/a/${trainer.run_name}",
+        "trainer.policy.model_config_kwargs.vocab_size=7",
+    ]
+    overrides = [parse_override(text).for_hydra for text in texts]
+    for given in (overrides, overrides[:-2], []):
+        read, problems, notes = finish(composed_values(given))
+        assert (read, problems, notes) == finish(unresolved(compose(given)))
+        assert problems == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from skyrl_train.config.convert import Unfit, convert
-from skyrl_train.config.hydra import compose as hydra_compose, finish, load, parse_override
+from skyrl_train.config.hydra import composed_values, finish, load, parse_override
 from skyrl_train.config.keys import arms, leaves
 from skyrl_train.config.machine import resolve_device
 from skyrl_train.config.schema import Config
@@ -25,7 +25,7 @@ NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reaso
 
 
 def problems(*overrides: str) -> dict[str, str]:
-    config, found, _ = finish(hydra_compose([parse_override(text).for_hydra for text in overrides]))
+    config, found, _ = finish(composed_values([parse_override(text).for_hydra for text in overrides]))
     assert found == []
     return {problem.key: str(problem) for problem in validate(resolve_device(config, has_accelerator=False)[0])}
 

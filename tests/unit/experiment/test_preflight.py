@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.config.predicates import Uses
 from skyrl_train.config.prepare import prepare
+from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import _python_rows
 from skyrl_train.entrypoints import check_config
 from skyrl_train.entrypoints.main_generate import EvaluationExp
@@ -53,12 +56,12 @@ def asks_for_reference(rewards, group_ids, valid, *, ref_logprobs): ...
 
 
 @pytest.fixture
-def good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def good(tmp_path: Path, tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Overrides of a run without mistakes, whose files are in tmp_path."""
     for variable in ("RAY_ADDRESS", "SKYRL_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    save_tiny_model(tmp_path / "model")
+    shutil.copytree(tiny_model_path, tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n" * 8)
     return [
         f"data.train_data=['{tmp_path}/rows.jsonl']",
@@ -481,13 +484,19 @@ def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Pat
         refuse_unscorable(model)
 
 
-@pytest.mark.parametrize("kind", ["TP", "SP", "EP", "LoRA"])
-@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
-def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str, good: list[str]):
-    """The same answer as the learner's: tests/integration/models asks two real ranks."""
+@functools.cache
+def config_with(kind: str) -> Config:
     sizes = {"TP": "tensor_parallel_size", "SP": "sequence_parallel_size", "EP": "expert_parallel_size"}
     key = f"trainer.policy.{sizes[kind]}=2" if kind in sizes else "trainer.policy.model.lora.rank=2"
-    config = prepare([*good, key, "trainer.placement.policy_num_gpus_per_node=2"], has_accelerator=False).config
+    keys = ["generator.backend=transformers", "trainer.placement.policy_num_gpus_per_node=2"]
+    return prepare([*keys, key], has_accelerator=False).config
+
+
+@pytest.mark.parametrize("kind", ["TP", "SP", "EP", "LoRA"])
+@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES])
+def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str):
+    """The same answer as the learner's: tests/integration/models asks two real ranks."""
+    config = config_with(kind)
     model_config = _tiny_config(architecture(name).kind)
     model_config.update(dict(architecture(name).config))
     model = model_without_memory(model_config, torch.float32)
