@@ -378,7 +378,11 @@ class _Values:
 
     @functools.cached_property
     def _config(self) -> DictConfig:
-        return OmegaConf.create(self.content)
+        """The references and what they name. OmegaConf would take longest to read all the other keys."""
+        text = " ".join(str(value) for _, value in _leaf_values(self.content) if _refers(value))
+        named = set(_NAMED.findall(text))
+        # What else a reference may be, such as ${.key}, is left to OmegaConf and all keys.
+        return OmegaConf.create(self.content if "${" in _SIMPLE.sub("", text) else _kept(self.content, named))
 
     def written(self, key: str) -> Any:
         """The value before resolution; of a section that is itself a reference, that reference."""
@@ -394,6 +398,23 @@ class _Values:
             return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
         value = OmegaConf.select(self._config, key, throw_on_missing=True)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+_SIMPLE = re.compile(r"\$\{(?:oc\.env:[^${}]*|[A-Za-z_][\w.]*)\}")
+_NAMED = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+def _kept(content: dict[str, Any], named: set[str], prefix: str = "") -> dict[str, Any]:
+    """The part of the content that is named or refers to something; a key's own mapping counts as one value."""
+    kept: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in named and key not in leaves():
+            value = _kept(value, named, f"{key}.")
+            kept |= {name: value} if value else {}
+        elif _refers(value) or any(other == key or other.startswith(f"{key}.") for other in named):
+            kept[name] = value
+    return kept
 
 
 def _refers(value: Any) -> bool:

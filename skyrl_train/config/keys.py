@@ -100,8 +100,9 @@ def arms(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
+@functools.cache
 def hints(section: type[Section]) -> dict[str, Any]:
-    """Types of a section's fields, in order."""
+    """Types of a section's fields, in order; not to be written to."""
     resolved = typing.get_type_hints(section)
     return {item.name: resolved[item.name] for item in dataclasses.fields(section)}  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from skyrl_train.config.hydra import compose, composed_values, finish, parse_override, unresolved
+from skyrl_train.config.hydra import compose, composed_values, finish, load, parse_override, unresolved
 from skyrl_train.errors import ConfigError
 
 
@@ -105,3 +105,25 @@ def test_values_without_a_preset_are_read_as_hydra_composes_them():
         read, problems, notes = finish(composed_values(given))
         assert (read, problems, notes) == finish(unresolved(compose(given)))
         assert problems == []
+
+
+def test_references_to_values_and_parts_of_values_are_followed():
+    config = load(
+        [
+            "trainer.project_name=p",
+            "trainer.policy.model.path=${trainer.project_name}/${trainer.seed}",
+            "trainer.policy.model_config_kwargs={a: '${trainer.epochs}', b: 1}",
+            "trainer.logger=[console, tensorboard]",
+            "trainer.run_name=${trainer.logger.1}-${trainer.policy.model_config_kwargs.b}",
+            "trainer.critic.optimizer_config=${trainer.policy.optimizer_config}",
+            "trainer.policy.optimizer_config.lr=3e-5",
+        ]
+    )
+    assert config.trainer.policy.model.path == config.trainer.ref.model.path == "p/42"
+    assert config.trainer.policy.model_config_kwargs == {"a": 1, "b": 1}
+    assert config.trainer.run_name == "tensorboard-1"
+    assert config.trainer.critic.optimizer_config.lr == 3e-5
+    relative = load(
+        ["trainer.policy.optimizer_config.lr=${.weight_decay}", "trainer.policy.optimizer_config.weight_decay=0.5"]
+    )
+    assert relative.trainer.policy.optimizer_config.lr == 0.5
