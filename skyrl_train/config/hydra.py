@@ -187,10 +187,10 @@ def composed_values(overrides: Sequence[str], name: str | None = None, directory
     """Return the raw configuration as nested plain values, interpolations unresolved. Raises as `compose` does.
 
     Values of known keys over no preset are what most command lines are. They need nothing of Hydra, which takes a tenth
-    of a second; then the keys that keep their defaults are missing.
+    of a second.
     """
-    content = _literal_values(overrides) if name is None and directory is None else None
-    return unresolved(compose(overrides, name, directory)) if content is None else content
+    values = _literal_values(overrides) if name is None and directory is None else None
+    return unresolved(compose(overrides, name, directory)) if values is None else _merged(_defaults().content, values)
 
 
 def _literal_values(overrides: Sequence[str]) -> dict[str, Any] | None:
@@ -199,11 +199,11 @@ def _literal_values(overrides: Sequence[str]) -> dict[str, Any] | None:
     if content.pop("defaults", None) != [SCHEMA, "_self_"] or content.keys() > {"hydra"}:
         return None  # somebody has edited it
     for override in map(parse_override, overrides):
-        known = override.key in leaves() and not (override.error or override.deletes or override.sweeps)
-        if not known or not _is_literal(override.value):
-            return None
+        known = override.key in leaves() or skyrl_key(override.key) is not None
         section, last = _section_of(content, override.key, make=True)
-        assert section is not None, "no leaf has keys below it"
+        special = override.error or override.deletes or override.sweeps or not _is_literal(override.value)
+        if not known or section is None or special:
+            return None
         old, new = section.get(last), override.value
         section[last] = _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
     return content
@@ -222,11 +222,7 @@ def _is_literal(value: Any) -> bool:
     """True if OmegaConf reads the value as it is written."""
     if isinstance(value, (dict, list)):
         return all(map(_is_literal, value.values() if isinstance(value, dict) else value))
-    return _SPECIAL.isdisjoint(value) if isinstance(value, str) else value is None or isinstance(value, (int, float))
-
-
-_SPECIAL = frozenset("$\\?")
-"""Characters with which OmegaConf's interpolations, escapes and missing values begin."""
+    return not is_reference(value) and value != "???"
 
 
 def _refuse_yml(directory: str, missing: str) -> None:
