@@ -325,12 +325,9 @@ class ModelRank:
         self.deepspeed = section.deepspeed_config if trainer.strategy == "deepspeed" else None
         self.parts = section.tensor_parallel_size
         """The ranks that each layer is divided over."""
-        self.shard = ranks // self.parts
-        """The ranks that parameters are sharded over."""
-        if self.fsdp is not None and self.fsdp.fsdp_size != -1:
-            self.shard = self.fsdp.fsdp_size
-        if self.deepspeed is not None and self.deepspeed.zero_stage != 3:
-            self.shard = 1
+        chosen = self.fsdp.fsdp_size if self.fsdp is not None else -1
+        self.shard = ranks // self.parts if chosen == -1 else chosen
+        """The ranks that gradients are sharded over, and parameters too except with ZeRO 2."""
         self.reshards = self.fsdp is not None and self.fsdp.reshard_after_forward is not False
         """True if FSDP2 frees gathered layers after forward."""
         once = self.fsdp.reduce_once if self.fsdp is not None else False
@@ -393,7 +390,8 @@ class ModelRank:
 
         DeepSpeed keeps parameters in the compute dtype and, with the optimizer's state, a float32 copy of a shard.
         """
-        weights, trained, shard, moments = self.shape.weights, self.trained, self.shard, "AdamW: 2 float32 moments"
+        weights, trained, moments = self.shape.weights, self.trained, "AdamW: 2 float32 moments"
+        shard = 1 if self.deepspeed is not None and self.deepspeed.zero_stage != 3 else self.shard
         count, learnt = numel(weights), numel(trained)
         kinds = {"trained": learnt, "frozen": count - learnt}
         note = ", ".join(f"{size / 1e6:,.1f} M {kind}" for kind, size in kinds.items() if size)

@@ -362,6 +362,7 @@ def test_zero_shards_what_its_stage_says(stage: int, parameters: int, path: str)
     assert row(plan, "policy", "parameters").size == pytest.approx(2 * weights / parameters, rel=1e-3)
     assert row(plan, "policy", "master weights").size == pytest.approx(4 * weights / 4, rel=1e-3)
     assert row(plan, "policy", "optimizer").size == pytest.approx(8 * weights / 4, rel=1e-3)
+    assert row(plan, "policy", "gradients").size == pytest.approx(4 * weights / 4, rel=0.01)
 
 
 def test_ranks_of_a_parallel_group_share_the_tokens_of_a_micro_batch(path: str):
