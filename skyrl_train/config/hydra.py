@@ -196,7 +196,7 @@ def composed_values(overrides: Sequence[str], name: str | None = None, directory
 def _literal_values(overrides: Sequence[str]) -> dict[str, Any] | None:
     """The nested values of `key=value` texts; None if they are not all literals of known keys."""
     content = _base_preset()
-    if content.pop("defaults", None) != [SCHEMA, "_self_"] or content.keys() > {"hydra"}:
+    if content.pop("defaults", None) != [SCHEMA, "_self_"] or content.keys() - {"hydra"}:
         return None  # somebody has edited it
     for override in map(parse_override, overrides):
         known = override.key in leaves() or skyrl_key(override.key) is not None
