@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from skyrl_train.config.hydra import CONFIG_FILE, finish, plain
 from skyrl_train.config.keys import leaves, value_at, with_value_at
@@ -63,7 +62,7 @@ def config_of_run(folder: Path) -> Config:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no configuration: it says what was run.")
     content.pop("defaults", None)
-    config, problems, _ = finish(OmegaConf.create(content))
+    config, problems, _ = finish(content)
     raise_all([problem for problem in problems if not isinstance(problem, UnknownKey)])
     return freeze(config)
 
