@@ -190,7 +190,9 @@ def composed_values(overrides: Sequence[str], name: str | None = None, directory
     of a second.
     """
     values = _literal_values(overrides) if name is None and directory is None else None
-    return unresolved(compose(overrides, name, directory)) if values is None else _merged(_defaults().content, values)
+    if values is None:
+        return unresolved(compose(overrides, name, directory))
+    return _merged(copy.deepcopy(_defaults().content), values)  # which the caller may change
 
 
 def _literal_values(overrides: Sequence[str]) -> dict[str, Any] | None:

@@ -127,3 +127,8 @@ def test_references_to_values_and_parts_of_values_are_followed():
         ["trainer.policy.optimizer_config.lr=${.weight_decay}", "trainer.policy.optimizer_config.weight_decay=0.5"]
     )
     assert relative.trainer.policy.optimizer_config.lr == 0.5
+
+
+def test_composed_values_are_the_caller_s_own():
+    composed_values([])["trainer"]["policy"]["optimizer_config"]["adam_betas"].append(0.5)
+    assert composed_values([]) == {**unresolved(compose([])), "hydra": composed_values([])["hydra"]}
