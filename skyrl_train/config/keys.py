@@ -102,8 +102,14 @@ def arms(hint: Any) -> tuple[Any, ...]:
 
 def hints(section: type[Section]) -> dict[str, Any]:
     """Types of a section's fields, in order."""
-    resolved = typing.get_type_hints(section)
+    kind: Any = section  # to mypy, classes with instances that have no hash have none either
+    resolved = _type_hints(kind)
     return {item.name: resolved[item.name] for item in dataclasses.fields(section)}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _type_hints(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 @functools.cache

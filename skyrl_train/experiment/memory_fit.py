@@ -17,7 +17,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, OutOfMemory
 from skyrl_train.experiment.algorithm import Learning, policy_learning
-from skyrl_train.experiment.memory_plan import LEARNING, capacity_of, memory_plan, model_ranks
+from skyrl_train.experiment.memory_plan import LEARNING, SECTIONS, capacity_of, memory_plan, model_ranks
 from skyrl_train.messages import to_stderr
 
 TOKENS = 1 << 14
@@ -25,8 +25,6 @@ TOKENS = 1 << 14
 ROOM = 0.85
 """The part of an accelerator that a plan may fill; the rest is for the CUDA context, fragmentation, and estimates."""
 _BUDGET = "trainer.max_tokens_per_microbatch"
-_SECTIONS = {"policy": "policy", "reference": "ref", "critic": "critic"}
-"""Role -> its section of trainer.*"""
 NAMED = 3
 """How many settings are named."""
 _SAYS_SO = ("can't allocate memory", "CUDA out of memory")
@@ -91,13 +89,12 @@ def fits(cfg: Config) -> bool:
 
 def _ways(cfg: Config, capacity: int, learning: Learning) -> Iterator[dict[str, Any]]:
     """Keys and their values, fastest first; at least one."""
-    colocated, dedicated = model_ranks(cfg, capacity, learning)
     kept, reduced = [], []
-    for model in (*colocated, *dedicated):
-        section = f"trainer.{_SECTIONS[model.role]}.fsdp_config"
-        if model.fsdp_config is not None and model.fsdp_config.reshard_after_forward is None and model.shard == 1:
+    for model in model_ranks(cfg, capacity, learning):
+        section = f"trainer.{SECTIONS[model.role]}.fsdp_config"
+        if model.fsdp is not None and model.fsdp.reshard_after_forward is None and model.shard == 1:
             kept.append(f"{section}.reshard_after_forward")
-        if model.fsdp_config is not None and model.fsdp_config.reduce_once is None and model.update is not None:
+        if model.fsdp is not None and model.fsdp.reduce_once is None and model.role != "reference":
             reduced.append(f"{section}.reduce_once")
     keeps, reduces = (True, False) if kept else (False,), (True, False) if reduced else (False,)
     for tokens, keep, once in product(_budgets(cfg), keeps, reduces):
@@ -128,7 +125,7 @@ def _budgets(cfg: Config) -> list[int | None]:
 def _peak(cfg: Config, capacity: int, learning: Learning) -> int:
     """Bytes of the fullest accelerator while the learner's models compute there."""
     plans = memory_plan(cfg, capacity, learning)
-    return max(plan.total(phase) for plan in plans for phase in LEARNING if not _SECTIONS.keys().isdisjoint(plan.roles))
+    return max(plan.total(phase) for plan in plans for phase in LEARNING if not SECTIONS.keys().isdisjoint(plan.roles))
 
 
 def _changed(cfg: Config, changes: dict[str, Any]) -> Config:

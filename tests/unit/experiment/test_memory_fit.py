@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,9 +53,14 @@ def config(path: str, *overrides: str, ranks: int = 1) -> Config:
         f"trainer.placement.policy_num_gpus_per_node={ranks}",
         f"generator.num_inference_engines={ranks}",
     ]
-    cfg = prepare([*keys, *overrides], has_accelerator=False, own_code=True).config
+    cfg = prepared(*keys, *overrides)
     trainer = replace(cfg.trainer, bf16=True, strategy="fsdp2")
     return replace(cfg, device="cuda", trainer=trainer, generator=replace(cfg.generator, model_dtype="bfloat16"))
+
+
+@functools.cache
+def prepared(*overrides: str) -> Config:
+    return prepare(overrides, has_accelerator=False, own_code=True).config
 
 
 def fitted(cfg: Config, capacity: int) -> tuple[Config, list[str]]:
@@ -195,7 +201,7 @@ def test_a_run_says_what_was_chosen_and_runs_without_a_plan(
 
 def small(path: str, *overrides: str) -> Config:
     keys = [f"trainer.policy.model.path={path}", "trainer.strategy=fsdp2", *overrides]
-    return prepare(keys, has_accelerator=False).config
+    return prepared(*keys)
 
 
 @pytest.mark.fault("F34")
