@@ -338,7 +338,7 @@ def check_addresses(cfg: Config, uses: Uses) -> None:
     for key, source in data_sources(cfg, uses):
         if is_address(source):
             store = StoredFolder(split_of(source)[0])
-            if store.itself() is None and not store.find():
+            if store.info() is None and not store.find():
                 problems.append(Problem(key, source, "a file or a folder that exists", "Nothing is at this address."))
     for key, path in model_paths(cfg, uses):
         if is_address(path) and StoredFolder(path).read("config.json") is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyrl_train.config.problems import Problem
 from skyrl_train.errors import ConfigError
-from skyrl_train.storage.places import explained
+from skyrl_train.storage.places import storage_errors
 
 REQUEST_S = 3.0
 """Time for the hub to say whether it has a model."""
@@ -77,7 +77,7 @@ def refuse_taken(name: str, overwrite: bool) -> None:
         raise ConfigError(
             f"hub:{name}: there is no token to upload with: set HF_TOKEN, or log in once with `hf auth login`."
         )
-    with explained(f"hub:{name}"):
+    with storage_errors(f"hub:{name}"):
         exists = HfApi().repo_exists(name)
     if exists and not overwrite:
         raise ConfigError(f"hub:{name} exists: give another name, or --overwrite for a commit that replaces its files.")
@@ -91,7 +91,7 @@ def upload_model(folder: Path, name: str, *, public: bool, overwrite: bool, mess
     """
     from huggingface_hub import HfApi
 
-    with explained(f"hub:{name} cannot be written"):
+    with storage_errors(f"hub:{name} cannot be written"):
         hub = HfApi()
         url = hub.create_repo(name, private=not public, exist_ok=overwrite)
         replaced = ["*"] if overwrite else None

@@ -279,7 +279,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str):
     folder = save(Checkpoints(tmp_path / "run"), 1)
     (tmp_path / "secret").write_bytes(b"s")
     rewrite_manifest(folder, name, b"s")
-    assert "not a path inside" in str(verify(folder))
+    assert "is not the name of a file inside the folder" in str(verify(folder))
 
 
 @pytest.mark.fault("F38")
