@@ -50,7 +50,7 @@ def local_copy(path: str, *, weights: bool = True) -> str:
             if target.is_file() and target.stat().st_size == one.content.size:
                 continue
             if (problem := download(store, one.key, one.content, target)) is not None:
-                raise StorageError(f"{problem}.")
+                raise StorageError(f"{problem}. The file is damaged, or its transfer was cut off.")
     if _look(path)[2] != there:
         raise StorageError(f"{path} was changed while it was fetched; start again.")
     return str(copy / name)

@@ -250,8 +250,11 @@ def _delete(path: Path, *, ignore_errors: bool = False) -> None:
 
 def verify(folder: Path) -> str | None:
     """Describe the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
-    if (problem := damage(folder, read=True)) is not None:
-        return problem
+    return damage(folder, read=True) or _state_problem(folder)
+
+
+def _state_problem(folder: Path) -> str | None:
+    """Describe the problem with the state of a checkpoint whose files are verified."""
     try:
         if STATE_FILE not in _read(folder / MANIFEST_FILE)["files"]:
             return f"{MANIFEST_FILE} does not list {STATE_FILE}"
@@ -330,7 +333,7 @@ def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # what a failed download left
     sync_folder(folder.parent)
-    return verify(folder)
+    return _state_problem(folder)
 
 
 def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:
