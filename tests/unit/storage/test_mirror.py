@@ -347,7 +347,7 @@ def test_nothing_brings_back_what_was_set_aside_but_who_renames_it(tmp_path: Pat
 @pytest.mark.defect("back-on-the-first-machine")
 def test_machines_that_take_turns_keep_no_more_than_one_alone(address: str, tmp_path: Path):
     step = 10
-    for name in ("a", "b") * 3:
+    for name in ("a", "b") * 2:
         with Machine(tmp_path / name, address, keep=2) as one:
             assert one.loaded() == (None if step == 10 else (step - 10, f"weights of step {step - 10}"))
             for _ in range(3):
