@@ -90,11 +90,18 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_other(
     before = Machine(tmp_path / "a")
     (before.save(10) / "policy" / "rank_0").unlink()
     (before.save(20) / "manifest.json").write_text("{")
+    linked = before.save(25) / "policy" / "rank_0"
+    linked.symlink_to(linked.rename(tmp_path / "elsewhere"))
     with Machine(tmp_path / "a") as again:
         again.save(30)
         again.mirror.finish(20)
         assert again.mirror.steps() == [30]
-    assert "policy/rank_0 is missing" in caplog.text and "manifest.json cannot be read" in caplog.text
+    for problem in (
+        "policy/rank_0 is missing",
+        "manifest.json cannot be read",
+        "rank_0 is, or is under, a symbolic link",
+    ):
+        assert problem in caplog.text
 
 
 def test_a_step_that_is_saved_once_more_is_whole_at_every_moment(server: S3Server, tmp_path: Path):
