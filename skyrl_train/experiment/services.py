@@ -72,7 +72,7 @@ from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.trainer import StepSchedule
 
 HOST_SERVER = "skyrl_train.environments.hosts:HostServer"

@@ -16,7 +16,7 @@ from skyrl_train.experiment.services import Mirrors
 from skyrl_train.storage import lease
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.stored_runs import ADDRESS, Machine, until
 
