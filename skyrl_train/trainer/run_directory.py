@@ -24,25 +24,21 @@ from skyrl_train.trainer.checkpoints import Checkpoints
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
-_SAID_AS = {
+_KEYS = {
     "project_name": "trainer.project_name",
     "run_name": "trainer.run_name",
     "model": "trainer.policy.model.path",
     "adapters": "trainer.policy.model.lora",
     "data_order": "the order of the data (trainer.seed, trainer.train_batch_size)",
 }
-"""What makes a run -> the keys that decide it."""
+"""Entry of run.json -> the keys that decide it."""
 
 
 class RunDirectory:
-    """Locks `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
+    """The folder of a run, locked from enter to exit.
 
-    `identity` determines whether two runs are the same one (project, run name, model path, fingerprints of the data):
-    plain JSON values, stored in run.json. The path of the model may change once there are checkpoints, as loading one
-    compares the fingerprints of the weights. Entering raises RunDirectoryError if the folder cannot be written, is
-    locked by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is
-    false.
-    `mirror`: of the folder at an address, for which the same holds.
+    Entering raises RunDirectoryError if the folder cannot be written, is locked by another process, belongs to another
+    run, or contains checkpoints that may not be continued.
 
     Example:
         with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
@@ -50,13 +46,23 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], resuming: bool, mirror: Mirror | None = None):
+        """Nothing is read or written before the folder is entered.
+
+        Args:
+            path: The folder.
+            identity: What makes two runs the same one (project, run name, model path, fingerprints of the data) as
+                plain JSON values, stored in run.json. The model's path may change once there are checkpoints: loading
+                one compares the fingerprints of the weights.
+            resuming: True if checkpoints in the folder may be continued.
+            mirror: Mirror of the folder at an address, for which all of this holds as well.
+        """
         self.path = Path(path)
         self._identity: dict[str, Any] = json.loads(json.dumps(identity))
         self._resuming = resuming
         self._mirror = mirror
         self._lock: IO[str] | None = None
         self._found: dict[Path, bytes | None] = {}
-        """The files that say which run the folder belongs to, as they were found; None for one that was not there."""
+        """The files that say which run the folder belongs to, as they were found; None for a missing one."""
 
     def __enter__(self) -> RunDirectory:
         self._lock = _locks.pop(self.path, None) or _locked(self.path)
@@ -144,8 +150,8 @@ def _difference(key: str, before: Any, after: Any) -> str:
         return "data.train_data had other rows"
     if isinstance(before, dict) and isinstance(after, dict):  # adapters
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        return "; ".join(f"{_SAID_AS[key]}.{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
-    return f"{_SAID_AS.get(key, key)} was {before!r}, is {after!r}"
+        return "; ".join(f"{_KEYS[key]}.{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
+    return f"{_KEYS.get(key, key)} was {before!r}, is {after!r}"
 
 
 def _kept_identity(path: Path | str, stored: bytes | None = None) -> dict[str, Any] | None:
