@@ -25,7 +25,7 @@ from skyrl_train.experiment.plugins import check_plugins
 from skyrl_train.messages import to_stderr
 from skyrl_train.report.phases import phase, say
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.checkpoints import refuse_other_run
+from skyrl_train.trainer.run_directory import refuse_other_run
 
 if TYPE_CHECKING:
     from skyrl_train.data.dataset import PromptDataset

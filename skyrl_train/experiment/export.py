@@ -32,7 +32,7 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
 from skyrl_train.storage.hub import refuse_taken, upload_model
 from skyrl_train.storage.places import cache_folder
-from skyrl_train.trainer.checkpoints import Checkpoint, FoundCheckpoint, checkpoint_at
+from skyrl_train.trainer.checkpoints import Checkpoint, checkpoint_at
 from skyrl_train.trainer.run_state import SavedState
 
 HUB = "hub:"
@@ -178,12 +178,12 @@ def _appearing(to: str, overwrite: bool) -> Iterator[Path]:
         raise
 
 
-def _write(asked: Export, found: FoundCheckpoint, config: Config, folder: Path) -> Agreement | None:
+def _write(asked: Export, found: Checkpoint, config: Config, folder: Path) -> Agreement | None:
     """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
     trainer = config.trainer
     base = asked.base or trainer.policy.model.path
-    saved = SavedState.of(Checkpoint(found.folder, found.step, found.state))
-    with open_policy(found.folder, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
+    saved = SavedState.of(found)
+    with open_policy(found.path, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
         generator, model_config = config.generator, copy.deepcopy(policy.config)
         template = saved.chat_template or configured_template(generator.chat_template)
         tokenizer = load_tokenizer(base, chat_template=template)

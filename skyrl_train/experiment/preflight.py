@@ -52,7 +52,7 @@ from skyrl_train.report.prometheus import check_metrics_address
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.hub import unreachable_model
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.checkpoints import IDENTITY_FILE, refuse_other_run
+from skyrl_train.trainer.run_directory import IDENTITY_FILE, refuse_other_run
 
 SAMPLE_S = 1.5
 """Time for reading training or validation data up to a prompt that is short enough. The check takes less than 10 s."""
@@ -338,7 +338,7 @@ def check_addresses(cfg: Config, uses: Uses) -> None:
     for key, source in data_sources(cfg, uses):
         if is_address(source):
             store = StoredFolder(split_of(source)[0])
-            if store.itself() is None and not store.find():
+            if store.info() is None and not store.find():
                 problems.append(Problem(key, source, "a file or a folder that exists", "Nothing is at this address."))
     for key, path in model_paths(cfg, uses):
         if is_address(path) and StoredFolder(path).read("config.json") is None:

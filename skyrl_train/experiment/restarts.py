@@ -26,7 +26,7 @@ from skyrl_train.learner.learner import ANSWER_S, Learner
 from skyrl_train.report.phases import say
 from skyrl_train.storage.mirror import LATEST_FILE
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.checkpoints import keep_locked, unlock
+from skyrl_train.trainer.run_directory import keep_locked, unlock
 
 T = TypeVar("T")
 _LOOKS_EVERY_S = 0.5

@@ -72,7 +72,7 @@ from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.storage.places import working_folder
 from skyrl_train.tasks import gather_all
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.trainer import StepSchedule
 
 HOST_SERVER = "skyrl_train.environments.hosts:HostServer"
@@ -191,7 +191,7 @@ async def learner_services(
         fingerprints, schedule = fingerprints_of(trainer, train_data), schedule_of(trainer, num_prompts)
         _check_profiled_steps(trainer, schedule)
     async with AsyncExitStack() as stack:
-        mirrors = mirrors_of(cfg, folder_of(cfg, fingerprints))
+        mirrors = mirrors_of(cfg, place_of(cfg, fingerprints))
         directory = await mirrors.enter(stack, run_directory(cfg, fingerprints, mirrors))
         await stack.enter_async_context(mirrors.kept(trainer.timeouts.upload_s))
         stack.enter_context(directory.restored_on_mismatch())
@@ -306,31 +306,25 @@ class Mirrors:
                     await asyncio.to_thread(mirror.stop)
 
 
-def folder_of(cfg: Config, fingerprints: Mapping[str, str]) -> Path:
-    """The folder of this run on this machine.
+def place_of(cfg: Config, fingerprints: Mapping[str, str]) -> str:
+    """Return the folder or the address of this run.
 
     An evaluation-only run has a subfolder, so that it does not mix its records with those of a training run.
     """
-    return working_folder(cfg.trainer.ckpt_path) / ("" if fingerprints else "evaluation")
+    return cfg.trainer.ckpt_path if fingerprints else os.path.join(cfg.trainer.ckpt_path, "evaluation")
 
 
 def run_directory(cfg: Config, fingerprints: Mapping[str, str], mirrors: Mirrors = Mirrors()) -> RunDirectory:
-    """The run directory for trainer.ckpt_path, with this run's identity."""
-    path, resuming = folder_of(cfg, fingerprints), cfg.trainer.resume_mode != "none"
+    """Return the run directory for trainer.ckpt_path, with this run's identity."""
+    path, resuming = working_folder(place_of(cfg, fingerprints)), cfg.trainer.resume_mode != "none"
     return RunDirectory(path, identity(cfg) | dict(redact(fingerprints)), resuming, mirrors.run)
 
 
-def mirrors_of(cfg: Config, run_folder: Path) -> Mirrors:
-    """Those of a run that works in `run_folder`, which is that of trainer.ckpt_path or below it."""
-    trainer = cfg.trainer
-    run = exports = None
-    if is_address(trainer.ckpt_path):
-        below = run_folder.relative_to(working_folder(trainer.ckpt_path)).as_posix()
-        address = trainer.ckpt_path.rstrip("/") + ("" if below == "." else f"/{below}")
-        run = Mirror(run_folder, address, trainer.max_ckpts_to_keep)
-    if is_address(trainer.export_path):
-        exports = Mirror(working_folder(trainer.export_path), trainer.export_path, run=run)
-    return Mirrors(run, exports)
+def mirrors_of(cfg: Config, place: str) -> Mirrors:
+    """Return the mirrors of a run at `place`."""
+    exports, keep = cfg.trainer.export_path, cfg.trainer.max_ckpts_to_keep
+    run = Mirror(working_folder(place), place, keep) if is_address(place) else None
+    return Mirrors(run, Mirror(working_folder(exports), exports, run=run) if is_address(exports) else None)
 
 
 # -- trackers

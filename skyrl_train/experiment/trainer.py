@@ -260,7 +260,6 @@ def build_state(base: Services, controllers: Mapping[str, Any], tokenizer: Any) 
         async_checkpoint=trainer.async_checkpoint,
         # In the background a rank is asked between two updates.
         deadline_s=trainer.timeouts.checkpoint_s + trainer.timeouts.update_s * trainer.async_checkpoint,
-        uploads=base.mirrors.run,
         exports=base.mirrors.exports,
     )
 

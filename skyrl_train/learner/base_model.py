@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -39,7 +38,7 @@ class BaseModel:
 
     weights: str
     """Fingerprint of all weights that were loaded: equal for equal weights, whatever files they are in."""
-    lora: LoraRecord | None = None
+    lora: LoraRecord | None
     """None for a model that is trained whole."""
 
     @classmethod
@@ -47,14 +46,6 @@ class BaseModel:
         """Put together what the ranks return for `tensor_fingerprints`."""
         every = sorted({name: found for share in shares for name, found in share.items()}.items())
         return cls(hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16], lora)
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> BaseModel:
-        """Read what `dataclasses.asdict` made. Raises KeyError, TypeError or ValueError for anything else."""
-        lora = saved["lora"]
-        if lora is not None:
-            lora = LoraRecord(int(lora["rank"]), int(lora["alpha"]), tuple(map(str, lora["targets"])))
-        return cls(str(saved["weights"]), lora)
 
 
 def tensor_fingerprints(model: PreTrainedModel, saved: SavedWeights, rank: int, world_size: int) -> dict[str, str]:

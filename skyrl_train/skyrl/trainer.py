@@ -427,7 +427,7 @@ class RayPPOTrainer:
 
     async def _resume(self, resume: Callable[[], Awaitable[tuple[int, Unfinished]]]) -> tuple[int, Unfinished]:
         """In place of RunState.resume."""
-        found = 0, Unfinished()
+        found = 0, Unfinished((), {})
 
         async def kept() -> tuple[int, Unfinished]:
             nonlocal found

@@ -1,69 +1,71 @@
-"""A folder at an address, by fsspec: the same few operations for a bucket and for a disk."""
+"""A folder at an address: the same operations for a bucket and a disk, on top of fsspec."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skyrl_train.config.sources import is_relative_name
-from skyrl_train.durable import open_new, replacing
+from skyrl_train.durable import replacing
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.places import check_address, explained
+from skyrl_train.storage.places import check_address, storage_errors
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file that is there."""
+    """A file at an address."""
 
     size: int
     """Bytes."""
     version: str
-    """Another one whenever the content is another: the ETag of an object, the time of change of a file."""
+    """Changes with the content: the ETag of an object, the modification time of a file."""
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Found:
+        return cls(int(info["size"]), str(info.get("ETag") or info.get("mtime") or "").strip('"'))
 
 
 class StoredFolder:
-    """A folder at an address. Names are relative to it; a file appears there whole or not at all.
+    """A folder at an address. Names are relative to it; a file appears there complete or not at all.
 
-    Every method may be called by any thread, and raises StorageError if the storage refuses or does not answer, and for
-    a name that is not one of a file inside the folder. Raises ConfigError for an address that cannot be used.
+    All methods are thread-safe. They raise StorageError if the storage refuses or does not answer, and for a name that
+    is not one of a file inside the folder. The constructor raises ConfigError for an address that cannot be used.
     """
 
     def __init__(self, address: str):
         check_address(address)
         self.address = address.rstrip("/")
-        scheme, _, root = self.address.partition("://")
-        with explained(self.address):
-            import fsspec  # a second with s3fs, and only for those who have an address
+        scheme, _, self._root = self.address.partition("://")
+        with storage_errors(self.address):
+            import fsspec  # takes a second with s3fs
 
             options = {"use_listings_cache": False} if scheme == "s3" else {"auto_mkdir": True}
             self._files: Any = fsspec.filesystem(scheme, **options)
         self._on_disk = scheme == "file"
-        self._root = root
         self._skipped: set[str] = set()
 
     def find(self, below: str = "") -> dict[str, Found]:
-        """Name -> file, of all files below a folder; nothing where there is none.
+        """Return name -> file for all files below a folder; empty if it does not exist.
 
         Objects that could not be files of one folder are skipped, with a warning.
         """
-        start = f"{self._root}/{below}" if below else self._root
-        with explained(f"{self.address}: its files cannot be listed"):
+        with storage_errors(f"{self.address}: its files cannot be listed"):
             try:
-                listed = self._files.find(start, detail=True)
+                listed = self._files.find(f"{self._root}/{below}" if below else self._root, detail=True)
             except FileNotFoundError:
                 return {}
         prefix = f"{self._root}/"
         found = {
-            path.removeprefix(prefix): Found(int(about["size"]), _version(about))
-            for path, about in listed.items()
-            if path.startswith(prefix) and about["type"] == "file" and not path.endswith("/")
+            path.removeprefix(prefix): Found.of(info)
+            for path, info in listed.items()
+            if path.startswith(prefix) and info["type"] == "file" and not path.endswith("/")
         }
         folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
         found = {name: one for name, one in found.items() if one.size or name not in folders}  # some tools mark folders
@@ -75,147 +77,134 @@ class StoredFolder:
                              self.address, name)  # fmt: skip
         return found
 
-    def itself(self) -> Found | None:
-        """What is at the address if that is a file."""
-        with explained(f"{self.address}: cannot be looked at"):
+    def info(self, name: str | None = None) -> Found | None:
+        """Return what is known of a file, by default of one at the address itself; None if there is no such file."""
+        with self._access(name, "cannot be looked at") as path:
             try:
-                about = self._files.info(self._root)
+                info = self._files.info(path)
             except FileNotFoundError:
                 return None
-        return Found(int(about["size"]), _version(about)) if about["type"] == "file" else None
+        return Found.of(info) if info["type"] == "file" else None
+
+    def version(self, name: str) -> str | None:
+        """Return the version of a file; None if it does not exist."""
+        found = self.info(name)
+        return None if found is None else found.version
 
     def has_bucket(self) -> bool:
-        """False if its bucket does not exist. True on a disk, and where the storage does not say."""
-        if self._on_disk:
-            return True
-        with explained(f"{self.address}: cannot be looked at"):
-            try:
-                self._files.call_s3("head_bucket", Bucket=self._root.partition("/")[0])
-            except FileNotFoundError:
-                return False
-            except PermissionError:  # one may be allowed to write, and not to look at the bucket
-                return True
+        """Return False if the bucket does not exist. True on a disk, and where the storage does not say."""
+        if not self._on_disk:
+            with storage_errors(f"{self.address}: cannot be looked at"):
+                try:
+                    with suppress(PermissionError):  # one may be allowed to write, and not to look at the bucket
+                        self._files.call_s3("head_bucket", Bucket=self._root.partition("/")[0])
+                except FileNotFoundError:
+                    return False
         return True
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if there is none."""
-        with explained(f"{self.address}/{name}: cannot be read"):
+        """Return the content of a small file; None if it does not exist."""
+        with self._access(name, "cannot be read") as path:
             try:
-                return bytes(self._files.cat_file(self._path(name)))
+                return bytes(self._files.cat_file(path))
             except FileNotFoundError:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        with explained(f"{self.address}/{name}: cannot be written"):
-            with self._writable(self._path(name)) as target:
-                self._files.pipe_file(target, content)
+        with self._access(name, "cannot be written") as path, self._complete(path) as target:
+            self._files.pipe_file(target, content)
 
-    def version(self, name: str) -> str | None:
-        """That of a file, see Found; None if there is none."""
-        with explained(f"{self.address}/{name}: cannot be looked at"):
-            try:
-                return _version(self._files.info(self._path(name)))
-            except FileNotFoundError:
-                return None
+    def write_if(self, name: str, content: bytes, version: str | None) -> bool:
+        """Write a small file if this version of it is there, None for no file; return True if it was written.
 
-    def write_if(self, name: str, content: bytes, seen: str | None) -> bool:
-        """Write a small file if what is there is of this version, None for nothing; whether it was written.
-
-        One of several writers that have seen the same is the one that writes. A bucket whose server does not know
-        conditions is written without one, and on a disk only a file that is new has one writer for certain. After a
-        write whose answer was lost this is False: read what is there.
+        Of several writers that name the same version one writes. There are two exceptions: servers without conditional
+        writes, and disks unless the version is None. If the answer to a successful write was lost, this returns False:
+        read what is there.
         """
-        with explained(f"{self.address}/{name}: cannot be written"):
-            if not self._on_disk:
-                written = self._put_object_if(self._path(name), content, seen)
-                if written is not None:
-                    return written
-            elif seen is None:
-                target = Path(self._path(name))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    file = open_new(target)
-                except FileExistsError:
+        with self._access(name, "cannot be written") as path:
+            try:
+                if not self._on_disk:
+                    condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+                    self._files.pipe_file(path, content, **condition)
+                    return True
+                if version is None:
+                    return self._create(Path(path), content)
+                if self.version(name) != version:
                     return False
-                try:
-                    with file:
-                        file.write(content)
-                except BaseException:
-                    target.unlink(missing_ok=True)
+            except OSError as error:
+                status = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
+                if status in (409, 412) or (status == 404 and version is not None):  # being written, changed, deleted
+                    return False
+                if status != 501:  # not implemented: the server does not know conditions
                     raise
-                return True
-            elif self.version(name) != seen:
-                return False
         self.write(name, content)
         return True
 
-    def _put_object_if(self, target: str, content: bytes, seen: str | None) -> bool | None:
-        """Whether an object was written; None where the server does not know conditions."""
-        bucket, _, key = target.partition("/")
-        condition = {"IfNoneMatch": "*"} if seen is None else {"IfMatch": seen}
-        try:
-            self._files.call_s3("put_object", Bucket=bucket, Key=key, Body=content, **condition)
-        except OSError as error:
-            status = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if status == 501:  # not implemented
-                return None
-            if status in (409, 412) or (status == 404 and seen is not None):  # being written, another one, deleted
-                return False
-            raise
-        return True
-
     def put(self, name: str, local: Path) -> None:
-        """Upload a file. Raises FileNotFoundError if it is not there locally."""
+        """Upload a file. Raises FileNotFoundError if it does not exist locally."""
         size = local.stat().st_size
-        with explained(f"{self.address}/{name}: cannot be written"):
-            with self._writable(self._path(name)) as target:
+        with self._access(name, "cannot be written") as path:
+            with self._complete(path) as target:
                 self._files.put_file(str(local), target)
-            there = int(self._files.info(self._path(name))["size"])
-        if there < min(size, local.stat().st_size):  # a log may have grown meanwhile, or been shortened
-            raise StorageError(f"{self.address}/{name}: {there} bytes of {size} arrived.")
+            arrived = int(self._files.info(path)["size"])
+        if arrived < min(size, local.stat().st_size):  # a log may have grown meanwhile, or been shortened
+            raise StorageError(f"{self.address}/{name}: {arrived} bytes of {size} arrived.")
 
     def get(self, name: str, local: Path) -> bool:
-        """Download a file, which appears at `local` whole; False if it is not there. "" is the address itself."""
-        with explained(f"{self.address}/{name}".rstrip("/") + ": cannot be read"):
-            source = self._path(name) if name else self._root
+        """Download a file, which appears at `local` complete or not at all; return False if it does not exist."""
+        with self._access(name, "cannot be read") as path:
             local.parent.mkdir(parents=True, exist_ok=True)
             try:
                 # A name of its own: processes of several nodes may fetch the same file.
                 with replacing(local, local.with_name(f".{uuid.uuid4().hex}.new"), sync=False) as temporary:
-                    self._files.get_file(source, temporary.name)
+                    self._files.get_file(path, temporary.name)
             except FileNotFoundError:
                 return False
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files, in this order; those that are not there are skipped."""
+        """Delete files in this order; those that do not exist are skipped."""
         for name in names:
-            with explained(f"{self.address}/{name}: cannot be deleted"):
-                try:
-                    self._files.rm_file(self._path(name))
-                except FileNotFoundError:
-                    continue
+            with self._access(name, "cannot be deleted") as path, suppress(FileNotFoundError):
+                self._files.rm_file(path)
 
-    def drop_unfinished(self) -> None:
-        """Forget parts of files whose upload was interrupted: a bucket keeps them for ever, and nobody sees them."""
+    def abort_uploads(self) -> None:
+        """Delete the parts of interrupted multipart uploads: a bucket keeps them forever, and no listing shows them."""
         if self._on_disk:
             return
         bucket, _, key = self._root.partition("/")
-        with explained(f"{self.address}: unfinished uploads cannot be listed"):
+        with storage_errors(f"{self.address}: unfinished uploads cannot be listed"):
             answer = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/" if key else "")
             for upload in answer.get("Uploads", ()):
                 named = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 self._files.call_s3("abort_multipart_upload", **named)
+
+    @contextmanager
+    def _access(self, name: str | None, problem: str) -> Iterator[str]:
+        """Give the path of a file, or of the address itself, and say which one it was in errors."""
+        with storage_errors(f"{self.address if name is None else f'{self.address}/{name}'}: {problem}"):
+            yield self._root if name is None else self._path(name)
 
     def _path(self, name: str) -> str:
         if not is_relative_name(name):
             raise StorageError(f"{self.address}: {name!r} is not the name of a file inside this folder.")
         return f"{self._root}/{name}"
 
+    def _create(self, target: Path, content: bytes) -> bool:
+        """Write a file of a disk; False if it exists."""
+        try:
+            self._files.pipe_file(str(target), content, mode="create")
+        except FileExistsError:
+            return False
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+        return True
+
     @contextmanager
-    def _writable(self, target: str) -> Iterator[str]:
-        """Give where to write: a bucket shows an object only once it is whole, a disk shows half a file."""
+    def _complete(self, target: str) -> Iterator[str]:
+        """Give the path to write to: a bucket shows only complete objects, a disk needs a temporary file."""
         if not self._on_disk:
             yield target
             return
@@ -232,7 +221,3 @@ def unusable_names(names: Collection[str]) -> list[str]:
         for name in names
         if not is_relative_name(name) or any(str(parent) in known for parent in PurePosixPath(name).parents)
     ]
-
-
-def _version(about: dict[str, Any]) -> str:
-    return str(about.get("ETag") or about.get("mtime") or "").strip('"')

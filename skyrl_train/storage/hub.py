@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyrl_train.config.problems import Problem
 from skyrl_train.errors import ConfigError
-from skyrl_train.storage.places import explained
+from skyrl_train.storage.places import storage_errors
 
 REQUEST_S = 3.0
 """Time for the hub to say whether it has a model."""
@@ -67,31 +67,38 @@ def _request(url: str) -> Exception | None:
 
 
 def refuse_taken(name: str, overwrite: bool) -> None:
-    """Raises ConfigError without a token, and for a repository that exists unless `overwrite`; StorageError.
+    """Raise ConfigError without a token, and for a repository that exists unless `overwrite`.
 
-    To be called before the work that `upload_model` is the end of.
+    Call it before the work whose result `upload_model` uploads. Raises StorageError if the hub does not answer.
     """
-    from huggingface_hub import HfApi, get_token  # half a second, and only for those who upload
+    from huggingface_hub import HfApi, get_token  # takes half a second
 
     if get_token() is None:
         raise ConfigError(
             f"hub:{name}: there is no token to upload with: set HF_TOKEN, or log in once with `hf auth login`."
         )
-    with explained(f"hub:{name}"):
+    with storage_errors(f"hub:{name}"):
         exists = HfApi().repo_exists(name)
     if exists and not overwrite:
         raise ConfigError(f"hub:{name} exists: give another name, or --overwrite for a commit that replaces its files.")
 
 
 def upload_model(folder: Path, name: str, *, public: bool, overwrite: bool, message: str) -> str:
-    """Make one commit of all files of `folder`, in a repository that is private unless `public`; returns its address.
+    """Commit all files of `folder` to a repository, and return its address.
 
-    With `overwrite` the files of a repository that exists are replaced; who may see it stays as it is. The token is
-    that of huggingface_hub: HF_TOKEN, or a login's. Raises StorageError if the hub refuses or does not answer.
+    Args:
+        folder: Folder with the model.
+        name: Name of the repository.
+        public: Make a new repository visible to everybody.
+        overwrite: Replace the files of a repository that exists; its visibility stays.
+        message: Message of the commit.
+
+    Raises:
+        StorageError: The hub refuses or does not answer.
     """
     from huggingface_hub import HfApi
 
-    with explained(f"hub:{name} cannot be written"):
+    with storage_errors(f"hub:{name} cannot be written"):
         hub = HfApi()
         url = hub.create_repo(name, private=not public, exist_ok=overwrite)
         replaced = ["*"] if overwrite else None

@@ -1,4 +1,4 @@
-"""A run's claim on an address: two machines must not write one run. A claim that is not renewed ends."""
+"""A run's claim on an address, one conditional lock file: two machines must not write one run."""
 
 from __future__ import annotations
 
@@ -18,155 +18,159 @@ from skyrl_train.errors import RunDirectoryError, StorageError
 from skyrl_train.messages import visible
 from skyrl_train.storage.folder import StoredFolder
 
-LEASE_FILE = ".lock"
+LOCK_FILE = ".lock"
 FOLDER_FILE = ".folder"
-"""In the folder of this machine: what tells it from all others, also from one at the same path on a machine of the same
-name."""
-RENEWED_EVERY_S = 10.0
-ENDS_AFTER_S = 45.0
-"""A claim that was not renewed for this time is a dead run's: seen by whoever waits, so no clocks are compared."""
-_LOOKS_EVERY_S = 3.0
-_CLAIMS = 5
-"""How often an address is claimed whose claim was deleted in that moment."""
-_NAME = re.compile("[0-9a-f]{32}")
+"""Identifies a folder of this machine, also among folders at the same path on machines with the same name."""
+RENEW_EVERY_S = 10.0
+EXPIRES_AFTER_S = 45.0
+"""A claim that was not renewed for this long is a dead run's. Whoever waits measures it, so no clocks are compared."""
+POLL_S = 3.0
+"""Time between two looks at a claim that may be dead."""
+_ATTEMPTS = 5
+"""Attempts to claim an address whose claim is deleted at that moment."""
+_ID = re.compile("[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """The claim of the process that works in the folder `local`, which it has locked: an earlier one of it is dead.
+    """The claim of the process that works in the folder `local`, which it has locked: earlier claims of it are dead.
 
-    A process that ends leaves its claim there, marked as ended. So a claim that is missing was deleted by somebody who
-    does not write there, and is made again.
+    A process that ends leaves its claim there, marked as ended. So a claim that is missing was deleted by somebody else
+    and is written again.
     """
 
     def __init__(self, store: StoredFolder, local: Path):
-        self._store = store
-        self._mine = {
-            "holder": f"process {os.getpid()} on {socket.gethostname()}",
-            "id": uuid.uuid4().hex,
-        }
-        self._local = local
-        self._count = 0
-        self.taken = False
         self.lost_to = ""
         """Who has taken the address since, and why that was possible."""
-        self._seen_s = 0.0
-        """Time of the clock at which the claim was last seen."""
-        self._left = threading.Event()
-        self._looking = threading.Lock()
-        self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._store = store
+        self._local = local
+        self._claim: dict[str, Any] = {
+            "holder": f"process {os.getpid()} on {socket.gethostname()}",
+            "id": uuid.uuid4().hex,
+            "renewed": 0,
+        }
+        self._is_taken = False
+        self._last_seen_s = 0.0
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def take(self) -> None:
-        """Claim the address, and renew the claim from now on.
+        """Claim the address and keep the claim renewed.
 
-        Raises RunDirectoryError if another process holds it: after ENDS_AFTER_S of that process's silence it does not.
-        So it does once `leave` was called meanwhile, by another thread, and if the claim is deleted again and again.
+        Raises RunDirectoryError if another process holds it, which is known after EXPIRES_AFTER_S without a renewal; if
+        another thread calls `stop` meanwhile; and if the claim is deleted again and again.
         """
-        self._mine["folder"] = f"{socket.gethostname()}:{_told_apart(self._local)}"
-        for _ in range(_CLAIMS):
-            version, has_waited = self._free_version()
+        self._claim["folder"] = f"{socket.gethostname()}:{_folder_id(self._local)}"
+        for _ in range(_ATTEMPTS):
+            version, has_waited = self._wait_until_free()
             self._write(version)
-            if has_waited:  # where writes have no conditions, others that waited for its end write now, too
-                self._left.wait(_LOOKS_EVERY_S)
-            found = self._found()[1]
-            if self._is_mine(found):  # also where the answer to a write that succeeded was lost
-                self.taken, self._seen_s = True, time.monotonic()
-                self._renewing.start()
+            if has_waited:  # where writes have no conditions, others that waited write now, too
+                self._stopped.wait(POLL_S)
+            found = self._read()
+            if self._is_own(found):  # also if the answer to a successful write was lost
+                self._is_taken, self._last_seen_s = True, time.monotonic()
+                self._renewal.start()
                 return
             if found is not None:
                 raise self._in_use(found)
-            _log.warning("%s/%s was deleted: it is written again.", self._store.address, LEASE_FILE)
+            self._warn_of_deletion()
         raise RunDirectoryError(
-            f"trainer.ckpt_path={self._store.address!r}: its {LEASE_FILE} was deleted {_CLAIMS} times while it was "
+            f"trainer.ckpt_path={self._store.address!r}: its {LOCK_FILE} was deleted {_ATTEMPTS} times while it was "
             "claimed. Find out what deletes it, or choose another address."
         )
 
-    def _free_version(self) -> tuple[str | None, bool]:
-        """Return the version of a claim that may be replaced, and whether its end was waited for.
+    def stop(self) -> None:
+        """End the renewals, and the waiting of a `take` in another thread."""
+        self._stopped.set()
 
-        The version is None if there is no claim. Raises RunDirectoryError.
-        """
-        (version, seen), since = self._found(), time.monotonic()
-        if seen is None or seen.get("ended") or seen.get("folder") == self._mine["folder"]:
-            return version, False
-        _log.warning("%s was in use by %s: looking whether it still is.", self._store.address, _holder(seen))
-        while time.monotonic() - since < ENDS_AFTER_S:
-            if self._left.wait(_LOOKS_EVERY_S):
-                raise self._in_use(seen)
-            version, now = self._found()
-            if now is None or now.get("ended"):
-                return version, True
-            if now != seen:  # compared after every look: another process may have replaced the claim of a dead one
-                raise self._in_use(now)
-        return version, True
-
-    def leave(self) -> None:
-        """Wait no longer, and renew no more."""
-        self._left.set()
-
-    def give_up(self) -> None:
-        """End a claim that was taken, as far as storage can be reached."""
-        self.leave()
-        self._renewing.join()
+    def release(self) -> None:
+        """Mark a claim that was taken as ended, as far as storage can be reached."""
+        self.stop()
+        if not self._is_taken:
+            return
+        self._renewal.join()
         try:
-            version, found = self._found()
-            if self._is_mine(found):
+            version = self._store.version(LOCK_FILE)
+            if self._is_own(self._read()):
                 self._write(version, ended=True)
         except StorageError as error:
             _log.warning("%s", error)
 
     def is_lost(self) -> bool:
-        """Whether somebody else has taken the address since, by what is there: a process that slept knows of nothing.
+        """Return True if somebody else has taken the address since. A process that slept must look at the claim.
 
-        A claim that was deleted is made again. Raises StorageError if none of that is possible.
+        A claim that was deleted is written again. Raises StorageError if neither is possible.
         """
-        with self._looking:
-            if not self.taken or self.lost_to:
+        with self._lock:
+            if not self._is_taken or self.lost_to:
                 return bool(self.lost_to)
-            now = self._found()[1]
-            if now is None:
-                _log.warning("%s/%s was deleted: it is written again.", self._store.address, LEASE_FILE)
+            found = self._read()
+            if found is None:
+                self._warn_of_deletion()
                 self._write(None)
-                if (now := self._found()[1]) is None:
-                    raise StorageError(f"{self._store.address}/{LEASE_FILE} is deleted whenever it is written.")
-            if self._is_mine(now):
-                self._seen_s = time.monotonic()
-            else:
-                was_silent = time.monotonic() - self._seen_s >= ENDS_AFTER_S
-                why = "as this process was silent for too long" if was_silent else f"after {LEASE_FILE} was deleted"
-                self.lost_to = f"{_holder(now)}{', which has ended since,' if now.get('ended') else ','} {why}"
-                _log.error("%s was taken by %s: nothing more is uploaded.", self._store.address, self.lost_to)
-            return bool(self.lost_to)
+                if (found := self._read()) is None:
+                    raise StorageError(f"{self._store.address}/{LOCK_FILE} is deleted whenever it is written.")
+            if self._is_own(found):
+                self._last_seen_s = time.monotonic()
+                return False
+            was_silent = time.monotonic() - self._last_seen_s >= EXPIRES_AFTER_S
+            reason = "as this process was silent for too long" if was_silent else f"after {LOCK_FILE} was deleted"
+            self.lost_to = f"{_holder(found)}{', which has ended since,' if found.get('ended') else ','} {reason}"
+            _log.error("%s was taken by %s: nothing more is uploaded.", self._store.address, self.lost_to)
+            return True
+
+    def _wait_until_free(self) -> tuple[str | None, bool]:
+        """Return the version of the lock file that may be replaced, None for no file; and True if that took a wait.
+
+        Raises RunDirectoryError.
+        """
+        first, since = None, time.monotonic()
+        while True:
+            version = self._store.version(LOCK_FILE)  # before the claim: an older version makes the write fail
+            found = self._read()
+            if found is None or found.get("ended") or found.get("folder") == self._claim["folder"]:
+                return None if found is None else version, first is not None
+            if first is None:
+                first = found
+                _log.warning("%s was in use by %s: looking whether it still is.", self._store.address, _holder(found))
+            elif found != first:  # also at the last look: somebody else may have replaced the claim of a dead process
+                raise self._in_use(found)
+            elif time.monotonic() - since >= EXPIRES_AFTER_S:
+                return version, True
+            if self._stopped.wait(POLL_S):
+                raise self._in_use(found)
 
     def _renew(self) -> None:
-        while not self._left.wait(RENEWED_EVERY_S):
+        while not self._stopped.wait(RENEW_EVERY_S):
             try:
-                version = self._store.version(LEASE_FILE)
+                version = self._store.version(LOCK_FILE)
                 if self.is_lost():
                     return
                 self._write(version)
             except StorageError as error:
                 _log.debug("The claim was not renewed: %s", error)
 
-    def _write(self, seen: str | None, ended: bool = False) -> None:
-        """Claim, if what is there is of the version `seen`; whose the address is then, is seen by reading it."""
-        self._count += 1
-        claim = {**self._mine, "renewed": self._count, **({"ended": True} if ended else {})}
-        self._store.write_if(LEASE_FILE, json.dumps(claim).encode(), seen)
+    def _write(self, version: str | None, **more: Any) -> None:
+        """Claim the address if this version is there; only reading it back tells whose the address is then."""
+        self._claim["renewed"] += 1
+        self._store.write_if(LOCK_FILE, json.dumps({**self._claim, **more}).encode(), version)
 
-    def _is_mine(self, held: dict[str, Any] | None) -> bool:
-        return held is not None and held.get("id") == self._mine["id"]
-
-    def _found(self) -> tuple[str | None, dict[str, Any] | None]:
-        """(version, claim) of what is there; a version that is older than the claim makes a write fail."""
-        version, content = self._store.version(LEASE_FILE), self._store.read(LEASE_FILE)
-        if content is None:
-            return None, None
+    def _read(self) -> dict[str, Any] | None:
+        """Return the claim that is there; an empty one for a damaged one."""
+        if (content := self._store.read(LOCK_FILE)) is None:
+            return None
         try:
-            held = json.loads(content)
+            claim = json.loads(content)
         except (ValueError, RecursionError):
-            held = {}
-        return version, held if isinstance(held, dict) else {}
+            return {}
+        return claim if isinstance(claim, dict) else {}
+
+    def _is_own(self, claim: dict[str, Any] | None) -> bool:
+        return claim is not None and claim.get("id") == self._claim["id"]
+
+    def _warn_of_deletion(self) -> None:
+        _log.warning("%s/%s was deleted: it is written again.", self._store.address, LOCK_FILE)
 
     def _in_use(self, claim: dict[str, Any]) -> RunDirectoryError:
         return RunDirectoryError(
@@ -176,15 +180,15 @@ class Lease:
 
 
 def _holder(claim: dict[str, Any]) -> str:
-    """Who made a claim, as somebody else wrote it: on one line, and not long."""
+    """Return who made a claim, which somebody else wrote: on one line, and not long."""
     return visible(str(claim.get("holder", "another process")))[:200]
 
 
-def _told_apart(folder: Path) -> str:
-    """A name that no other folder has. `folder` is locked: nobody else names it now."""
+def _folder_id(folder: Path) -> str:
+    """Return an id that no other folder has. `folder` is locked: nobody else writes the id now."""
     file = folder / FOLDER_FILE
     name = file.read_bytes().decode(errors="replace") if file.exists() else ""
-    if not _NAME.fullmatch(name):  # there is none yet, or it is damaged
+    if not _ID.fullmatch(name):  # missing or damaged
         name = uuid.uuid4().hex
         write_durably(file, name)
     return name

@@ -1,10 +1,8 @@
-"""The folder of a run: its checkpoints, which are complete or absent, and the lock that keeps other runs out.
+"""The checkpoints in the folder of a run, which are complete or absent.
 
     <root>/global_step_40/            committed: every file is listed with size and SHA-256 in manifest.json
     <root>/global_step_50.partial/    a save that was interrupted; reported, never loaded, never deleted by loading
     <root>/latest_ckpt_global_step.txt
-    <root>/run.json                   which run the folder belongs to
-    <root>/.lock                      held while a run uses the folder
 
 Ranks write their files into the folder that `begin` returns; one process calls `begin` and `commit`. Nothing here
 unpickles or executes file contents: JSON and checksums only.
@@ -12,28 +10,32 @@ unpickles or executes file contents: JSON and checksums only.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import re
 import shutil
-import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 from skyrl_train.config.hydra import CONFIG_FILE
 from skyrl_train.config.sources import is_address
-from skyrl_train.durable import Written, describe, open_lock, replacing, sync_folder, write_durably
-from skyrl_train.errors import CheckpointError, CheckpointMismatch, ConfigError, RunDirectoryError
+from skyrl_train.durable import Written, sync_folder, write_durably
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.report.jsonl import METRICS_FILE
 from skyrl_train.storage.folder import StoredFolder
-from skyrl_train.storage.manifests import DELETING, MANIFEST_FILE, fetch_part, set_aside_here
+from skyrl_train.storage.manifests import (
+    DELETING,
+    MANIFEST_FILE,
+    damage,
+    fetch,
+    files_in,
+    set_aside_here,
+    write_manifest,
+)
 from skyrl_train.storage.mirror import LATEST_FILE, Mirror
 from skyrl_train.storage.places import cache_folder, check_address, working_folder
 
@@ -57,6 +59,11 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     """The state passed to `commit`, read from trainer_state.json."""
+
+    @property
+    def run(self) -> Path:
+        """The folder of its run, with config.yaml and metrics.jsonl if the run has left them."""
+        return self.path.parent
 
 
 class Checkpoints:
@@ -104,17 +111,16 @@ class Checkpoints:
         the disk is full or fails, CheckpointError if one of `files` is not there; the existing checkpoints then stay as
         they are.
         """
-        folder, final, known = self._partial(step), self._final(step), files or {}
+        folder, final = self._partial(step), self._final(step)
         write_durably(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
-        if missing := sorted(known.keys() - {name for name, _ in _files(folder)}):
+        written = files_in(folder)
+        if missing := sorted((files or {}).keys() - written.keys()):
             raise CheckpointError(
                 f"{folder} does not contain {missing[0]}, which a rank has written there: trainer.ckpt_path must be on "
                 "a disk that all nodes share (SKYRL_CACHE, if it is an address)."
             )
-        found = {name: known.get(name) or describe(path, sync=True) for name, path in sorted(_files(folder))}
-        entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
-        write_durably(folder / MANIFEST_FILE, json.dumps({"global_step": step, "files": entries}, indent=1))
-        for inner in {folder, *(path.parent for _, path in _files(folder))}:
+        write_manifest(folder, files, global_step=step)
+        for inner in {path.parent for path in written.values()}:
             sync_folder(inner)
         self._set_later_aside(step)
         with _out_of_the_way(final):
@@ -125,6 +131,8 @@ class Checkpoints:
             self._prune()
         except OSError as error:  # the checkpoint is there all the same, and is found without that file
             _log.warning("%s is written, but not what follows it (%s).", final, error)
+        if self._mirror is not None:
+            self._mirror.offer(final)
         return final
 
     def load_path(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
@@ -202,15 +210,13 @@ class Checkpoints:
             self._mirror.leave_behind(step)
         for later, old in _by_recorded_step(self._root, None):
             if later > step:
-                aside = set_aside_here(old)
-                _log.warning(
-                    "Checkpoint %s is from before this run went back to an earlier step; it is now %s.", old, aside
-                )
+                _log.warning("Checkpoint %s is from before this run went back to an earlier step; it is now %s.",
+                             old, set_aside_here(old))  # fmt: skip
 
     def _prune(self) -> None:
         kept = self._max_ckpts_to_keep
         for _, folder in _by_recorded_step(self._root, None)[kept:] if kept > 0 else ():
-            if self._mirror is not None and self._mirror.uploading(folder):
+            if self._mirror is not None and self._mirror.is_uploading(folder):
                 continue  # the next save deletes it
             with _out_of_the_way(folder):
                 pass
@@ -237,23 +243,15 @@ def _delete(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def verify(folder: Path) -> str | None:
-    """Describes the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
+    """Describe the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
+    return damage(folder, read=True) or _state_problem(folder)
+
+
+def _state_problem(folder: Path) -> str | None:
+    """Describe the problem with the state of a checkpoint whose files are verified."""
     try:
-        manifest = _read(folder / MANIFEST_FILE)
-        files: dict[str, Any] = manifest["files"]
-        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (*_UNREADABLE, KeyError, AttributeError) as error:
-        return f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"
-    if STATE_FILE not in expected:
-        return f"{MANIFEST_FILE} does not list {STATE_FILE}"
-    for name, (size, digest) in expected.items():
-        try:
-            problem = _unsafe(folder, name) or _differs(folder / name, size, digest)
-        except OSError as error:
-            problem = f"cannot be read ({error})"
-        if problem:
-            return f"{name} {problem}"
-    try:
+        if STATE_FILE not in _read(folder / MANIFEST_FILE)["files"]:
+            return f"{MANIFEST_FILE} does not list {STATE_FILE}"
         _read(folder / STATE_FILE)
     except _UNREADABLE as error:
         return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
@@ -318,18 +316,18 @@ def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
     """Download a checkpoint that is damaged here or not here at all; what is wrong with it then."""
     _log.warning("Checkpoint %s comes from %s.", folder.name, mirror.store.address)
     if folder.is_dir():
-        return mirror.fetch(step, folder) or verify(folder)
+        return fetch(mirror.store, f"global_step_{step}", folder) or verify(folder)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        if (problem := mirror.fetch(step, partial)) is not None:
+        if (problem := fetch(mirror.store, f"global_step_{step}", partial)) is not None:
             return problem
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # what a failed download left
     sync_folder(folder.parent)
-    return verify(folder)
+    return _state_problem(folder)
 
 
 def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:
@@ -339,55 +337,11 @@ def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:
             yield int(match.group(1))
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in folder.rglob("*"):
-        if path.is_file() and path != folder / MANIFEST_FILE:
-            yield path.relative_to(folder).as_posix(), path
-
-
-def _unsafe(folder: Path, name: str) -> str | None:
-    """A manifest is untrusted: a name that leaves the folder, by `..` or through a link, is refused before opening."""
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-        return "is not a path inside the checkpoint"
-    here = folder
-    for part in relative.parts:
-        here = here / part
-        if here.is_symlink():
-            return "is, or is under, a symbolic link"
-    return None
-
-
-def _differs(path: Path, size: int, digest: str) -> str | None:
-    if not path.is_file():
-        return "is missing"
-    if path.stat().st_size != size:
-        return f"has {path.stat().st_size} bytes instead of {size}"
-    if describe(path, sync=False).sha256 != digest:
-        return "has another SHA-256 than when it was saved"
-    return None
-
-
 # -- a checkpoint that somebody names ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """Where a checkpoint's files are, and those of its run."""
-
-    folder: Path
-    run: Path
-    """Has config.yaml and metrics.jsonl, if the run has left them."""
-    state: dict[str, Any]
-    """The contents of trainer_state.json."""
-
-    @property
-    def step(self) -> int:
-        return int(self.state["global_step"])
-
-
 @contextmanager
-def checkpoint_at(place: str, parts: tuple[str, ...]) -> Iterator[FoundCheckpoint]:
+def checkpoint_at(place: str, parts: tuple[str, ...]) -> Iterator[Checkpoint]:
     """The checkpoint RUN/global_step_N of a folder or an address, verified by SHA-256.
 
     Of one at an address only `parts`, the folders of its models, are downloaded, and deleted on exit. Raises
@@ -404,10 +358,10 @@ def checkpoint_at(place: str, parts: tuple[str, ...]) -> Iterator[FoundCheckpoin
         raise _not_a_checkpoint(place, Checkpoints(folder).steps())
     if (damage := verify(folder)) is not None:
         raise CheckpointError(f"{folder} is damaged: {damage}. Name another checkpoint.")
-    yield FoundCheckpoint(folder, folder.parent, _state_of(folder))
+    yield _opened(folder)
 
 
-def _downloaded(address: str, parts: tuple[str, ...], copy: Path) -> FoundCheckpoint:
+def _downloaded(address: str, parts: tuple[str, ...], copy: Path) -> Checkpoint:
     run, _, name = address.rpartition("/")
     store = StoredFolder(run)
     if store.read(f"{name}/{MANIFEST_FILE}") is None:
@@ -416,19 +370,19 @@ def _downloaded(address: str, parts: tuple[str, ...], copy: Path) -> FoundCheckp
             address, sorted(int(match[1]) for file in whole if (match := _COMMITTED.fullmatch(file)))
         )
     below = (STATE_FILE, *(f"{part}/" for part in parts))
-    if (problem := fetch_part(store, name, below, copy / name)) is not None:
+    if (problem := fetch(store, name, copy / name, only=below)) is not None:
         raise CheckpointError(f"{problem}. Name another checkpoint.")
     for file in (CONFIG_FILE, METRICS_FILE):
         store.get(file, copy / file)
-    return FoundCheckpoint(copy / name, copy, _state_of(copy / name))
+    return _opened(copy / name)
 
 
-def _state_of(folder: Path) -> dict[str, Any]:
-    """Return what the checkpoint says, which has a step, whatever its folder is called."""
+def _opened(folder: Path) -> Checkpoint:
+    """Return a checkpoint with the step that its state says, whatever its folder is called."""
     try:
-        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-        return state | {"global_step": int(state["global_step"])}
-    except (OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        state = _read(folder / STATE_FILE)
+        return Checkpoint(folder, int(state["global_step"]), state)
+    except (*_UNREADABLE, KeyError) as error:
         raise CheckpointError(f"{folder / STATE_FILE} does not say which step it is of ({error!r}).") from error
 
 
@@ -438,202 +392,3 @@ def _not_a_checkpoint(place: str, steps: list[int]) -> ConfigError:
         f"{place!r} is no checkpoint: give RUN/global_step_N of a finished save. "
         + (f"There are {there}." if there else "There is none in it either.")
     )
-
-
-# -- which run a folder belongs to, and its lock -----------------------------------------------------------------------
-
-IDENTITY_FILE = "run.json"
-LOCK_FILE = ".lock"
-_SAID_AS = {
-    "project_name": "trainer.project_name",
-    "run_name": "trainer.run_name",
-    "model": "trainer.policy.model.path",
-    "adapters": "trainer.policy.model.lora",
-    "data_order": "the order of the data (trainer.seed, trainer.train_batch_size)",
-}
-"""What makes a run -> the keys that decide it."""
-
-
-class RunDirectory:
-    """Locks `path` from enter to exit; `resuming` says whether checkpoints found there may be continued.
-
-    `identity` determines whether two runs are the same one (project, run name, model path, fingerprints of the data):
-    plain JSON values, stored in run.json. The path of the model may change once there are checkpoints, as loading one
-    compares the fingerprints of the weights. Entering raises RunDirectoryError if the folder cannot be written, is
-    locked by another process, belongs to a run with another identity, or contains checkpoints although `resuming` is
-    false.
-    `mirror`: of the folder at an address, for which the same holds.
-
-    Example:
-        with RunDirectory(Path("runs/a"), {"run_name": "a"}, resuming=True) as run:
-            (run.path / "config.yaml").write_text(...)
-    """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any], resuming: bool, mirror: Mirror | None = None):
-        self.path = Path(path)
-        self._identity: dict[str, Any] = json.loads(json.dumps(identity))
-        self._resuming = resuming
-        self._mirror = mirror
-        self._lock: IO[str] | None = None
-        self._found: dict[Path, bytes | None] = {}
-        """The files that say which run the folder belongs to, as they were found; None for one that was not there."""
-
-    def __enter__(self) -> RunDirectory:
-        self._lock = _locks.pop(self.path, None) or _locked(self.path)
-        try:
-            if self._mirror is not None:
-                self._mirror.take_over()
-            self._check()
-            for file in (self.path / IDENTITY_FILE, self.path / CONFIG_FILE):
-                self._found[file] = file.read_bytes() if file.exists() else None
-            write_durably(self.path / IDENTITY_FILE, json.dumps(self._identity, indent=1))
-        except BaseException:
-            self._release()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._release()
-
-    @contextmanager
-    def restored_on_mismatch(self) -> Iterator[None]:
-        """Restore run.json and config.yaml if a checkpoint of another run is refused inside.
-
-        Otherwise they would describe the refused run: the right configuration would be refused next, and exports would
-        take another model's tokenizer.
-        """
-        try:
-            yield
-        except CheckpointMismatch:
-            for file, content in self._found.items():
-                if content is None:
-                    file.unlink(missing_ok=True)
-                    continue
-                with replacing(file) as handle:
-                    handle.write(content)
-            raise
-
-    def _release(self) -> None:
-        if self._mirror is not None:
-            self._mirror.give_up()
-        assert self._lock is not None
-        self._lock.close()  # releases the lock; the system does the same when the process dies
-
-    def _check(self) -> None:
-        steps = sorted({*Checkpoints(self.path).steps(), *(self._mirror.steps() if self._mirror else ())})
-        kept = _kept_identity(self.path)
-        if kept is None:
-            if steps:
-                raise RunDirectoryError(
-                    f"trainer.ckpt_path={str(self.path)!r} holds checkpoints (steps {steps}) but no {IDENTITY_FILE} "
-                    "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one."
-                )
-            return
-        _refuse_differences(self.path, kept, self._identity, {*kept, *self._identity} - ({"model"} if steps else set()))
-        if steps and not self._resuming:
-            raise RunDirectoryError(
-                f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and "
-                "trainer.resume_mode is none: set trainer.resume_mode=latest to continue, or choose another folder."
-            )
-
-
-def refuse_other_run(path: Path | str, known: Mapping[str, Any], stored: bytes | None = None) -> None:
-    """Raise RunDirectoryError for a folder of a run that differs in what is `known` before anything is started.
-
-    The model's path is not compared here, see RunDirectory. `stored`: its run.json, if `path` is an address.
-    """
-    kept = _kept_identity(Path(path)) if stored is None else _identity_in(stored, f"{path}/{IDENTITY_FILE}")
-    if kept is not None:
-        keys = {*known, *({"adapters"} & kept.keys())} - {"model"}
-        _refuse_differences(path, kept, json.loads(json.dumps(known)), keys)
-
-
-def _refuse_differences(path: Path | str, kept: Mapping[str, Any], now: Mapping[str, Any], keys: Set[str]) -> None:
-    different = [_difference(key, kept.get(key), now.get(key)) for key in sorted(keys) if kept.get(key) != now.get(key)]
-    if different:
-        raise RunDirectoryError(
-            f"trainer.ckpt_path={str(path)!r} holds another run: {'; '.join(different)}. "
-            "Give back what changed to resume that run, or choose another folder."
-        )
-
-
-def _difference(key: str, before: Any, after: Any) -> str:
-    if key == "train_data":
-        return "data.train_data had other rows"
-    if isinstance(before, dict) and isinstance(after, dict):  # adapters
-        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        return "; ".join(f"{_SAID_AS[key]}.{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
-    return f"{_SAID_AS.get(key, key)} was {before!r}, is {after!r}"
-
-
-def _kept_identity(path: Path) -> dict[str, Any] | None:
-    """What run.json says of a folder's run; None if there is none."""
-    file = path / IDENTITY_FILE
-    if not file.exists():
-        return None
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise RunDirectoryError(f"{file} cannot be read ({error}); it says which run the folder belongs to.") from error
-    return _identity_in(content, str(file))
-
-
-def _identity_in(content: bytes, file: str) -> dict[str, Any]:
-    try:
-        kept = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{file} cannot be read ({error}); it says which run the folder belongs to.") from error
-    if not isinstance(kept, dict):
-        raise RunDirectoryError(f"{file} does not hold a JSON object; it says which run the folder belongs to.")
-    return kept
-
-
-_locks: dict[Path, IO[str]] = {}
-"""Locks of folders of which this process is between two attempts of a run."""
-
-
-def keep_locked(path: Path) -> None:
-    """Lock the folder of a run that starts over, for the next RunDirectory of it in this process, or until `unlock`.
-
-    Raises RunDirectoryError as RunDirectory.
-    """
-    if path not in _locks:
-        _locks[path] = _locked(path)
-
-
-def unlock(path: Path) -> None:
-    """What `keep_locked` has locked and nobody has entered since."""
-    if lock := _locks.pop(path, None):
-        lock.close()
-
-
-def _locked(path: Path) -> IO[str]:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = open_lock(path / LOCK_FILE)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"trainer.ckpt_path={str(path)!r} cannot be written ({error.strerror}); choose a folder you may write to."
-        ) from error
-    try:
-        _take(lock, path)
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def _take(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        raise RunDirectoryError(
-            f"trainer.ckpt_path={str(path)!r} is in use by {holder}; wait for it, end it, or choose another folder."
-        ) from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()

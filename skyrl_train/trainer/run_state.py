@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from skyrl_train import trace
 from skyrl_train.durable import Written
@@ -35,9 +37,9 @@ _log = logging.getLogger(__name__)
 class Unfinished:
     """What was still to be done about the last step when it was saved, because the run had to end."""
 
-    actions: tuple[str, ...] = ()
+    actions: tuple[str, ...]
     """Of "reference", "publish", "evaluate", "export"."""
-    row: dict[str, float] = field(default_factory=dict)
+    row: dict[str, float]
     """The step's metrics so far, to be completed by what is done."""
 
 
@@ -80,7 +82,6 @@ class RunState:
         reference_folder: Path | None = None,
         async_checkpoint: bool = False,
         deadline_s: float = 1800.0,
-        uploads: Mirror | None = None,
         exports: Mirror | None = None,
     ):
         """Wrap a learner; nothing is read or written yet.
@@ -97,7 +98,6 @@ class RunState:
             reference_folder: Used to copy the policy to the reference; None for a reference that never changes.
             async_checkpoint: The ranks write checkpoints from a copy in memory while the run goes on.
             deadline_s: Seconds within which a rank must have written what it has copied.
-            uploads: The mirror of the folder of checkpoints.
             exports: The mirror of the folder of exports.
         """
         self._checkpoints = checkpoints
@@ -112,7 +112,6 @@ class RunState:
         self._reference_folder = None if learner.reference is None else reference_folder
         self.async_checkpoint = async_checkpoint
         self._deadline_s = deadline_s
-        self._uploads = uploads
         self._exports = exports
         self._bases: dict[str, BaseModel] = {}
         """The models that policy and critic started from, once `_base_models` has asked the ranks."""
@@ -136,7 +135,7 @@ class RunState:
         """
         found = await asyncio.to_thread(self._checkpoints.load_path, self._resume_mode, self._resume_path)
         if found is None:
-            return 0, Unfinished()
+            return 0, Unfinished((), {})
         saved = SavedState.of(found)
         for name, stored in saved.fingerprints.items():
             current = self._fingerprints.get(name)
@@ -155,9 +154,10 @@ class RunState:
         for name, controller in self._controllers.items():
             if name in saved.controllers:  # else it is of a version that did not have it
                 try:
-                    controller.load_state(_mapping(saved.controllers[name]))
-                except _NOT_AS_SAVED as error:
-                    raise _not_as_saved(found, f"controllers.{name}", saved.controllers[name], error) from error
+                    controller.load_state(saved.controllers[name])
+                except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                    raise _not_as_saved(found, f"controllers.{name}", saved.controllers[name], problem) from error
         self.mark()
         return found.step, saved.unfinished
 
@@ -199,7 +199,7 @@ class RunState:
             "chat_template": self._chat_template,
             "base_models": {role: asdict(base) for role, base in (await self._base_models()).items()},
             "controllers": self._marked,
-            "unfinished": asdict(unfinished or Unfinished()),
+            "unfinished": asdict(unfinished or Unfinished((), {})),
         }
         self._writing = asyncio.create_task(self._write(step, state, copied))
         if self.async_checkpoint:
@@ -286,9 +286,7 @@ class RunState:
         try:
             with trace.span("checkpoint", row="checkpoints"):
                 files = await self._write_files(step, copied)
-                folder = await asyncio.to_thread(self._checkpoints.commit, step, state, files)
-            if self._uploads is not None:
-                self._uploads.offer(folder)
+                await asyncio.to_thread(self._checkpoints.commit, step, state, files)
         except OSError as error:
             if isinstance(error, SkyRLError):  # a deadline is a TimeoutError, which is an OSError
                 raise
@@ -343,45 +341,23 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What `save` writes to trainer_state.json."""
+    """What `save` writes to trainer_state.json. Earlier versions did not write what has a default here."""
 
     fingerprints: dict[str, str]
-    base_models: dict[str, BaseModel]
-    """Empty in checkpoints of earlier versions."""
-    chat_template: str | None
-    """None for the tokenizer's own, and in checkpoints of earlier versions."""
-    controllers: dict[str, Any]
-    unfinished: Unfinished
+    controllers: dict[str, dict[str, Any]]
+    base_models: dict[str, BaseModel] = field(default_factory=dict)
+    chat_template: str | None = None
+    """None for the tokenizer's own."""
+    unfinished: Unfinished = Unfinished((), {})
 
     @classmethod
     def of(cls, found: Checkpoint) -> SavedState:
         """Read a checkpoint's. Raises CheckpointError: checksums say that it is whole, not who wrote it."""
-        # Earlier versions left nothing undone, and did not record base models.
-        state = {"unfinished": asdict(Unfinished()), "base_models": {}, **found.state}
-        parts: dict[str, Any] = {}
-        for key, read in _PARTS.items():
-            try:
-                parts[key] = read(_mapping(state[key]))
-            except _NOT_AS_SAVED as error:
-                raise _not_as_saved(found, key, state.get(key), error) from error
-        if not isinstance(template := found.state.get("chat_template"), str | None):
-            raise _not_as_saved(found, "chat_template", template, TypeError("a text or null is expected"))
-        return cls(**parts, chat_template=template)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"a mapping is expected, not {type(value).__name__}")
-    return value
-
-
-def _unfinished(left: Mapping[str, Any]) -> Unfinished:
-    row = {name: float(value) for name, value in _mapping(left["row"]).items()}
-    return Unfinished(tuple(left["actions"]), row)
-
-
-def _read_base_models(saved: Mapping[str, Any]) -> dict[str, BaseModel]:
-    return {role: BaseModel.read(_mapping(base)) for role, base in saved.items()}
+        try:
+            return TypeAdapter(cls).validate_python(found.state)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise _not_as_saved(found, ".".join(map(str, problem["loc"])), problem["input"], problem["msg"]) from error
 
 
 def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
@@ -395,20 +371,10 @@ def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
         )
 
 
-_PARTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "fingerprints": dict,
-    "base_models": _read_base_models,
-    "controllers": dict,
-    "unfinished": _unfinished,
-}
-_NOT_AS_SAVED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What reading a part of a state raises that has another shape."""
-
-
-def _not_as_saved(found: Checkpoint, key: str, value: object, error: Exception) -> CheckpointError:
+def _not_as_saved(found: Checkpoint, key: str, value: object, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{found.path / STATE_FILE}: {key} is {value!r:.200}, which is not what a run saves there "
-        f"({type(error).__name__}: {error}). Resume from another checkpoint with trainer.resume_mode=from_path, or "
+        f"({problem}). Resume from another checkpoint with trainer.resume_mode=from_path, or "
         "start over in another trainer.ckpt_path."
     )
 

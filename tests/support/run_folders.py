@@ -12,7 +12,7 @@ from skyrl_train.report.diagnosis import RULES, SAID, Diagnosis
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.testing.made_up_rollouts import made_up_run
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

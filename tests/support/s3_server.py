@@ -50,10 +50,14 @@ class S3Server:
 
     def objects(self) -> dict[str, bytes]:
         """Key -> content of all objects of the bucket."""
+        keys = self._keys()
+        return {key: keys[key].value for key in keys}
+
+    @staticmethod
+    def _keys() -> Any:
         from moto.s3.models import s3_backends
 
-        bucket = next(backend["global"] for backend in s3_backends.values()).buckets[BUCKET]
-        return {key: bucket.keys[key].value for key in bucket.keys}
+        return next(backend["global"] for backend in s3_backends.values()).buckets[BUCKET].keys
 
     def let_go(self) -> None:
         self.held = ""
@@ -61,13 +65,11 @@ class S3Server:
 
     def empty(self) -> None:
         """Forget all objects, and what was asked of it."""
-        import s3fs
-
         self.held = self.refused = self.refused_if = self.unheard = ""
         self.refused_as = "403 Forbidden"
-        bucket = s3fs.S3FileSystem(use_listings_cache=False)
-        for key in self.objects():
-            bucket.rm_file(f"{BUCKET}/{key}")
+        keys = self._keys()
+        for key in [*keys]:
+            keys.pop(key)  # which closes its file
         self.seen.clear()
         self.holding, self._let_go = threading.Event(), threading.Event()
 

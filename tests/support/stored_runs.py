@@ -30,16 +30,19 @@ class Machine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.mirror.stop()
-        self.mirror.give_up()
+        self.mirror.lease.release()
+
+    def silence(self) -> None:
+        """Stop the renewals of the claim, like those of a process that is stopped or killed."""
+        self.mirror.lease.stop()
+        self.mirror.lease._renewal.join(10)
 
     def save(self, step: int, text: str = "weights") -> Path:
         folder = self.checkpoints.begin(step)
         (folder / "policy").mkdir()
         (folder / "policy" / "rank_0").write_text(f"{text} of step {step}")
         (self.folder / "metrics.jsonl").write_text(json.dumps({"step": step}))
-        done = self.checkpoints.commit(step, {"text": text})
-        self.mirror.offer(done)
-        return done
+        return self.checkpoints.commit(step, {"text": text})
 
     def loaded(self) -> tuple[int, str] | None:
         found = self.checkpoints.load_path("latest")

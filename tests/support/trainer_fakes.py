@@ -30,7 +30,7 @@ class Fakes:
         self.saved_step = 0
         self.skipped = SkippedUpdates()
         self.marked = 0
-        self.unfinished = Unfinished()
+        self.unfinished = Unfinished((), {})
         self.saved_with: Unfinished | None = None
         self.async_checkpoint = False
         self.answering = True

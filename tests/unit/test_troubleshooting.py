@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_train import errors
 from skyrl_train.config.keys import all_keys
-from skyrl_train.storage.places import _CREDENTIALS
+from skyrl_train.storage.places import CREDENTIALS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
@@ -76,7 +76,7 @@ def test_every_message_has_a_row():
 
 
 def test_quoted_messages_are_in_the_source():
-    by_variable = {"WorkerDied": raised()["_died"], "StorageError": [f". {_CREDENTIALS}"]}
+    by_variable = {"WorkerDied": raised()["_died"], "StorageError": [f". {CREDENTIALS}"]}
     wrong = []
     for title in sorted(set(SECTIONS) - {"Stopped", "OutOfMemory", "ConfigError"}):
         texts = raised().get(title, []) + by_variable.get(title, [])

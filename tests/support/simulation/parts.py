@@ -156,13 +156,13 @@ class SimulatedState:
 
     async def resume(self) -> tuple[int, Unfinished]:
         if self.saved is None:
-            return 0, Unfinished()
+            return 0, Unfinished((), {})
         step, states = self.saved
         for name, controller in self._controllers.items():
             controller.load_state(states[name])
         self._learner.version = step
         self.mark()
-        return step, Unfinished()
+        return step, Unfinished((), {})
 
     def mark(self) -> None:
         self._marked = {name: controller.state() for name, controller in self._controllers.items()}

@@ -18,7 +18,7 @@ from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, write_w
 from skyrl_train.entrypoints.engines import main
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.engines import announce_number
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.pages import Command, documented
 
 

@@ -29,7 +29,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.experiment.restarts import candidates, has_room, rank_losses, with_restarts
 from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.checkpoints import LOCK_FILE, RunDirectory
+from skyrl_train.trainer.run_directory import LOCK_FILE, RunDirectory
 
 
 class Ended:

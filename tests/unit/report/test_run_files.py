@@ -18,7 +18,7 @@ from skyrl_train.report.diagnosis import DIAGNOSIS_FILE
 from skyrl_train.report.jsonl import METRICS_FILE
 from skyrl_train.report.metric_table import metric_of
 from skyrl_train.report.run_files import RunFiles, differing, open_runs, overview
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.run_folders import made_up_metrics, make_run, write_metrics
 
 OTHERS_LOCK = "process 1 on another-machine\n"
@@ -58,7 +58,7 @@ def test_a_run_is_under_way_while_its_process_holds_the_folder(tmp_path: Path):
 def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
     make_run(tmp_path, 3, total=8, rollouts=0)
     code = (
-        "import sys, time; from pathlib import Path; from skyrl_train.trainer.checkpoints import RunDirectory\n"
+        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_directory import RunDirectory\n"
         "run = {'run_name': 'a run', 'project_name': 'a project'}\n"
         "with RunDirectory(Path(sys.argv[1]), run, resuming=True): print('held', flush=True); time.sleep(600)"
     )

@@ -71,7 +71,7 @@ class State:
         self.calls.append("written")
 
     async def resume(self) -> tuple[int, Unfinished]:
-        return 4, Unfinished(("evaluate",))
+        return 4, Unfinished(("evaluate",), {})
 
     async def export(self, step: int) -> None:
         self.calls.append(("export", step))
@@ -267,10 +267,10 @@ def test_checkpoint_overrides_run_around_saves_and_loads():
     one, loop = connected(Mine)
 
     async def run() -> None:
-        left = Unfinished(("export",))
+        left = Unfinished(("export",), {})
         await loop.state.save(4, left)
         assert loop.state.calls == [("save", 4, left), "written"]
-        assert await loop.state.resume() == (4, Unfinished(("evaluate",)))
+        assert await loop.state.resume() == (4, Unfinished(("evaluate",), {}))
         await loop.state.export(4)
         await loop.state.update_reference()
         assert loop.state.calls[2:] == ["reference"] and loop.metrics.flush() == {"exported": 4}

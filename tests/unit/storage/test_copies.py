@@ -96,7 +96,7 @@ def test_an_export_is_read_as_its_manifest_says_and_not_before_it_is_there(serve
     (key,) = (name for name in store.find() if "config.json" in name)
     store.write(key, b"secind")
     local_copy.cache_clear()
-    with pytest.raises(StorageError, match=r"config\.json.* is not the 6 bytes that were listed"):
+    with pytest.raises(StorageError, match=r"config\.json.* has another SHA-256 or size than when it was listed"):
         local_copy(address)
 
     store.delete(["global_step_3/policy/manifest.json"])

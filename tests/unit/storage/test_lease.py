@@ -16,16 +16,16 @@ from skyrl_train.experiment.services import Mirrors
 from skyrl_train.storage import lease
 from skyrl_train.storage.folder import StoredFolder
 from skyrl_train.storage.mirror import Mirror
-from skyrl_train.trainer.checkpoints import RunDirectory
+from skyrl_train.trainer.run_directory import RunDirectory
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.stored_runs import ADDRESS, Machine, until
 
 
 @pytest.fixture
 def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEWED_EVERY_S", 0.1)
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 1.0)
-    monkeypatch.setattr(lease, "_LOOKS_EVERY_S", 0.05)
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
+    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 1.0)
+    monkeypatch.setattr(lease, "POLL_S", 0.05)
 
 
 @pytest.mark.usefixtures("quick_leases")
@@ -48,29 +48,28 @@ def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path
         path.rename(tmp_path / "disk of the first")
         with pytest.raises(RunDirectoryError, match="is in use by process"):
             Machine(path).mirror.take_over()
-        assert not here.mirror._lease.is_lost()
+        assert not here.mirror.lease.is_lost()
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_more(server: S3Server, tmp_path: Path):
     silent = Machine(tmp_path / "a")
     silent.mirror.take_over()
-    silent.mirror._lease._left.set()  # its renewals stop, as those of a process that is stopped
+    server.held = "PUT .*/.lock"
+    assert server.holding.wait(10)
+    server.held = ""  # for those who come from now on
     with Machine(tmp_path / "b") as other:
-        silent.mirror._lease._left = threading.Event()
-        thread = threading.Thread(target=silent.mirror._lease._renew)
-        thread.start()
-        thread.join(10)
+        server.let_go()
         silent.mirror.start()
         silent.save(10)
         with pytest.raises(StorageError, match="as this process was silent"):
             silent.mirror.finish(20)
-        assert other.mirror.steps() == []
+        assert other.mirror.steps() == [] and not other.mirror.lease.is_lost()
         exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports", run=silent.mirror)
         exports.start()
         with pytest.raises(StorageError, match="as this process was silent"):
             exports.finish(20)
-    silent.mirror.give_up()
+    silent.mirror.lease.release()
 
 
 @pytest.mark.usefixtures("quick_leases")
@@ -88,15 +87,14 @@ def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_suc
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
 ):
     """`late` is what it was sending; its successor lives, or has ended since."""
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
     stopped = Machine(tmp_path / "a", keep=1)
     stopped.__enter__()
     (stopped.folder / "zone.log").write_text("log")
     server.held = f"PUT .*/{late}"
     stopped.save(20)
     assert server.holding.wait(10)
-    stopped.mirror._lease._left.set()  # its renewals end, too
-    stopped.mirror._lease._renewing.join(10)
+    stopped.silence()
     with ExitStack() as running:
         successor = running.enter_context(Machine(tmp_path / "b"))
         (successor.folder / "zone.log").write_text("another log")
@@ -136,10 +134,10 @@ def test_one_of_those_who_have_seen_the_same_writes(address: str):
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.defect("two-runs-take-one-dead-claim")
 def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
     dead = Machine(tmp_path / "a")
     dead.mirror.take_over()
-    dead.mirror._lease._left.set()
+    dead.silence()
     errors: list[BaseException] = []
 
     def take() -> None:
@@ -148,7 +146,6 @@ def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: 
         except RunDirectoryError as error:
             errors.append(error)
 
-    dead.mirror._lease._renewing.join(10)
     server.held = "PUT .*/.lock"
     slower = threading.Thread(target=take)
     slower.start()
@@ -159,7 +156,7 @@ def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: 
         slower.join(10)
         assert "is in use by process" in str(errors[0])
         time.sleep(0.3)
-        assert not faster.mirror._lease.lost_to
+        assert not faster.mirror.lease.lost_to
 
 
 @pytest.mark.usefixtures("quick_leases")
@@ -167,34 +164,33 @@ def test_claim_that_changed_before_the_last_look_is_not_overwritten(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The faster of two machines that wait for a dead claim may take it just before the slower one looks last."""
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
+    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
     dead = Machine(tmp_path / "a")
     dead.mirror.take_over()
-    dead.mirror._lease._left.set()
-    dead.mirror._lease._renewing.join(10)
+    dead.silence()
     slower = Machine(tmp_path / "b")
-    look, looks, faster = slower.mirror._lease._found, 0, Machine(tmp_path / "c")
+    look, looks, faster = slower.mirror.store.version, 0, Machine(tmp_path / "c")
 
-    def look_late() -> object:
+    def look_late(name: str) -> str | None:
         nonlocal looks
         looks += 1
         if looks == 2:
             faster.mirror.take_over()
             time.sleep(0.3)  # beyond the time that the slower one waits
-        return look()
+        return look(name)
 
-    monkeypatch.setattr(slower.mirror._lease, "_found", look_late)
+    monkeypatch.setattr(slower.mirror.store, "version", look_late)
     with pytest.raises(RunDirectoryError, match="is in use by process"):
         slower.mirror.take_over()
-    assert looks >= 2 and not faster.mirror._lease.is_lost()
-    faster.mirror.give_up()
+    assert looks >= 2 and not faster.mirror.lease.is_lost()
+    faster.mirror.lease.release()
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A disk has no conditional writes: two that have seen the same may both write, and one has to notice."""
-    monkeypatch.setattr(lease, "ENDS_AFTER_S", 0.2)
-    monkeypatch.setattr(lease, "_LOOKS_EVERY_S", 0.5)
+    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
+    monkeypatch.setattr(lease, "POLL_S", 0.5)
     store = StoredFolder(f"file://{tmp_path}/elsewhere")
     store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
     first = Machine(tmp_path / "a", store.address)
@@ -215,11 +211,12 @@ def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkey
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[1]", b'{"holder": {"a": "\\u001b[2J"}}'])
 def test_damaged_claim_ends_like_that_of_a_dead_run(
-    server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: bytes
 ):
+    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
     StoredFolder(ADDRESS).write(".lock", content)
     with Machine(tmp_path / "a") as here:
-        assert not here.mirror._lease.is_lost()
+        assert not here.mirror.lease.is_lost()
     assert "was in use by" in caplog.text and "\x1b" not in caplog.text
 
 
@@ -236,7 +233,7 @@ def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplo
             here.save(10 + deleted)
             until(lambda step=10 + deleted: step in here.mirror.steps())  # type: ignore[misc]
             assert f"{address}/.lock was deleted: it is written again" in caplog.text
-            assert here.mirror._lease._is_mine(json.loads(store.read(".lock") or b"{}"))
+            assert json.loads(store.read(".lock") or b"")["folder"].endswith((here.folder / ".folder").read_text())
         here.mirror.finish(20)
         with pytest.raises(RunDirectoryError, match="is in use by process"):
             Machine(tmp_path / "b", address).mirror.take_over()
@@ -252,7 +249,7 @@ def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Se
     with Machine(tmp_path / "a") as here:
         claim = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
         here.mirror.store.write(".lock", claim)
-        until(lambda: here.mirror._lease.lost_to)
+        until(lambda: here.mirror.lease.lost_to)
         with pytest.raises(StorageError, match=r"taken by process 1 on another\\x1b\[2J, after \.lock was deleted: "):
             here.mirror.finish(20)
         assert here.mirror.store.read(".lock") == claim
@@ -287,7 +284,7 @@ def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditi
     with Machine(tmp_path / "a") as here:
         content = server.objects()["team/run/.lock"]
         until(lambda: server.objects()["team/run/.lock"] != content)
-        assert not here.mirror._lease.lost_to
+        assert not here.mirror.lease.lost_to
 
 
 def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):

@@ -52,7 +52,7 @@ def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseExcept
     with pytest.raises(type(error)):
         asyncio.run(trainer.fit())
     assert fakes.events[-1] == "save 1"
-    assert fakes.saved_with == Unfinished()
+    assert fakes.saved_with == Unfinished((), {})
     assert set(fakes.logged) == {0, 1}
 
 
@@ -86,7 +86,7 @@ def test_an_evaluation_that_failed_is_made_up_for_even_after_the_last_step(step:
         asyncio.run(trainer.fit())
     assert (fakes.events[-1], set(fakes.logged)) == (f"save {step}", set(range(step + 1)))
     again = Fakes(resumed_at=step)
-    again.unfinished = fakes.saved_with or Unfinished()
+    again.unfinished = fakes.saved_with or Unfinished((), {})
     assert again.unfinished.actions == ("evaluate",)
     asyncio.run(trainer_of(again).fit())
     assert again.logged[step]["eval/x/avg_score"] == 0.5
@@ -246,7 +246,7 @@ def test_an_export_after_supervised_fine_tuning_is_taken_to_its_end():
 @pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
 def test_an_export_that_a_resumed_run_makes_up_for_is_taken_to_its_end():
     fakes = Fakes(resumed_at=2)
-    fakes.unfinished = Unfinished(("export",))
+    fakes.unfinished = Unfinished(("export",), {})
     stopped_in(trainer_of(fakes).fit(), fakes, "export")
     assert fakes.events[-1] == "export 2"
 

@@ -35,7 +35,7 @@ def digest(folder: Path) -> str:
 
 def test_a_run_goes_on_with_the_step_the_version_and_what_was_left_undone(tiny_model_path: str, tmp_path: Path):
     async def first(state: RunState, learner: Learner, position: Position) -> None:
-        assert await state.resume() == (0, Unfinished())
+        assert await state.resume() == (0, Unfinished((), {}))
         await learner.update(policy_batch())
         position.at = 3
         state.skipped.note(1, {"policy/skipped": 0.5})
@@ -125,7 +125,7 @@ def test_a_state_that_no_run_has_saved_is_named_with_its_file_and_key(tiny_model
             with pytest.raises(CheckpointError, match=rf"trainer_state\.json: {key}.* is .*not what a run saves there"):
                 await state.resume()
         forge(tmp_path / "global_step_1", **good)
-        assert await state.resume() == (1, Unfinished())
+        assert await state.resume() == (1, Unfinished((), {}))
 
     with_state(tiny_model_path, tmp_path, steps)
 
