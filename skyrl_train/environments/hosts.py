@@ -89,7 +89,9 @@ class _Host:
     async def _close_episode(self, episode: Episode) -> None:
         if episode.under_way is not None:
             await asyncio.wait([episode.under_way])
-        with suppress(Exception):  # a lost host has nothing to close
+        if self.is_lost:
+            return
+        with suppress(Exception):  # it is lost, and its environments with it
             await self.remote.call_within(math.inf, "end_episode", episode.number)
 
     def lose(self) -> None:

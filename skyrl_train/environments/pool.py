@@ -204,6 +204,7 @@ class Worker(asyncio.SubprocessProtocol):
         self._stdin: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
         self._inbox = bytearray()
+        self.spawning = pool.loop.create_task(pool.spawn(self))
         self.submit(_Call("hello", hello, Episode(pool, -1, "hello")))  # of no episode that anything else knows
 
     @property
@@ -372,7 +373,6 @@ class WorkerPool(EnvironmentPool):
         self._warned: set[tuple[str, str]] = set()
         self._unfinished: set[Worker] = set()
         """Workers whose processes may still exist, including lost ones."""
-        self._starting: set[asyncio.Task[None]] = set()
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> WorkerPool:
@@ -385,12 +385,12 @@ class WorkerPool(EnvironmentPool):
         self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._starting:
-            await asyncio.wait(self._starting)
+        if self._unfinished:
+            await asyncio.wait([worker.spawning for worker in self._unfinished])
         for worker in self.workers:
             worker.end()
-        exits = [worker.exited for worker in self._unfinished]
-        if exits:
+        if self._unfinished:
+            exits = [worker.exited for worker in self._unfinished]
             await asyncio.wait(exits, timeout=min(CLOSE_GRACE_S, self.environment_step_s))
         for worker in list(self._unfinished):
             self.lose(worker, "host_closed", "the environment pool was closed")
@@ -483,12 +483,10 @@ class WorkerPool(EnvironmentPool):
         self.workers.append(worker)
         self._unfinished.add(worker)
         worker.exited.add_done_callback(lambda _: self._unfinished.discard(worker))
-        task = self.loop.create_task(self._spawn(worker))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
         return worker
 
-    async def _spawn(self, worker: Worker) -> None:
+    async def spawn(self, worker: Worker) -> None:
+        """Start the process of a worker, which receives its output as an asyncio protocol."""
         # the driver's own sys.path in the same order: plugin names must refer to the same modules there
         path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in (*self._path, *sys.path)))
         try:
