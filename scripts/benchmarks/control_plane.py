@@ -5,7 +5,7 @@
     python scripts/benchmarks/control_plane.py --sizes --conversations --parts 16384x512 131072x4096
 
 Engines are scripted, in this process, and answer after 5 ms, each request with arrays of its own; no model is run.
-Ledger, batches, `ConversationGenerator`, `EngineClient` and `EnvironmentHost` are a run's own. Token ids are beyond
+Ledger, batches, `ConversationGenerator`, `EngineClient` and `WorkerPool` are a run's own. Token ids are beyond
 1,000, as most are: Python has one object for each integer up to 256, and makes one for each time that a larger one
 occurs. Every measurement is a process of its own.
 
@@ -258,7 +258,7 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data.trajectory import Trajectory
     from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
     from skyrl_train.engines.client import EngineClient
-    from skyrl_train.environments.host import EnvironmentHost
+    from skyrl_train.environments.pool import WorkerPool
     from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
     from skyrl_train.testing.scripted_engine import ScriptedEngine
 
@@ -284,8 +284,8 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
     async def run() -> tuple[float, float]:
         engines = [Answers(name=f"engine {index}") for index in range(ENGINES)]
         client = EngineClient(engines, deadline_s=3600.0)
-        async with EnvironmentHost({}, 2, 3600.0) as host:
-            generator = ConversationGenerator(client, host, tokenizer, settings)
+        async with WorkerPool({}, 2, 3600.0) as pool:
+            generator = ConversationGenerator(client, pool, tokenizer, settings)
             row = {"reward_spec": {"method": "rule", "ground_truth": "5"}, "max_turns": TURNS}
             messages = [{"role": "user", "content": "2 + 3 = ?"}]
             prompts = [

@@ -230,7 +230,7 @@ _ROLES = {
     "ray::_AsyncShell": "engine",
     "ray::_Shell": "learner",
     "ray::": "idle Ray workers",
-    "environments.host": "environments",
+    "environments.worker": "environments",
     "cluster.guard": "guard",
     "gcs_server": "Ray: gcs",
     "raylet/raylet": "Ray: raylet",

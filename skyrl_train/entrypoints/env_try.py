@@ -26,9 +26,9 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.data.messages import Message, Prompt, template_kwargs_of, with_answer
 from skyrl_train.environments import registry
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
-from skyrl_train.experiment.environments import environment_settings, host_settings
+from skyrl_train.experiment.environments import environment_settings, pool_settings
 from skyrl_train.messages import to_stderr, to_stdout, visible
 from skyrl_train.registry import import_plugins
 
@@ -144,14 +144,14 @@ async def _play_all(
 
         tokenizer = build_tokenizer(cfg)
     failed = 0
-    async with EnvironmentHost(**host_settings(cfg)) as host:
+    async with WorkerPool(**pool_settings(cfg)) as pool:
         for number, attempt in enumerate(attempts, 1):
             _say(f"episode {number} of {len(attempts)}: {env}, row {attempt.row}")
             prompt = prompts[attempt.row]
             turns = _turns(prompt, cfg.generator.max_turns)
             row = replace(prompt, env_class=env, env_extras={**prompt.env_extras, "max_turns": turns})
             try:
-                await _play(host, row, attempt.texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
+                await _play(pool, row, attempt.texts, turns, tokenizer, dict(cfg.generator.chat_template_kwargs))
             except EnvironmentFailure as failure:
                 failed += 1
                 _say(f"  FAILED: {failure} (in training the episode is masked and counted under that kind)")
@@ -159,9 +159,9 @@ async def _play_all(
 
 
 async def _play(
-    host: EnvironmentHost, row: Prompt, texts: Sequence[str], turns: int, tokenizer: Any, options: dict[str, Any]
+    pool: WorkerPool, row: Prompt, texts: Sequence[str], turns: int, tokenizer: Any, options: dict[str, Any]
 ) -> None:
-    episode = await host.start(row.env_class, row)
+    episode = await pool.start(row.env_class, row)
     try:
         _show_messages(episode.messages)
         _show_metadata(episode.metadata)

@@ -1,6 +1,6 @@
 """The environment interface: it opens a conversation, answers the model's texts, and rewards them.
 
-Environments are plain synchronous Python without torch. The driver never calls one directly: `environments/host.py`
+Environments are plain synchronous Python without torch. The driver never calls one directly: `environments/pool.py`
 runs them in processes it can kill.
 """
 

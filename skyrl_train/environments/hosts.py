@@ -1,29 +1,22 @@
-"""Environments in pools of processes that are elsewhere in a cluster: both ends of the wire to them.
+"""Environments on other nodes: a pool over Ray actors, the environment hosts, each of which has a pool of workers.
 
-An actor holds a `HostServer`, which is an `EnvironmentHost` that is asked from afar: deadlines of calls, the killing of
-processes and their replay happen there as they do beside a driver. The driver holds `EnvironmentHosts`: it spreads
-episodes over these actors, starts an actor again that was lost, and replays its episodes in another one.
-
-Wire: two calls of the actor are under way at most. `send` takes all calls of environments that have come up since the
-one before it, `answers` returns all answers since the one before it, and an empty list after a while: a sign of life.
+In a host, deadlines, kills and replays of workers are those of a `WorkerPool`, and Ray carries the calls to it. The
+driver's `HostPool` spreads episodes over the hosts, starts a lost host again, and rebuilds its episodes in another one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.environments.host import CLOSE_GRACE_S, EnvironmentHost
-from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode, WireCall
+from skyrl_train.environments.pool import CLOSE_GRACE_S, EnvironmentPool, Episode, WorkerPool
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, EnvironmentHostsLost, SkyRLError
-from skyrl_train.tasks import within
+from skyrl_train.tasks import unwatched, within
 
 if TYPE_CHECKING:
     from skyrl_train.cluster.actors import Remote
@@ -31,192 +24,98 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-"""How long a host that has nothing to say says nothing."""
-GATHER_S = 0.01
-"""How long each end gathers what it sends at once: a message costs the driver as much as some ten calls in it."""
+"""Time between a host's signs of life."""
 SILENCE_S = 60.0
-"""How long nothing is heard of a host until it counts as lost: its process is stopped, or its node is out of reach."""
-MAX_SENT = 16 * 2**20
-"""Bytes of calls that are sent at once, unless a single one is larger."""
+"""Time without a sign of life after which a host counts as lost: its process is stopped, or its node out of reach."""
 MAX_LOST_CALLS = 3
-"""How often an episode may be under way in a host that is lost: it may be what kills them."""
-_RESTARTS_AFTER_S, _LONGEST_PAUSE_S = 1.0, 30.0
-"""The pause doubles while a host that is started again is lost before it opens."""
-_LOOKS_EVERY_S = 0.25
-_CLOSES_S = 3 * CLOSE_GRACE_S
-_UNASKED = -1
-
-Sent = tuple[int, int, str, str, bytes]
-"""The number of a call (_UNASKED: nobody waits for the answer), that of its episode, env_class, op, frame."""
-Answer = tuple[int, dict[str, Any]]
-"""The number of a call, and what the environment's process answered."""
-
-# ----------------------------------------------------------------------------------------------------- actor's end
+"""Calls of one episode that may be under way in a host that is lost: they may be what kills the hosts."""
+_MIN_RESTART_S, _MAX_RESTART_S = 1.0, 30.0
+"""The pause before a restart doubles while a host that is started again is lost before it opens."""
+_POLL_S = 0.25
+_CLOSE_DEADLINE_S = 3 * CLOSE_GRACE_S
 
 
-class HostServer:
-    """An EnvironmentHost for a driver in another process; takes that class's arguments."""
+class EnvironmentHost(WorkerPool):
+    """A WorkerPool in a Ray actor, whose coroutines a HostPool calls; takes a WorkerPool's arguments."""
 
     def __init__(self, **settings: Any):
-        self._host = _TellingHost(self._tell, **settings)
-        self._episodes: dict[int, HostedEpisode] = {}
-        self._answers: list[Answer] = []
-        self._some = asyncio.Event()
+        super().__init__(**settings)
+        self._episodes: dict[int, Episode] = {}
+        self._warnings: list[str] = []
 
     async def open(self) -> str:
-        """Begin; returns the name of this machine."""
-        await self._host.__aenter__()
+        """Begin. Returns the name of this machine."""
+        await self.__aenter__()
         return socket.gethostname()
 
-    async def send(self, calls: Sequence[Sent]) -> None:
-        """Take calls, in their order."""
-        for number, episode, env_class, op, frame in calls:
-            if op == "close":
-                if (closing := self._episodes.pop(episode, None)) is not None:
-                    self._host.close_episode(closing)
-                continue
-            if op == "start":
-                self._episodes[episode] = HostedEpisode(self._host, episode, env_class)
-            try:
-                answer = self._host.submit(self._episodes[episode], op, frame)
-            except Exception as failure:  # each call is answered, whatever goes wrong with one
-                self._tell(number, _as_answer(failure))
-            else:
-                answer.add_done_callback(partial(self._answered, number))
+    async def call_episode(
+        self, number: int, env_class: str, history: Sequence[bytes], op: str, frame: bytes
+    ) -> dict[str, Any]:
+        """Return the answer to a packed call. `history` rebuilds an episode that is new to this host."""
+        if number not in self._episodes:
+            self._episodes[number] = Episode(self, number, env_class, history=list(history))
+        return await self.send(self._episodes[number], op, frame)
 
-    async def answers(self) -> list[Answer]:
-        """What there is to say, as soon as there is anything, or nothing after BEAT_S."""
-        if not self._answers:
-            with suppress(TimeoutError):
-                await within(BEAT_S, self._some.wait())
-        if self._answers:
-            await asyncio.sleep(GATHER_S)
-        told, self._answers = self._answers, []
-        self._some.clear()
-        return told
+    async def end_episode(self, number: int) -> None:
+        """Queue the environment's `close`."""
+        if (episode := self._episodes.pop(number, None)) is not None:
+            self.close_episode(episode)
 
-    async def close(self) -> None:
-        """Close all environments and end all processes."""
-        await self._host.close()
+    async def beat(self) -> list[str]:
+        """Return the warnings since the last call, after BEAT_S: the driver logs them."""
+        await asyncio.sleep(BEAT_S)
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
-    def _answered(self, number: int, answer: asyncio.Future[dict[str, Any]]) -> None:
-        failure = answer.exception()
-        self._tell(number, answer.result() if failure is None else _as_answer(failure))
-
-    def _tell(self, number: int, answer: dict[str, Any]) -> None:
-        if number != _UNASKED:
-            self._answers.append((number, answer))
-            self._some.set()
-
-
-class _TellingHost(EnvironmentHost):
-    """Has the driver warn of what goes wrong when environments close: its log is the run's."""
-
-    def __init__(self, tell: Callable[[int, dict[str, Any]], None], **settings: Any):
-        super().__init__(**settings)
-        self._tell = tell
-
-    def _warn_of_close(self, env_class: str, error: str, detail: str) -> None:
-        if (env_class, error) not in self._warned:
-            self._warned.add((env_class, error))
-            self._tell(_WARNING, {"env_class": env_class, "error": error, "detail": detail})
-
-
-_WARNING = -2
-"""In place of a call's number: an environment's `close` has failed."""
-
-
-def _as_answer(failure: BaseException) -> dict[str, Any]:
-    if isinstance(failure, EnvironmentFailure):
-        return {"error": failure.kind, "detail": failure.detail}
-    return {"error": type(failure).__name__, "detail": str(failure), "fatal": isinstance(failure, ConfigError)}
-
-
-# ---------------------------------------------------------------------------------------------------- driver's end
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
 
 
 class _Host:
-    """The driver's view of one actor."""
+    """The driver's view of one host."""
 
-    def __init__(self, pool: EnvironmentHosts, remote: Remote):
+    def __init__(self, remote: Remote):
         self.remote = remote
-        self.episodes: set[HostedEpisode] = set()
-        self.calls: dict[int, WireCall] = {}
-        """Those that have not been answered, by number."""
-        self._pool = pool
-        self._numbers = itertools.count()
-        self._outbox: list[Sent] = []
-        self._sending: asyncio.Task[None] | None = None
+        self.episodes: set[Episode] = set()
+        self.is_lost = False
+        self.closings: set[asyncio.Task[None]] = set()
 
-    def submit(self, call: WireCall) -> None:
-        """See pool.Place."""
-        assert call.episode is not None
-        number = _UNASKED
-        if call.answer is not None:
-            number = next(self._numbers)
-            self.calls[number] = call
-        self._outbox.append((number, call.episode.number, call.episode.env_class, call.op, call.frame))
-        if self._sending is None or self._sending.done():
-            self._sending = self._pool.loop.create_task(self._send())
+    def close_episode(self, episode: Episode) -> None:
+        """Close an environment after its last call, which may still be under way."""
+        closing = asyncio.ensure_future(self._close_episode(episode))
+        self.closings.add(closing)
+        closing.add_done_callback(self.closings.discard)
 
-    async def _send(self) -> None:
-        """Send all there is; what comes up meanwhile is sent at once when that has arrived."""
-        with suppress(Exception):  # `receive` meets the same end, and says how it came
-            while self._outbox:
-                await asyncio.sleep(GATHER_S)
-                batch = list(_first(self._outbox))
-                del self._outbox[: len(batch)]
-                await self.remote.call_within(math.inf, "send", batch)
+    async def _close_episode(self, episode: Episode) -> None:
+        if episode.under_way is not None:
+            await asyncio.wait([episode.under_way])
+        if self.is_lost:
+            return
+        with suppress(Exception):  # it is lost, and its environments with it
+            await self.remote.call_within(math.inf, "end_episode", episode.number)
 
-    async def receive(self, silence_s: float) -> None:
-        """Pass on what the host says, without an end. Raises how it was lost."""
-        while True:
-            for number, reply in await self._answers(silence_s):
-                if number == _WARNING:
-                    self._pool._warn_of_close(**reply)
-                else:
-                    self._pool._answered(self, self.calls.pop(number), reply)
-
-    async def _answers(self, silence_s: float) -> list[Answer]:
-        answers = asyncio.ensure_future(self.remote.call_within(math.inf, "answers"))
-        try:
-            for _ in range(math.ceil(silence_s / _LOOKS_EVERY_S)):  # not by the clock: a busy driver hears nobody
-                if (await asyncio.wait([answers], timeout=_LOOKS_EVERY_S))[0]:
-                    found: list[Answer] = answers.result()
-                    return found
-            raise DeadlineExceeded(f"{self.remote.name}.answers", silence_s)
-        finally:
-            answers.cancel()
-
-    def end(self) -> None:
-        """Kill the actor; nothing is sent any more."""
-        if self._sending is not None:
-            self._sending.cancel()
+    def lose(self) -> None:
+        """Kill the actor, and have each episode that was here start elsewhere."""
+        self.is_lost = True
+        for episode in self.episodes:
+            episode.place = None
+            if episode.under_way is not None:
+                episode.under_way.cancel()
         self.remote.kill()
 
 
-def _first(outbox: Sequence[Sent]) -> Iterator[Sent]:
-    size = 0
-    for sent in outbox:
-        size += len(sent[-1])
-        if size > MAX_SENT and size > len(sent[-1]):
-            return
-        yield sent
+class HostPool(EnvironmentPool):
+    """Runs environments in `count` hosts: Ray actors, each with a WorkerPool, whose failures it passes on.
 
-
-class EnvironmentHosts(EnvironmentPool):
-    """Runs environments in `count` actors, each with a pool of processes: an `EnvironmentHost` in other places.
-
-    Failures of episodes are those of `EnvironmentHost`. A host is lost if its actor or node dies, or if nothing is
-    heard of it for `silence_s`. Its episodes are rebuilt in another host, and nobody is blamed: the calls that were
-    under way are made again, but for episodes that are not `replayable`, and those that have met the loss of
-    MAX_LOST_CALLS hosts, which fail with "environment_died". A lost host is started again, as soon as there is room.
-    While there is no host, calls wait, for `deadline_s` at most: after that they raise EnvironmentHostsLost, which ends
-    the run.
+    A host is lost if its actor or node dies, or if it gives no sign of life for `silence_s`. Its episodes are rebuilt
+    in another host, and nobody is blamed: the calls that were under way are made again, but for episodes that are not
+    `replayable`, and those that have met the loss of MAX_LOST_CALLS hosts, which fail with "environment_died". A lost
+    host is started again, as soon as there is room. While there is no host, calls wait, for `deadline_s` at most: after
+    that they raise EnvironmentHostsLost, which ends the run.
 
     Example:
-        async with EnvironmentHosts(2, lambda index: spawn(cluster, "...hosts:HostServer", settings, ...)) as hosts:
-            episode = await hosts.start("gsm8k", prompt)
+        async with HostPool(2, lambda index: spawn(cluster, "...hosts:EnvironmentHost", settings, ...)) as pool:
+            episode = await pool.start("gsm8k", prompt)
     """
 
     def __init__(
@@ -227,139 +126,149 @@ class EnvironmentHosts(EnvironmentPool):
         deadline_s: float = 180.0,
         silence_s: float = SILENCE_S,
     ):
-        """`spawn` starts the actor with a HostServer that has the index given, and does not wait for it."""
+        """`spawn` starts the actor with an EnvironmentHost that has the index given, and does not wait for it."""
         super().__init__()
+        self.deadline_s = deadline_s
+        self.silence_s = silence_s
+        self.hosts: list[_Host] = []
+        """Hosts that are open."""
         self._count = count
         self._spawn = spawn
-        self._deadline_s = deadline_s
-        self._silence_s = silence_s
-        self._hosts: list[_Host] = []
-        """Those that are open."""
-        self._restarters: list[asyncio.Task[None]] = []
-        self._waiting: list[WireCall] = []
-        """While there is no host."""
-        self._without: asyncio.Task[None] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
         self._cause = ""
-        """How the last one was lost."""
+        """How the last host was lost."""
 
-    async def __aenter__(self) -> EnvironmentHosts:
+    async def __aenter__(self) -> HostPool:
         """Start all hosts. Raises EnvironmentHostsLost if they are not there within `deadline_s`."""
         self.loop = asyncio.get_running_loop()
         opened = [self.loop.create_future() for _ in range(self._count)]
-        self._restarters = [self.loop.create_task(self._keep(index, one)) for index, one in enumerate(opened)]
+        self._keepers = [self.loop.create_task(self._keep(index, one)) for index, one in enumerate(opened)]
         try:
-            await within(self._deadline_s, asyncio.gather(*opened))
+            await within(self.deadline_s, asyncio.gather(*opened))
         except BaseException as error:
-            there = len(self._hosts)
+            there = len(self.hosts)
             await self.close()
             if not isinstance(error, Exception):
                 raise
             late = isinstance(error, TimeoutError) and not isinstance(error, SkyRLError)
-            how = f" within trainer.timeouts.environment_hosts_s={self._deadline_s:g} s" if late else f": {error}"
+            how = f" within trainer.timeouts.environment_hosts_s={self.deadline_s:g} s" if late else f": {error}"
             raise EnvironmentHostsLost(f"environment.hosts={self._count}: {there} of them started{how}") from error
         return self
 
     async def close(self) -> None:
         """Close all environments and end all hosts."""
         self._closing = True
-        for task in [*self._restarters, *([] if self._without is None else [self._without])]:
-            task.cancel()
-        await asyncio.gather(*self._restarters, return_exceptions=True)
-        closed = EnvironmentFailure("host_closed", "the environment hosts were closed")
-        for call in [*self._waiting, *(call for host in self._hosts for call in host.calls.values())]:
-            if call.answer is not None and not call.answer.done():
-                call.answer.set_exception(closed)
-        endings = [host.remote.call_within(_CLOSES_S, "close") for host in self._hosts]
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        endings = [self._close_host(host) for host in self.hosts]
         for error in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.warning("an environment host was not closed: %s", error)
-        for host in self._hosts:
-            host.end()
-        self._hosts.clear()
+        self.hosts.clear()
+
+    async def _close_host(self, host: _Host) -> None:
+        try:
+            if host.closings:
+                await asyncio.wait(host.closings, timeout=CLOSE_GRACE_S)
+            await host.remote.call_within(_CLOSE_DEADLINE_S, "close")
+        finally:
+            host.remote.kill()
+
+    async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
+        """Return the environment's answer to a packed call, which is made again if its host is lost."""
+        while True:
+            history: Sequence[bytes] = ()
+            if episode.place is None:
+                episode.fail_unless_replayable(self._cause)
+                host = await self._choose(episode)
+                host.episodes.add(episode)
+                episode.place, history = host, tuple(episode.history)
+            self._refuse_failed(episode)
+            host = episode.place
+            call = host.remote.call_within(
+                math.inf, "call_episode", episode.number, episode.env_class, history, op, frame
+            )
+            episode.under_way = unwatched(asyncio.ensure_future(call))
+            await asyncio.wait([episode.under_way])  # it goes on if this is cancelled
+            try:
+                reply: dict[str, Any] = episode.under_way.result()
+            except EnvironmentFailure as failure:
+                episode.fail(self._failure(failure.kind, failure.detail))
+            except ConfigError as failure:
+                episode.fail(failure)
+            except (Exception, asyncio.CancelledError) as error:  # the latter from `_Host.lose`
+                self._lose(host, error)
+                episode.lost_calls += 1
+                if episode.lost_calls >= MAX_LOST_CALLS:
+                    detail = f"{episode.env_class} in {op}: its host was lost {MAX_LOST_CALLS} times"
+                    episode.fail(EnvironmentFailure("environment_died", detail))
+            else:
+                episode.history.append(frame)
+                episode.replayable = reply.get("replayable", episode.replayable)
+                return reply
+
+    async def _choose(self, episode: Episode) -> _Host:
+        """Return the host with the fewest episodes. Raises EnvironmentHostsLost if there is none for `deadline_s`."""
+        for _ in range(math.ceil(self.deadline_s / _POLL_S)):  # not by the clock: a busy driver starts nothing
+            self._refuse_failed(episode)
+            if self.hosts:
+                return min(self.hosts, key=lambda host: len(host.episodes))
+            await asyncio.sleep(_POLL_S)
+        raise EnvironmentHostsLost(
+            f"environment.hosts={self._count}: all of them are lost, and none could be started again within "
+            f"trainer.timeouts.environment_hosts_s={self.deadline_s:g} s. The last one: {self._cause}"
+        )
 
     async def _keep(self, index: int, opened: asyncio.Future[None]) -> None:
-        """Have host `index` run: start it, and start it again whenever it was lost."""
-        pause = _RESTARTS_AFTER_S
+        """Start host `index`, and start it again whenever it was lost."""
+        pause = _MIN_RESTART_S
         while True:
             host = None
             try:
-                host = _Host(self, self._spawn(index))
+                host = _Host(self._spawn(index))
                 machine = await host.remote.call_within(math.inf, "open")  # it may have to wait for room
                 log.info("%s runs on %s", host.remote.name, machine)
-                self._begin(host)
-                pause = _RESTARTS_AFTER_S
+                self.hosts.append(host)
+                pause = _MIN_RESTART_S
                 if not opened.done():
                     opened.set_result(None)
-                await host.receive(self._silence_s)
+                while True:
+                    for warning in await self._beat(host):
+                        log.warning("%s: %s", host.remote.name, warning)
             except asyncio.CancelledError:
-                if host is not None and host not in self._hosts:  # else `close` ends it
-                    host.end()
+                if host is not None and host not in self.hosts:  # else `close` ends it
+                    host.remote.kill()
                 raise
             except Exception as error:
                 if host is not None:
-                    host.end()
+                    self._lose(host, error)
                 if not opened.done():  # what is wrong now is wrong for ever
                     opened.set_exception(error)
                     return
-                if host is not None:
-                    self._lose(host, error)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _MAX_RESTART_S)
 
-    def _begin(self, host: _Host) -> None:
-        self._hosts.append(host)
-        if self._without is not None:
-            self._without.cancel()
-            self._without = None
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            if call.answer is not None and not call.answer.done():
-                self._dispatch(call)
+    async def _beat(self, host: _Host) -> list[str]:
+        """Wait for the host's next sign of life. Raises how the host was lost."""
+        beat = asyncio.ensure_future(host.remote.call_within(math.inf, "beat"))
+        try:
+            for _ in range(math.ceil(self.silence_s / _POLL_S)):  # not by the clock: a busy driver hears nobody
+                if (await asyncio.wait([beat], timeout=_POLL_S))[0]:
+                    warnings: list[str] = beat.result()
+                    return warnings
+            raise DeadlineExceeded(f"{host.remote.name}.beat", self.silence_s)
+        finally:
+            beat.cancel()
 
-    def _lose(self, host: _Host, error: Exception) -> None:
-        """A host is gone: its episodes go to others."""
-        self._cause = f" The last one: {error}"
+    def _lose(self, host: _Host, error: BaseException) -> None:
+        """Abandon a host, once; its keeper then starts it again."""
+        if host.is_lost or self._closing:
+            return
+        self._cause = str(error)
         log.warning(
             "%s is lost, with %d episodes, and is started again: %s", host.remote.name, len(host.episodes), error
         )
-        if host not in self._hosts:  # it never opened
-            return
-        self._hosts.remove(host)
-        if not self._hosts:
-            self._without = self.loop.create_task(self._give_up())
-        calls = list(host.calls.values())
-        for call in calls:
-            assert call.episode is not None
-            call.episode._lost_calls += 1
-            if call.episode._lost_calls >= MAX_LOST_CALLS:
-                detail = f"{call.episode.env_class} in {call.op}: its host was lost {MAX_LOST_CALLS} times"
-                call.episode.fail(EnvironmentFailure("environment_died", detail))
-        self._move(host, calls, str(error))
-
-    async def _give_up(self) -> None:
-        """After a while without hosts, fail all calls that wait."""
-        for _ in range(math.ceil(self._deadline_s / _LOOKS_EVERY_S)):  # not by the clock: a busy driver starts nothing
-            await asyncio.sleep(_LOOKS_EVERY_S)
-        for call in self._waiting:
-            if call.answer is not None and not call.answer.done():
-                call.answer.set_exception(self._none_left())
-        self._waiting.clear()
-
-    def _none_left(self) -> EnvironmentHostsLost:
-        return EnvironmentHostsLost(
-            f"environment.hosts={self._count}: all of them are lost, and none could be started again within "
-            f"trainer.timeouts.environment_hosts_s={self._deadline_s:g} s.{self._cause}"
-        )
-
-    def _choose(self) -> _Host:
-        return min(self._hosts, key=lambda host: (len(host.episodes), len(host.calls)))
-
-    def _dispatch(self, call: WireCall) -> None:
-        assert call.episode is not None
-        if self._hosts or call.episode._place is not None:
-            super()._dispatch(call)
-        elif self._without is not None and self._without.done():
-            assert call.answer is not None
-            call.answer.set_exception(self._none_left())
-        else:
-            self._waiting.append(call)
+        if host in self.hosts:
+            self.hosts.remove(host)
+        host.lose()

@@ -1,59 +1,57 @@
-"""Episodes in places that can be lost: which call goes where, and what becomes of it when its place is gone.
+"""Pools that run environments: what every pool does, and the pool of worker processes on this machine.
 
-A place is a process on this machine (host.py), or a pool of such processes somewhere in the cluster (hosts.py).
+An environment is third-party synchronous code: it may hang in C, leak, print, exit or crash. So a `WorkerPool` runs
+environments in worker processes (worker.py, which describes the wire) that it can kill. A `HostPool` (hosts.py)
+spreads episodes over such pools in Ray actors.
+
+A worker's oldest unanswered call is the one that it is running: the deadline applies to that call, and it is blamed if
+the process dies. Every reply is checked. One with the number of another call, or one that is not valid for its call,
+costs the process and the episode to blame.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
+import signal
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, cast
 
+from skyrl_train import trace
 from skyrl_train.config.secrets import redact
-from skyrl_train.data.json_values import jsonable
+from skyrl_train.data.json_values import why_not_json
 from skyrl_train.data.messages import Message, Prompt
-from skyrl_train.environments.base import BAD_ROW, StepOutput
+from skyrl_train.environments.base import BAD_ROW, StepOutput, checked_messages, checked_step_output
+from skyrl_train.environments.own_classes import pack_own
+from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S
+from skyrl_train.environments.worker import HEADER, MAX_FRAME, MAX_KIND_LENGTH, MAX_SENT_DETAIL, framed, pack
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.messages import visible
 from skyrl_train.metrics import NameLimit
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME = 64 * 2**20
-"""Maximum bytes of one message; a larger observation fails its episode."""
-MAX_KINDS, MAX_KIND_LENGTH = 64, 100
-"""Kinds of failure that environments may introduce, and characters of one: each becomes the name of a metric."""
+START_DEADLINE_S = 120.0
+"""Time for a worker process to start and import the plugins."""
+CLOSE_GRACE_S = 5.0
+"""Time for environments to close at the end, before their processes are killed."""
+MAX_KINDS = 64
+"""Kinds of failure that environments may introduce."""
 OTHER_KIND = "other"
 """The kind of failures beyond MAX_KINDS."""
-
-
-class Place(Protocol):
-    """Where environments live, as the driver sees it."""
-
-    episodes: set[HostedEpisode]
-
-    def submit(self, call: WireCall) -> None:
-        """Send a call; those of an episode arrive in the order of this."""
+_NO_ANSWER = "its process wrote something that is not an answer"
 
 
 @dataclass(slots=True, eq=False)
-class WireCall:
-    """A call of an environment, as it is sent."""
-
-    op: str
-    frame: bytes
-    """JSON: see `pack`."""
-    episode: HostedEpisode | None = None
-    answer: asyncio.Future[dict[str, Any]] | None = None
-    """None if nothing waits for the answer: hello, replays and close."""
-
-
-@dataclass(slots=True, eq=False)
-class HostedEpisode:
+class Episode:
     """One environment, from `EnvironmentPool.start` to `close`."""
 
     pool: EnvironmentPool
@@ -64,12 +62,16 @@ class HostedEpisode:
     metadata: dict[str, Any] = field(default_factory=dict)
     replayable: bool = True
     """`TextEnv.replayable`; valid once the environment has opened."""
-    _place: Place | None = None
-    _history: list[bytes] = field(default_factory=list)
-    """Frames that were answered; sending them to another place rebuilds the environment there."""
-    _failure: Exception | None = None
-    _lost_calls: int = 0
-    """How often a host was lost while it had a call of this episode."""
+    place: Any = None
+    """The worker or host that has the environment. None: the next call builds it there anew from `history`."""
+    history: list[bytes] = field(default_factory=list)
+    """Calls that were answered, as they were sent."""
+    failure: Exception | None = None
+    """What every later call raises."""
+    under_way: asyncio.Task[dict[str, Any]] | None = None
+    """The last call to a host."""
+    lost_calls: int = 0
+    """Calls that were under way in a host when it was lost."""
 
     async def step(self, text: str) -> StepOutput:
         """Send the model's text to the environment.
@@ -83,25 +85,31 @@ class HostedEpisode:
         self.pool.close_episode(self)
 
     def fail(self, failure: Exception) -> None:
-        """What every later call raises; the first failure stays."""
-        self._failure = self._failure or failure
+        """Set what every later call raises; the first failure stays."""
+        self.failure = self.failure or failure
+
+    def fail_unless_replayable(self, cause: str) -> None:
+        """Fail an episode that has begun and must not be rebuilt."""
+        if self.history and not self.replayable:
+            detail = f"{self.env_class} is not replayable, and its process was lost: {cause}"
+            self.fail(EnvironmentFailure("environment_died", detail))
 
 
 class EnvironmentPool(ABC):
     """Runs environments that may hang, crash or be lost. Use it as an async context manager.
 
     A failure fails one episode: it raises EnvironmentFailure with the kind under which it is counted. Episodes of a
-    place that was lost are rebuilt in another one when they are next used, from their opening and the recorded texts;
-    those that are not `replayable` fail with "environment_died".
+    worker or host that was lost are rebuilt in another one when they are next used, from their opening and the recorded
+    texts; those that are not `replayable` fail with "environment_died".
     """
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
-        self._warned: set[tuple[str, str]] = set()
         self._next_number = 0
-        self._fatal: Exception | None = None
         self._closing = False
+        self._fatal: ConfigError | None = None
+        """What every call raises."""
         self._kinds = NameLimit(MAX_KINDS, MAX_KIND_LENGTH)
 
     @abstractmethod
@@ -116,15 +124,15 @@ class EnvironmentPool(ABC):
         """Close all environments; none is left running on return."""
 
     @abstractmethod
-    def _choose(self) -> Place:
-        """The place for an episode that has none."""
+    async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
+        """Return the environment's answer to a packed call. Raises EnvironmentFailure, or what ends the run."""
 
-    async def start(self, env_class: str, prompt: Prompt) -> HostedEpisode:
+    async def start(self, env_class: str, prompt: Prompt) -> Episode:
         """Start an episode: construct the environment and call its `init` with the prompt's messages and extras.
 
         Raises EnvironmentFailure, or ConfigError for an unknown environment.
         """
-        episode = HostedEpisode(self, self._next_number, env_class)
+        episode = Episode(self, self._next_number, env_class)
         self._next_number += 1
         try:
             opened = await self.call(
@@ -136,105 +144,412 @@ class EnvironmentPool(ABC):
         episode.messages, episode.metadata = opened["messages"], opened["metadata"]
         return episode
 
-    async def call(self, episode: HostedEpisode, op: str, **arguments: Any) -> dict[str, Any]:
-        """The environment's answer. Raises EnvironmentFailure, or what ends the run."""
+    async def call(self, episode: Episode, op: str, **arguments: Any) -> dict[str, Any]:
+        """Return the environment's answer. Raises as `send` does."""
         if not hasattr(self, "loop"):
             raise RuntimeError("the pool is used outside `async with`")
-        self._refuse_failed(episode)
         try:
             frame = pack({"op": op, "id": episode.number, **arguments})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # texts always pass
             raise EnvironmentFailure(BAD_ROW, f"the row holds what JSON cannot carry: {error}") from error
-        return await self.submit(episode, op, frame)
+        return await self.send(episode, op, frame)
 
-    def submit(self, episode: HostedEpisode, op: str, frame: bytes) -> asyncio.Future[dict[str, Any]]:
-        """Send a call that was packed already. Raises as `call` does for an episode that has failed."""
-        self._refuse_failed(episode)
-        answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
-        self._dispatch(WireCall(op, frame, episode, answer))
-        return answer
-
-    def close_episode(self, episode: HostedEpisode) -> None:
-        """See HostedEpisode.close."""
-        place, episode._place = episode._place, None
+    def close_episode(self, episode: Episode) -> None:
+        """Queue the environment's `close`; see Episode.close."""
+        place, episode.place = episode.place, None
         if place is not None and not self._closing:
             place.episodes.discard(episode)
-            place.submit(WireCall("close", pack({"op": "close", "id": episode.number}), episode))
-        episode._history.clear()
+            place.close_episode(episode)
+        episode.history.clear()
         episode.fail(EnvironmentFailure("closed", "the episode is closed"))
 
-    def _refuse_failed(self, episode: HostedEpisode) -> None:
+    def _refuse_failed(self, episode: Episode) -> None:
         if self._closing:  # an answer that arrived during `close` let the episode go on
-            raise EnvironmentFailure("host_closed", "the environment host was closed")
-        failure = self._fatal or episode._failure
-        if failure is not None:
+            raise EnvironmentFailure("host_closed", "the environment pool was closed")
+        if (failure := self._fatal or episode.failure) is not None:
             raise failure
 
-    def _dispatch(self, call: WireCall) -> None:
-        """Send a call to its episode's place; an episode without one is first rebuilt, call by call."""
-        episode = call.episode
-        assert episode is not None
-        if episode._place is None:
-            episode._place = self._choose()
-            episode._place.episodes.add(episode)
-            for index, frame in enumerate(episode._history):
-                episode._place.submit(WireCall("step" if index else "start", frame, episode))
-        episode._place.submit(call)
+    def _failure(self, kind: str, detail: str) -> EnvironmentFailure:
+        """Return a failure of a kind that an environment has named, or of OTHER_KIND."""
+        if self._kinds.admits(kind):
+            return EnvironmentFailure(kind, detail)
+        return EnvironmentFailure(OTHER_KIND, f"{kind:.{MAX_KIND_LENGTH}}: {detail}")
 
-    def _answered(self, place: Place, call: WireCall, reply: dict[str, Any]) -> None:
-        """An environment has answered to `start`, `step` or `close`."""
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    op: str
+    frame: bytes
+    episode: Episode
+    answer: asyncio.Future[dict[str, Any]] | None = None
+    """None if nothing waits for the answer: hello, replays and close."""
+
+
+class Worker(asyncio.SubprocessProtocol):
+    """The pool's end of one worker process. `calls[0]` is the call that it is running."""
+
+    def __init__(self, pool: WorkerPool, hello: bytes):
+        self.pool = pool
+        self.calls: deque[_Call] = deque()
+        self._sent = 0
+        """Calls sent so far; a call's number is the count before it."""
+        self._last: _Call | None = None
+        """The call that was answered last."""
+        self.episodes: set[Episode] = set()
+        self.since = pool.loop.time()
+        """When calls[0] began to run."""
+        self.exited: asyncio.Future[None] = pool.loop.create_future()
+        self.lost = False
+        self._process: asyncio.SubprocessTransport | None = None
+        self._stdin: asyncio.WriteTransport | None = None
+        self._outbox: list[bytes] = []
+        self._inbox = bytearray()
+        self.spawning = pool.loop.create_task(pool.spawn(self))
+        self.submit(_Call("hello", hello, Episode(pool, -1, "hello")))  # of no episode that anything else knows
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker's supervisor; None until it has started."""
+        return None if self._process is None else self._process.get_pid()
+
+    def submit(self, call: _Call) -> None:
+        """Send a call after those that were submitted before."""
+        if not self.calls:
+            self.since = self.pool.loop.time()
+        self.calls.append(call)
+        if not self._outbox:  # one write for all calls of this turn of the event loop
+            self.pool.loop.call_soon(self._flush)
+        self._outbox.append(framed(self._sent, call.frame))
+        self._sent += 1
+
+    def _flush(self) -> None:
+        if self._stdin is not None and self._outbox and not self.lost:
+            self._stdin.write(b"".join(self._outbox))
+            self._outbox.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's, in a Ray task, is of no such class
+        self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
+        if self.lost:
+            self.kill()
+        self._flush()
+
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        assert isinstance(data, bytes)
+        if self.lost:  # it may go on writing until it is killed
+            return
+        inbox = self._inbox
+        inbox += data
+        at = 0
+        while not self.lost and len(inbox) - at >= HEADER.size:
+            size, number = HEADER.unpack_from(inbox, at)
+            if size > MAX_FRAME or not self.calls or number != self._sent - len(self.calls):
+                is_repeated = number == self._sent - len(self.calls) - 1
+                blamed = self._last if is_repeated or not self.calls else None
+                self.pool.lose(self, "environment_died", _NO_ANSWER, blamed)
+                return
+            end = at + HEADER.size + size
+            if len(inbox) < end:
+                break
+            try:
+                reply = _checked_reply(self.calls[0].op, inbox[at + HEADER.size : end])
+            except (ValueError, RecursionError, EnvironmentFailure):
+                self.pool.lose(self, "environment_died", _NO_ANSWER)
+                return
+            at = end
+            self.trace_end()
+            self.since = self.pool.loop.time()
+            self._last = self.calls.popleft()
+            self.pool.answered(self, self._last, reply)
+        del inbox[:at]
+        if inbox and not self.calls:  # not even the beginning of an answer is due
+            self.pool.lose(self, "environment_died", _NO_ANSWER, self._last)
+
+    def trace_end(self, how: str = "") -> None:
+        """Add the running call, which ends now, to the trace."""
+        if self.calls and self.pid is not None and trace.on():
+            row = f"process {self.pid}"
+            trace.add(f"{self.calls[0].op}{how}", trace.unix(self.since), row=row, process="environments")
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self.pool.lose(self, "environment_died", "its process ended")
+
+    def process_exited(self) -> None:
+        self._kill_group()  # does something only if the supervisor was killed before it could do so itself
+        # a grandchild that left the group can hold the pipe open, so end-of-file may never come
+        self.pool.loop.call_later(0.5, self.connection_lost, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The process has exited, and all of its answers are read."""
+        self.pool.lose(self, "environment_died", "its process ended")
+        if not self.exited.done():
+            self.exited.set_result(None)
+            assert self._process is not None
+            self._process.close()
+
+    def kill(self) -> None:
+        """Ask the supervisor to kill the worker and its descendants; kill the process group if it does not answer."""
+        if self._process is not None and not self.exited.done():
+            # the transport's send_signal may reap the process, which asyncio then misses and logs on stderr
+            with contextlib.suppress(ProcessLookupError):
+                for number in (signal.SIGTERM, signal.SIGCONT):  # the latter in case the supervisor is stopped
+                    if self._process.get_returncode() is None:
+                        os.kill(self._process.get_pid(), number)
+            self.pool.loop.call_later(KILL_TIMEOUT_S + 1, self._kill_group)
+
+    def _kill_group(self) -> None:
+        if self._process is not None and not self.exited.done():
+            # already gone, or (macOS) only zombies are left in the group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.get_pid(), signal.SIGKILL)
+
+    def close_episode(self, episode: Episode) -> None:
+        """Close an environment after the calls that were sent before."""
+        self.submit(_Call("close", pack({"op": "close", "id": episode.number}), episode))
+
+    def end(self) -> None:
+        """Send no more calls: the worker answers the pending ones and exits at end-of-file."""
+        self._flush()
+        if self._stdin is not None:
+            self._stdin.close()
+
+
+class WorkerPool(EnvironmentPool):
+    """Runs environments in at most min(max_env_workers, 2 x cores) worker processes, which are started as needed.
+
+    The kind of a failure is the exception's class name, "bad_row" (JSON cannot carry it), "bad_reward",
+    "bad_step_output", "timeout" (the call ran for longer than `environment_step_s`; its worker is killed) or
+    "environment_died" (the worker ended in the call). Deadlines count from the moment a call begins to run, not from
+    when it is queued. A ConfigError concerns the whole run: an unknown environment, a constructor that raises one, or a
+    plugin that cannot be imported. On Linux all workers are killed when the thread that runs the event loop ends.
+
+    Example:
+        async with WorkerPool({"search": {"topk": 3}}, max_env_workers=8, environment_step_s=30.0) as pool:
+            episode = await pool.start("gsm8k", prompt)
+            output = await episode.step("... #### 18")
+            await episode.close()
+    """
+
+    def __init__(
+        self,
+        env_configs: Mapping[str, Any],
+        max_env_workers: int = 32,
+        environment_step_s: float = 60.0,
+        plugins: tuple[str, ...] = (),
+        log: Path | None = None,
+        *,
+        own: list[dict[str, str]] | None = None,
+        path: Sequence[str] = (),
+        checks: bool = False,
+    ):
+        """
+        Args:
+            log: File for the output of environments; a note on stderr names it. Without one, or where its folder does
+                not exist, output goes to stderr, capped for each worker.
+            own: What `pack_own` returned in the program that registered environments; None: this one.
+            path: Folders in which workers look for modules first, before those of this process.
+            checks: True if workers call `TextEnv.check`, as they are not where the driver checked.
+        """
+        super().__init__()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.max_env_workers = max(1, min(max_env_workers, 2 * cores))
+        self.environment_step_s = environment_step_s
+        self.workers: list[Worker] = []
+        """Workers that are in use."""
+        self._plugins = tuple(plugins)
+        self._log = log if log is not None and log.parent.is_dir() else None
+        self._path = tuple(path)
+        self._hello = pack(
+            {
+                "op": "hello",
+                "env_configs": {name: config for name, config in env_configs.items() if isinstance(config, Mapping)},
+                "plugins": list(self._plugins),
+                "own": pack_own() if own is None else own,
+                "pythonpath": os.environ.get("PYTHONPATH"),
+                "checks": checks,
+            }
+        )
+        self._warned: set[tuple[str, str]] = set()
+        self._unfinished: set[Worker] = set()
+        """Workers whose processes may still exist, including lost ones."""
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> WorkerPool:
+        self.loop = asyncio.get_running_loop()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def close(self) -> None:
+        """Close all environments and end all workers; none is left running on return."""
+        self._closing = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._unfinished:
+            await asyncio.wait([worker.spawning for worker in self._unfinished])
+        for worker in self.workers:
+            worker.end()
+        if self._unfinished:
+            exits = [worker.exited for worker in self._unfinished]
+            await asyncio.wait(exits, timeout=min(CLOSE_GRACE_S, self.environment_step_s))
+        for worker in list(self._unfinished):
+            self.lose(worker, "host_closed", "the environment pool was closed")
+        if self._unfinished:
+            await asyncio.wait([worker.exited for worker in self._unfinished], timeout=CLOSE_GRACE_S)
+        if self._unfinished:
+            log.warning("%d environment workers were killed and have not ended", len(self._unfinished))
+
+    async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
+        """Return the environment's answer to a packed call."""
+        self._refuse_failed(episode)
+        answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
+        self._dispatch(_Call(op, frame, episode, answer))
+        return await answer
+
+    def answered(self, worker: Worker, call: _Call, reply: dict[str, Any]) -> None:
+        """Take a worker's reply."""
         error, episode = reply.get("error"), call.episode
+        if call.op == "hello":
+            if error is not None:
+                self._fatal = ConfigError(f"an environment worker did not start: {reply['detail']}")
+                self.lose(worker, "environment_died", "its process did not start")
+            return
         if error is not None:
-            kind = error if self._kinds.admits(error) else OTHER_KIND
-            detail = reply["detail"] if kind == error else f"{error:.{MAX_KIND_LENGTH}}: {reply['detail']}"
+            failure = self._failure(error, reply["detail"])
             if call.op == "close":
-                self._warn_of_close(episode.env_class if episode else "", kind, detail)
-            elif episode is not None:
-                episode.fail(ConfigError(detail) if reply.get("fatal") else EnvironmentFailure(kind, detail))
-        elif episode is not None and call.answer is not None and episode._place is place:
-            episode._history.append(call.frame)
+                self._warn_of_close(episode.env_class, failure)
+            else:
+                episode.fail(ConfigError(failure.detail) if reply["fatal"] else failure)
+        elif call.answer is not None and episode.place is worker:
+            episode.history.append(call.frame)
             episode.replayable = reply.get("replayable", episode.replayable)
-        self._settle(call, reply)
-
-    def _warn_of_close(self, env_class: str, error: str, detail: str) -> None:
-        """Once for each kind: all episodes of a run may end so."""
-        if (env_class, error) not in self._warned:
-            self._warned.add((env_class, error))
-            log.warning("closing %s: %s: %s (more of it is not said)", env_class, error, visible(redact(detail)))
-
-    def _settle(self, call: WireCall, reply: dict[str, Any] | None = None) -> None:
-        """Resolve `call` with the reply, or with its episode's failure."""
         if call.answer is None or call.answer.done():  # done: the waiting task was cancelled
             return
-        failure = self._fatal or (call.episode._failure if call.episode else None)
-        if failure is not None:
-            call.answer.set_exception(failure)
+        if (cause := self._fatal or episode.failure) is not None:
+            call.answer.set_exception(cause)
         else:
-            assert reply is not None
             call.answer.set_result(reply)
 
-    def _move(self, place: Place, calls: Iterable[WireCall], detail: str) -> None:
-        """A place is lost: send its calls again, elsewhere, but for those of episodes that have failed or must."""
-        for episode in place.episodes:
-            episode._place = None
-            if episode._history and not episode.replayable:
-                failure = f"{episode.env_class} is not replayable, and its process was lost: {detail}"
-                episode.fail(EnvironmentFailure("environment_died", failure))
+    def lose(self, worker: Worker, kind: str, detail: str, blamed: _Call | None = None) -> None:
+        """Abandon a worker, once: kill it, fail the episode of one call, and send its other pending calls again.
+
+        `blamed`: that call; the running call by default.
+        """
+        if worker.lost:
+            return
+        worker.lost = True
+        worker.trace_end(f": {kind}")
+        worker.kill()
+        if worker in self.workers:
+            self.workers.remove(worker)
+        if self._log is not None and not self._closing:
+            detail += f" (environments print to {self._log})"
+        calls = list(worker.calls)
+        worker.calls.clear()
+        if calls and calls[0].op == "hello" and not self._closing and self._fatal is None:
+            plugins = f" (plugins: {', '.join(self._plugins)})" if self._plugins else ""
+            self._fatal = ConfigError(f"an environment worker failed while starting{plugins}: {kind}, {detail}")
+        for call in calls if self._closing else calls[:1] if blamed is None else [blamed]:
+            call.episode.fail(EnvironmentFailure(kind, f"{call.episode.env_class} in {call.op}: {detail}"))
+        for episode in worker.episodes:
+            episode.place = None
+            episode.fail_unless_replayable(detail)
         for call in calls:
             if call.answer is None or call.answer.done():
                 continue
-            if self._fatal or (call.episode and call.episode._failure):
-                self._settle(call)
+            if (failure := self._fatal or call.episode.failure) is not None:
+                call.answer.set_exception(failure)
             else:
                 self._dispatch(call)
 
+    def _dispatch(self, call: _Call) -> None:
+        """Send a call to its episode's worker; an episode without one is first rebuilt, call by call."""
+        episode = call.episode
+        if episode.place is None:
+            episode.place = self._choose()
+            episode.place.episodes.add(episode)
+            for index, frame in enumerate(episode.history):
+                episode.place.submit(_Call("step" if index else "start", frame, episode))
+        episode.place.submit(call)
 
-def pack(message: Mapping[str, Any], default: Callable[[Any], Any] = jsonable) -> bytes:
-    """Return a message as JSON in ASCII, so that lone surrogates pass unchanged.
+    def _choose(self) -> Worker:
+        """Return the worker with the fewest calls; start one if all have some, and another is allowed."""
+        best = min(self.workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
+        if best is not None and (
+            len(self.workers) >= self.max_env_workers or all(call.op == "close" for call in best.calls)
+        ):
+            return best
+        worker = Worker(self, self._hello)
+        self.workers.append(worker)
+        self._unfinished.add(worker)
+        worker.exited.add_done_callback(lambda _: self._unfinished.discard(worker))
+        return worker
 
-    Raises EnvironmentFailure "too_large" for more than MAX_FRAME, and as `json.dumps` does for what JSON cannot carry.
+    async def spawn(self, worker: Worker) -> None:
+        """Start the process of a worker, which receives its output as an asyncio protocol."""
+        # the driver's own sys.path in the same order: plugin names must refer to the same modules there
+        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in (*self._path, *sys.path)))
+        try:
+            await self.loop.subprocess_exec(
+                lambda: worker,
+                *(sys.executable, "-P", "-m", "skyrl_train.environments.worker", str(os.getpid())),
+                *([] if self._log is None else [str(self._log)]),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=None,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        except OSError as error:
+            worker.exited.set_result(None)
+            self.lose(worker, "environment_died", f"its process could not be started: {error}")
+
+    def _warn_of_close(self, env_class: str, failure: EnvironmentFailure) -> None:
+        """Warn once for each kind: all episodes of a run may end so."""
+        if (env_class, failure.kind) not in self._warned:
+            self._warned.add((env_class, failure.kind))
+            self._warn(f"closing {env_class}: {visible(redact(str(failure)))} (logged once)")
+
+    async def _watch(self) -> None:
+        """Kill the workers whose running call is past its deadline."""
+        tick = min(0.25, self.environment_step_s / 4)
+        before = self.loop.time()
+        while True:
+            await asyncio.sleep(tick)
+            now = self.loop.time()
+            late = now - before - tick
+            late = late if late > tick else 0.0  # the driver was busy, and answers may have been waiting for it
+            for worker in list(self.workers):
+                worker.since += late
+                starts = bool(worker.calls) and worker.calls[0].op == "hello"
+                if worker.calls and now - worker.since > (START_DEADLINE_S if starts else self.environment_step_s):
+                    self.lose(worker, "timeout", f"no answer within {self.environment_step_s:g} s")
+            before = now
+
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+
+
+def _checked_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
+    """Return the reply to a call, with the members of that call's replies only.
+
+    Raises ValueError, RecursionError or EnvironmentFailure for anything else.
     """
-    body = json.dumps(message, default=default).encode("ascii")
-    if len(body) > MAX_FRAME:
-        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
-    return body
+    reply = json.loads(body)
+    if not isinstance(reply, dict) or why_not_json(reply):
+        raise ValueError("not an object")
+    if "error" in reply:
+        kind, detail = reply["error"], reply.get("detail")
+        if not isinstance(kind, str) or not isinstance(detail, str):
+            raise ValueError("not an error")
+        fatal = op == "start" and reply.get("fatal") is True
+        return {"error": kind, "detail": detail[:MAX_SENT_DETAIL], "fatal": fatal}
+    if op == "step":
+        output = checked_step_output(reply)
+        return {name: getattr(output, name) for name in StepOutput.__slots__}
+    if op == "start":
+        metadata, replayable = reply.get("metadata"), reply.get("replayable")
+        if not isinstance(metadata, dict) or not isinstance(replayable, bool):
+            raise ValueError("not an opening")
+        return {"messages": checked_messages(reply.get("messages")), "metadata": metadata, "replayable": replayable}
+    return {}

@@ -1,8 +1,8 @@
-"""A supervisor process for each environment process: it caps the output, and kills what the environment started.
+"""A supervisor process for each worker process: it caps the output, and kills what environments started.
 
 `fork_supervised` forks. The child, the worker, returns and runs environments. The parent, the supervisor, copies the
-worker's output to a log, and kills all descendants when the worker ends, when the host sends SIGTERM, or when the host
-dies. It is a process of its own because a killed host can do none of this, and a worker may hang in C.
+worker's output to a log, and kills all descendants when the worker ends, when the pool sends SIGTERM, or when the
+pool's process dies. It is a process of its own because a killed driver can do none of this, and a worker may hang in C.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ KILL_TIMEOUT_S = 4.0
 MAX_FILE_BYTES = 2 * LIMIT_BYTES
 """Size at which output to a file is dropped until the run's driver has rotated the file."""
 MAX_STDERR_BYTES = 64 * 2**10
-"""Output that one process may write to the host's stderr, where no file takes it."""
+"""Output that one worker may write to the pool's stderr, where no file takes it."""
 STDERR_TIMEOUT_S = 0.1
-"""Time that output waits for the reader of the host's stderr before it is dropped."""
+"""Time that output waits for the reader of the pool's stderr before it is dropped."""
 STDERR = 2
 _CHUNK_BYTES = 64 * 2**10
 _MIN_KEPT = 4096
 """Characters of an unfinished line that wait for more, so that a secret is never written in two halves."""
 
 
-def fork_supervised(host: int, log: str | None = None) -> None:
+def fork_supervised(parent: int, log: str | None = None) -> None:
     """Fork, and return in the worker only.
 
     Args:
-        host: Process id of the host, which is the parent of this process unless it has already died.
-        log: File that receives the output of the worker and its children. Default: the host's stderr.
+        parent: Process id of the pool's process, which is this one's parent unless it has already died.
+        log: File that receives the output of the worker and its children. Default: the pool's stderr.
     """
     supervisor = os.getpid()
     source, sink = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # environments may signal their own group
-    # the kernel sends it when the host's thread that started this process ends: that of the host's event loop
+    # the kernel sends it when the thread that started this process ends: that of the pool's event loop
     _prctl("PR_SET_PDEATHSIG", signal.SIGTERM)
-    if os.getppid() != host:  # it died before the line above
+    if os.getppid() != parent:  # it died before the line above
         os._exit(1)
     _prctl("PR_SET_CHILD_SUBREAPER", 1)  # orphans become children of the supervisor, also in sessions of their own
     gc.freeze()  # keeps memory pages shared
@@ -69,7 +69,7 @@ def fork_supervised(host: int, log: str | None = None) -> None:
 def _supervise(worker: int, source: int, log: str | None) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal may not wake sigwait
     null = os.open(os.devnull, os.O_RDWR)
-    for pipe_end in (0, 1):  # the host learns from the end of these pipes that the worker is dead
+    for pipe_end in (0, 1):  # the pool learns from the end of these pipes that the worker is dead
         os.dup2(null, pipe_end)
     copier = threading.Thread(target=copy_output, args=(source, CappedLog(f"(env {worker}) ", log)), daemon=True)
     copier.start()
@@ -119,7 +119,7 @@ def copy_output(source: int, log: CappedLog) -> None:
 
 
 class CappedLog:
-    """A file that several supervisors append to, or the host's stderr. Drops output while it is over its cap."""
+    """A file that several supervisors append to, or the pool's stderr. Drops output while it is over its cap."""
 
     def __init__(self, prefix: str, path: str | None):
         self._prefix = prefix
@@ -169,7 +169,7 @@ class CappedLog:
 
 
 def _write_to_stderr(data: bytes) -> None:
-    """Write data to the host's stderr. The rest is lost if nobody reads it: environments must not wait for a reader."""
+    """Write data to stderr. The rest is lost if nobody reads it: environments must not wait for a reader."""
     for start in range(0, len(data), select.PIPE_BUF):  # a pipe that is ready takes this much without blocking
         if not select.select([], [STDERR], [], STDERR_TIMEOUT_S)[1]:
             return

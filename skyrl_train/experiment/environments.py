@@ -63,8 +63,8 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
                 raise
 
 
-def host_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:
-    """The arguments of an EnvironmentHost, whose processes print to `log`, or to stderr without one."""
+def pool_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:
+    """Return the arguments of a WorkerPool, whose workers print to `log`, or to stderr without one."""
     return {
         "env_configs": environment_settings(cfg),
         "max_env_workers": max(cfg.environment.skyrl_gym.max_env_workers, 1),

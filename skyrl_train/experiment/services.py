@@ -36,10 +36,9 @@ from skyrl_train.config.secrets import redact
 from skyrl_train.config.sources import is_address
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.environments.hosts import EnvironmentHosts
+from skyrl_train.environments.hosts import HostPool
 from skyrl_train.environments.own_classes import pack_own
-from skyrl_train.environments.pool import EnvironmentPool
+from skyrl_train.environments.pool import EnvironmentPool, WorkerPool
 from skyrl_train.errors import SkyRLError, StorageError
 from skyrl_train.experiment import memory_plan
 from skyrl_train.experiment.algorithm import Learning, compared_rewards, policy_learning
@@ -51,7 +50,7 @@ from skyrl_train.experiment.engines import (
     require_installed,
     server_urls,
 )
-from skyrl_train.experiment.environments import host_settings
+from skyrl_train.experiment.environments import pool_settings
 from skyrl_train.experiment.layout import Layout, place, shared_paths
 from skyrl_train.experiment.learner import build_learner, build_reward_model, start_learner
 from skyrl_train.experiment.memory_fit import announce_fit
@@ -75,7 +74,6 @@ from skyrl_train.tasks import gather_all
 from skyrl_train.trainer.run_directory import RunDirectory
 from skyrl_train.trainer.trainer import StepSchedule
 
-HOST_SERVER = "skyrl_train.environments.hosts:HostServer"
 _CLOSE_S = 10.0
 """Time for engines to clean up at the end of a run."""
 _log = logging.getLogger(__name__)
@@ -364,19 +362,19 @@ async def environments_of_run(cfg: Config, cluster: Cluster, directory: Path) ->
     """
     log = log_of_environments(directory.absolute())
     if not cfg.environment.hosts:
-        async with EnvironmentHost(**host_settings(cfg, log)) as host:
-            yield host
+        async with WorkerPool(**pool_settings(cfg, log)) as pool:
+            yield pool
         return
-    pool = build_hosts(cfg, cluster, log)
+    hosts = build_host_pool(cfg, cluster, log)
     with phase("environments", f"{cfg.environment.hosts} hosts on nodes of the cluster"):
-        await pool.__aenter__()
+        await hosts.__aenter__()
     try:
-        yield pool
+        yield hosts
     finally:
-        await pool.close()
+        await hosts.close()
 
 
-def build_hosts(cfg: Config, cluster: Cluster, log: Path) -> EnvironmentHosts:
+def build_host_pool(cfg: Config, cluster: Cluster, log: Path) -> HostPool:
     """Reserve room for environment.hosts; they start with the `async with` of what is returned."""
     environment, timeouts = cfg.environment, cfg.trainer.timeouts
     slots = reserve_spread(
@@ -387,14 +385,14 @@ def build_hosts(cfg: Config, cluster: Cluster, log: Path) -> EnvironmentHosts:
         deadline_s=timeouts.placement_s,
         key=f"environment.hosts={environment.hosts}",
     )
-    settings = host_settings(cfg, log)
+    settings = pool_settings(cfg, log)
     settings["max_env_workers"] = max(1, min(settings["max_env_workers"], int(2 * environment.host_cpus)))
     settings |= {"path": [entry or os.getcwd() for entry in sys.path], "checks": True}
 
     def start(index: int) -> Remote:
         return spawn(
             cluster,
-            HOST_SERVER,
+            "skyrl_train.environments.hosts:EnvironmentHost",
             {**settings, "own": pack_own()},
             slots=slots,
             index=index,
@@ -404,7 +402,7 @@ def build_hosts(cfg: Config, cluster: Cluster, log: Path) -> EnvironmentHosts:
             apart=True,
         )
 
-    return EnvironmentHosts(environment.hosts, start, deadline_s=timeouts.environment_hosts_s)
+    return HostPool(environment.hosts, start, deadline_s=timeouts.environment_hosts_s)
 
 
 async def start_engines(base: Services) -> Sequence[Any]:

@@ -44,7 +44,7 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.engines.sampling import request_seed
 from skyrl_train.environments.base import BAD_ROW, StepOutput
-from skyrl_train.environments.pool import EnvironmentPool, HostedEpisode
+from skyrl_train.environments.pool import EnvironmentPool, Episode
 from skyrl_train.errors import (
     DataError,
     DeadlineExceeded,
@@ -359,7 +359,7 @@ class _EpisodeState:
 
     trajectory: Trajectory
     ledger: Ledger
-    session: HostedEpisode | None = None
+    session: Episode | None = None
     max_turns: int = 1
     answers: list[int] = field(default_factory=list)
     """Indices of the model's messages in the trajectory's messages."""

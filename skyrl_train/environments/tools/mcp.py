@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +81,6 @@ class Server:
 
 Listing = dict[str, dict[str, Any]]
 """A server's tools: name -> {"description", "parameters"}."""
-_pins: dict[Server, Listing] = {}
-"""The list that each server showed first in this process; every later connection must show the same."""
-_pinning = threading.Lock()
 
 
 def fingerprint(listing: Listing) -> str:
@@ -314,22 +312,22 @@ def shown_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
     return sorted(_first_listing(Server.read(name, {**entry, "tools": ["all"]})))
 
 
+@functools.cache
 def pinned(server: Server) -> Listing:
-    """The list that `server` showed first in this process. Raises ConfigError if it is not as configured."""
-    with _pinning:
-        listing = _pins.get(server)
-        if listing is None:
-            listing = _first_listing(server)
-            digest = fingerprint(listing)
-            if server.sha256 not in (None, digest):
-                raise ConfigError(
-                    f"servers.{server.name}.sha256={server.sha256!r}: the server's tools have {digest!r}; "
-                    "look at what changed before you write that into the configuration."
-                )
-            if missing := [tool for tool in server.tools if tool not in listing]:
-                raise ConfigError(f"servers.{server.name}.tools: {missing} are not among {sorted(listing)}.")
-            _pins[server] = listing
-        return listing
+    """Return the list that `server` showed first in this process; every later connection must show the same.
+
+    Raises ConfigError if it is not as configured.
+    """
+    listing = _first_listing(server)
+    digest = fingerprint(listing)
+    if server.sha256 not in (None, digest):
+        raise ConfigError(
+            f"servers.{server.name}.sha256={server.sha256!r}: the server's tools have {digest!r}; "
+            "look at what changed before you write that into the configuration."
+        )
+    if missing := [tool for tool in server.tools if tool not in listing]:
+        raise ConfigError(f"servers.{server.name}.tools: {missing} are not among {sorted(listing)}.")
+    return listing
 
 
 def arguments_of(server: Server) -> dict[str, Arguments]:
@@ -350,26 +348,16 @@ def arguments_of(server: Server) -> dict[str, Arguments]:
 
 
 def _first_listing(server: Server) -> Listing:
-    """Runs in a separate thread: the constructor is synchronous, and its caller may have an event loop."""
-    outcome: list[Listing | BaseException] = []
-
     async def ask() -> Listing:
         async with asyncio.timeout(CONNECT_S), connected(server) as client:
             return await listing_of(client)
 
-    def work() -> None:
-        try:
-            outcome.append(asyncio.run(ask()))
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], dict):
-        return outcome[0]
-    where = server.url or json.dumps([server.command, *server.args])
-    raise ConfigError(f"servers.{server.name}: {where:.200} gave no list of tools: {reason(outcome[0])}")
+    try:
+        with ThreadPoolExecutor(1) as thread:  # the tool's constructor is synchronous; its caller may have a loop
+            return thread.submit(asyncio.run, ask()).result()
+    except (Exception, BaseExceptionGroup) as error:
+        where = server.url or json.dumps([server.command, *server.args])
+        raise ConfigError(f"servers.{server.name}: {where:.200} gave no list of tools: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import OK, TrajectoryGroup
 from skyrl_train.engines.base import SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -40,10 +40,10 @@ def test_hundreds_of_conversations_at_once_lose_those_that_fail_or_hang_and_no_o
     ]
 
     async def main() -> list[TrajectoryGroup]:
-        async with asyncio.timeout(400), EnvironmentHost({}, 4, STEP_DEADLINE_S, ("talking_envs",)) as host:
-            generator = ConversationGenerator(EngineClient([engine], deadline_s=400.0), host, tokenizer, settings)
+        async with asyncio.timeout(400), WorkerPool({}, 4, STEP_DEADLINE_S, ("talking_envs",)) as pool:
+            generator = ConversationGenerator(EngineClient([engine], deadline_s=400.0), pool, tokenizer, settings)
             groups = await asyncio.gather(*(generator.rollout(prompt, at) for at, prompt in enumerate(prompts)))
-            assert not any(worker.episodes for worker in host._workers), "all are closed"
+            assert not any(worker.episodes for worker in pool.workers), "all are closed"
         assert (await engine.health()).running == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return groups

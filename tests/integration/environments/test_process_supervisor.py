@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.process_supervisor import MAX_STDERR_BYTES
 from skyrl_train.errors import EnvironmentFailure
 from tests.support.others_processes import gone, lives
@@ -35,9 +35,9 @@ def play(
 ) -> list[str | float]:
     """Play one episode per text in the same process, and return its reward or kind of failure."""
 
-    async def outcome(host: EnvironmentHost, text: str) -> str | float:
+    async def outcome(pool: WorkerPool, text: str) -> str | float:
         try:
-            episode = await host.start(env_class, Prompt("7", [], env_class, extras))
+            episode = await pool.start(env_class, Prompt("7", [], env_class, extras))
             try:
                 return (await episode.step(text)).reward
             finally:
@@ -46,8 +46,8 @@ def play(
             return failure.kind
 
     async def main() -> list[str | float]:
-        async with EnvironmentHost({}, 1, deadline_s, ("misbehaving_envs",), log) as host:
-            return [await outcome(host, text) for text in texts]
+        async with WorkerPool({}, 1, deadline_s, ("misbehaving_envs",), log) as pool:
+            return [await outcome(pool, text) for text in texts]
 
     return asyncio.run(asyncio.wait_for(main(), 120))
 
@@ -86,8 +86,8 @@ def test_without_the_log_folder_output_stays_on_stderr(capfd: pytest.CaptureFixt
 
 def test_failure_of_a_dead_process_names_the_log(tmp_path: Path):
     async def main(log: Path) -> None:
-        async with EnvironmentHost({}, 1, 30.0, ("misbehaving_envs",), log) as host:
-            episode = await host.start("Misbehaving", Prompt("7", [], "Misbehaving"))
+        async with WorkerPool({}, 1, 30.0, ("misbehaving_envs",), log) as pool:
+            episode = await pool.start("Misbehaving", Prompt("7", [], "Misbehaving"))
             with pytest.raises(EnvironmentFailure, match=re.escape(f"its process ended (environments print to {log})")):
                 await episode.step("dies")
 
@@ -142,8 +142,8 @@ def test_descendants_in_other_sessions_end_with_a_killed_driver(tmp_path: Path):
     assert left(tmp_path) == []
 
 
-def test_worker_whose_host_died_early_ends_though_its_input_is_open():
-    module = [sys.executable, "-P", "-m", "skyrl_train.environments.host"]
+def test_worker_whose_pool_died_early_ends_though_its_input_is_open():
+    module = [sys.executable, "-P", "-m", "skyrl_train.environments.worker"]
     with subprocess.Popen([*module, str(os.getpid() + 1)], stdin=subprocess.PIPE, start_new_session=True) as process:
         assert process.wait(60) == 1
 
@@ -158,16 +158,17 @@ def left(folder: Path) -> list[int]:
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_stopped_or_killed_supervisor_fails_only_its_episodes(stopped: signal.Signals):
     async def main() -> None:
-        async with EnvironmentHost({}, 1, 3.0, ("misbehaving_envs",)) as host:
-            episode = await host.start("Misbehaving", Prompt("7", [], "Misbehaving"))
-            assert host._workers[0]._process is not None
-            worker = psutil.Process(host._workers[0]._process.get_pid()).children()[0]
+        async with WorkerPool({}, 1, 3.0, ("misbehaving_envs",)) as pool:
+            episode = await pool.start("Misbehaving", Prompt("7", [], "Misbehaving"))
+            supervisor = pool.workers[0].pid
+            assert supervisor is not None
+            worker = psutil.Process(supervisor).children()[0]
             step = asyncio.create_task(episode.step("hangs"))
             await asyncio.sleep(0.2)
-            host._workers[0]._process.send_signal(stopped)
+            os.kill(supervisor, stopped)
             with pytest.raises(EnvironmentFailure, match="timeout" if stopped == signal.SIGSTOP else "died"):
                 await step
-            after = await host.start("Counter", Prompt("7", [], "Counter"))
+            after = await pool.start("Counter", Prompt("7", [], "Counter"))
             assert (await after.step("fine")).reward == 1.0
         assert not lives(worker.pid)
 

@@ -4,7 +4,7 @@ import asyncio
 import resource
 
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 
 ANSWERS = 10_000
 
@@ -15,7 +15,7 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def test_ten_thousand_answers_are_scored_through_the_host_in_ten_cpu_seconds():
+def test_ten_thousand_answers_are_scored_through_a_pool_in_ten_cpu_seconds():
     """On two idle cores that is well under 10 s; on busy ones the wall says nothing, the work does."""
     prompt = Prompt(
         uid="0",
@@ -25,8 +25,8 @@ def test_ten_thousand_answers_are_scored_through_the_host_in_ten_cpu_seconds():
         data_source="openai/gsm8k",
     )
 
-    async def score(host: EnvironmentHost, number: int) -> float:
-        episode = await host.start("gsm8k", prompt)
+    async def score(pool: WorkerPool, number: int) -> float:
+        episode = await pool.start("gsm8k", prompt)
         output = await episode.step(
             "She has 16 - 3 - 4 = 9 eggs and sells them for 2 each.\n" * 10 + f"#### {number % 20}"
         )
@@ -34,8 +34,8 @@ def test_ten_thousand_answers_are_scored_through_the_host_in_ten_cpu_seconds():
         return output.reward
 
     async def score_all() -> float:
-        async with EnvironmentHost({}, max_env_workers=2, environment_step_s=240.0) as host:
-            return sum(await asyncio.gather(*(score(host, number) for number in range(ANSWERS))))
+        async with WorkerPool({}, max_env_workers=2, environment_step_s=240.0) as pool:
+            return sum(await asyncio.gather(*(score(pool, number) for number in range(ANSWERS))))
 
     before = cpu_s()
     assert asyncio.run(score_all()) == ANSWERS / 20

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.host import EnvironmentHost
-from skyrl_train.environments.pool import MAX_KIND_LENGTH, MAX_KINDS, OTHER_KIND
+from skyrl_train.environments.pool import MAX_KINDS, OTHER_KIND, WorkerPool
+from skyrl_train.environments.worker import MAX_KIND_LENGTH
 from skyrl_train.errors import EnvironmentFailure
 
 STEP = 3
@@ -27,20 +27,20 @@ def plugins_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
 
 
-def run_with_host(scenario: Callable[[EnvironmentHost], Awaitable[Any]], deadline_s: float = 10.0) -> Any:
-    """Run `scenario(host)` with one environment process."""
+def run_with_pool(scenario: Callable[[WorkerPool], Awaitable[Any]], deadline_s: float = 10.0) -> Any:
+    """Run `scenario(pool)` with one environment process."""
 
     async def main() -> Any:
-        async with EnvironmentHost({}, 1, deadline_s, ("misbehaving_envs", "wire_envs")) as host:
-            return await scenario(host)
+        async with WorkerPool({}, 1, deadline_s, ("misbehaving_envs", "wire_envs")) as pool:
+            return await scenario(pool)
 
     return asyncio.run(asyncio.wait_for(main(), 120))
 
 
-async def outcome(host: EnvironmentHost, env_class: str, text: str, **extras: Any) -> str | float:
+async def outcome(pool: WorkerPool, env_class: str, text: str, **extras: Any) -> str | float:
     """The reward of one step, or the kind of failure."""
     try:
-        episode = await host.start(env_class, Prompt("7", [], env_class, extras))
+        episode = await pool.start(env_class, Prompt("7", [], env_class, extras))
         try:
             return (await episode.step(text)).reward
         finally:
@@ -56,12 +56,12 @@ def framed(body: bytes, number: int = STEP) -> str:
 @pytest.mark.defect("a-forked-child-answered")
 @pytest.mark.parametrize("how", ["first", "later", "raises", "exits", "in C", "multiprocessing"])
 def test_a_forked_child_never_answers(how: str):
-    async def scenario(host: EnvironmentHost) -> None:
-        begun = [outcome(host, "Forks", how), *(outcome(host, "Counter", "sleep 0.1") for _ in range(6))]
+    async def scenario(pool: WorkerPool) -> None:
+        begun = [outcome(pool, "Forks", how), *(outcome(pool, "Counter", "sleep 0.1") for _ in range(6))]
         assert await asyncio.gather(*begun) == [1.0] * 7
-        assert await outcome(host, "Counter", "sleep 0.5") == 1.0
+        assert await outcome(pool, "Counter", "sleep 0.5") == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 BAD_BODIES = [
@@ -94,71 +94,71 @@ FRAMES = {
 @pytest.mark.defect("no-reply-was-taken-for-one")
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_what_is_no_answer_costs_its_episode_alone(frame: str):
-    async def scenario(host: EnvironmentHost) -> None:
-        writer = await host.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
-        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+    async def scenario(pool: WorkerPool) -> None:
+        writer = await pool.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
+        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
         results = await asyncio.gather(writer.step("now"), neighbour.step("one"), return_exceptions=True)
         assert isinstance(results[0], EnvironmentFailure) and results[0].kind == "environment_died", results[0]
         assert results[1].metadata["actions"] == ["one"]  # type: ignore[union-attr]
-        assert await outcome(host, "Counter", "fine") == 1.0
+        assert await outcome(pool, "Counter", "fine") == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.defect("no-reply-was-taken-for-one")
 def test_an_answer_that_never_ends_is_cut_at_the_deadline():
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         frame = struct.pack("!IQ", 2**20, 2).decode("latin-1")
-        assert await outcome(host, "Writes", "now", frame=frame) == "timeout"
-        assert await outcome(host, "Counter", "fine") == 1.0
+        assert await outcome(pool, "Writes", "now", frame=frame) == "timeout"
+        assert await outcome(pool, "Counter", "fine") == 1.0
 
-    run_with_host(scenario, deadline_s=3.0)
+    run_with_pool(scenario, deadline_s=3.0)
 
 
 @pytest.mark.defect("no-reply-was-taken-for-one")
 def test_a_second_answer_is_blamed_on_the_episode_that_had_the_first():
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         frame = framed(json.dumps(ANSWER).encode())
-        writer = await host.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
-        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+        writer = await pool.start("Writes", Prompt("7", [], "Writes", {"frame": frame}))
+        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
         first, other = await asyncio.gather(writer.step("now"), neighbour.step("sleep 0.2"))
         assert (first.reward, other.reward) == (7.0, 1.0), "an environment decides its own reward"
         with pytest.raises(EnvironmentFailure, match="environment_died"):
             await writer.step("nothing")
         assert (await neighbour.step("two")).metadata["actions"] == ["sleep 0.2", "two"]
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.parametrize("frame", ["x", framed(b"{}", number=99)], ids=["one byte", "a frame"])
 def test_what_comes_while_nothing_is_asked_costs_no_other_episode(frame: str):
-    async def scenario(host: EnvironmentHost) -> None:
-        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+    async def scenario(pool: WorkerPool) -> None:
+        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
         await neighbour.step("one")
-        assert await outcome(host, "Writes", "after its answer", frame=frame) == 1.0
+        assert await outcome(pool, "Writes", "after its answer", frame=frame) == 1.0
         await asyncio.sleep(0.8)
         assert (await neighbour.step("two")).metadata["actions"] == ["one", "two"]
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.defect("environments-made-any-number-of-metrics")
 def test_kinds_of_failure_are_bounded_in_number_and_length():
-    async def scenario(host: EnvironmentHost) -> list[str | float]:
+    async def scenario(pool: WorkerPool) -> list[str | float]:
         names = ["x" * (MAX_KIND_LENGTH + 1), *(f"Kind{number}" for number in range(MAX_KINDS + 5)), "Kind0"]
-        return [await outcome(host, "OwnKinds", name) for name in names]
+        return [await outcome(pool, "OwnKinds", name) for name in names]
 
-    kinds = Counter(run_with_host(scenario))
+    kinds = Counter(run_with_pool(scenario))
     assert kinds[OTHER_KIND] == 6 and kinds["Kind0"] == 2 and len(kinds) == MAX_KINDS + 1
 
 
 def test_a_failure_of_another_kind_says_its_own_name():
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("OwnKinds", Prompt("7", [], "OwnKinds"))
+    async def scenario(pool: WorkerPool) -> None:
+        episode = await pool.start("OwnKinds", Prompt("7", [], "OwnKinds"))
         with pytest.raises(EnvironmentFailure, match=rf"other: x{{{MAX_KIND_LENGTH}}}: no"):
             await episode.step("x" * 5000)
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.parametrize(
@@ -173,23 +173,23 @@ def test_a_failure_of_another_kind_says_its_own_name():
 )
 @pytest.mark.defect("an-odd-exception-ended-the-process")
 def test_a_failure_that_is_hard_to_tell_costs_no_other_episode(how: str, kind: str):
-    async def scenario(host: EnvironmentHost) -> None:
-        neighbour = await host.start("Counter", Prompt("7", [], "Counter"))
+    async def scenario(pool: WorkerPool) -> None:
+        neighbour = await pool.start("Counter", Prompt("7", [], "Counter"))
         first = await neighbour.step("one")
-        assert await outcome(host, "Unreadable", how, how=how) == kind
+        assert await outcome(pool, "Unreadable", how, how=how) == kind
         assert (await neighbour.step("two")).metadata["pid"] == first.metadata["pid"]
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 def test_what_a_lost_process_still_writes_is_not_kept():
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("Writes", Prompt("7", [], "Writes", {"frame": "x" * 10_000}))
-        (worker,) = host._workers
+    async def scenario(pool: WorkerPool) -> None:
+        episode = await pool.start("Writes", Prompt("7", [], "Writes", {"frame": "x" * 10_000}))
+        (worker,) = pool.workers
         with pytest.raises(EnvironmentFailure, match="environment_died"):
             await episode.step("now")
         held = len(worker._inbox)
         worker.pipe_data_received(1, b"x" * 10_000)
         assert len(worker._inbox) == held
 
-    run_with_host(scenario)
+    run_with_pool(scenario)

@@ -94,5 +94,5 @@ def node_with_a_host(cluster: Raylets, folder: Path, run: subprocess.Popen[bytes
     return next(
         index
         for index in indices
-        if any("environments.host" in " ".join(one.cmdline()) for one in cluster.processes(index))
+        if any("environments.worker" in " ".join(one.cmdline()) for one in cluster.processes(index))
     )

@@ -148,7 +148,7 @@ def test_entry_points_that_cannot_load_are_the_users_mistakes():
 
 def test_an_environment_process_imports_neither_torch_nor_ray():
     code = (
-        "import sys, skyrl_train.environments.host, skyrl_train.environments.tasks.arithmetic; "
+        "import sys, skyrl_train.environments.worker, skyrl_train.environments.tasks.arithmetic; "
         "print([name for name in ('torch', 'ray', 'numpy', 'transformers') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

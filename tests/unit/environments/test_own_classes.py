@@ -11,8 +11,8 @@ import pytest
 
 import skyrl_train as sk
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.host import EnvironmentHost
 from skyrl_train.environments.own_classes import MAX_PICKLE, pack_own, register_own, why_not_sent
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tools.registry import make_tool, tools
 from skyrl_train.errors import ConfigError
@@ -50,8 +50,8 @@ def own_environment() -> Any:
 
 
 async def reward_of(name: str) -> float:
-    async with EnvironmentHost({}, max_env_workers=1) as host:
-        episode = await host.start(name, Prompt("0", [{"role": "user", "content": "x"}], name, {}, "source"))
+    async with WorkerPool({}, max_env_workers=1) as pool:
+        episode = await pool.start(name, Prompt("0", [{"role": "user", "content": "x"}], name, {}, "source"))
         return (await episode.step("7")).reward
 
 

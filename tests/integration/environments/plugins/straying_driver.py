@@ -4,12 +4,12 @@ import asyncio
 import sys
 
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 
 
 async def main() -> None:
-    async with EnvironmentHost({}, 1, 1000.0, ("misbehaving_envs",)) as host:
-        episode = await host.start("Strays", Prompt("0", [], "Strays", {"folder": sys.argv[1]}))
+    async with WorkerPool({}, 1, 1000.0, ("misbehaving_envs",)) as pool:
+        episode = await pool.start("Strays", Prompt("0", [], "Strays", {"folder": sys.argv[1]}))
         await episode.step("hangs")
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 QUESTION = [{"role": "user", "content": "play"}]
@@ -144,9 +144,9 @@ def play(url: str, texts: list[str], extras: dict[str, Any] | None = None, **set
 
     async def main() -> list[Any]:
         outputs: list[Any] = []
-        async with EnvironmentHost({"openenv": config}, 1, 60.0) as host:
+        async with WorkerPool({"openenv": config}, 1, 60.0) as pool:
             try:
-                episode = await host.start("openenv", Prompt("0", QUESTION, "openenv", extras or {}))
+                episode = await pool.start("openenv", Prompt("0", QUESTION, "openenv", extras or {}))
                 outputs.append(episode.messages)
                 for text in texts:
                     outputs.append(await episode.step(text))

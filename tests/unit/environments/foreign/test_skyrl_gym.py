@@ -11,7 +11,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.foreign import skyrl_gym
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.registry import environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.environments import environment_settings
@@ -30,9 +30,9 @@ def play(env_class: str, texts: Sequence[str], **extras: Any) -> list[StepOutput
     cfg = prepare(SETTINGS, has_accelerator=False).config
 
     async def main() -> list[StepOutput]:
-        async with EnvironmentHost(environment_settings(cfg), 1, 60.0, tuple(cfg.trainer.plugins)) as host:
+        async with WorkerPool(environment_settings(cfg), 1, 60.0, tuple(cfg.trainer.plugins)) as pool:
             row = Prompt("0", QUESTION, env_class, {"reward_spec": {"method": "rule", "ground_truth": "408"}, **extras})
-            episode = await host.start(env_class, row)
+            episode = await pool.start(env_class, row)
             assert episode.messages == QUESTION
             return [await episode.step(text) for text in texts]
 

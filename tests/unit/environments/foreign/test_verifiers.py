@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.foreign import verifiers
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 INSTALLED = importlib.util.find_spec("verifiers") is not None
@@ -30,9 +30,9 @@ def play(texts: list[str], max_turns: int = 10, row: int = 0, **env_args: Any) -
 
     async def main() -> list[Any]:
         outputs: list[Any] = []
-        async with EnvironmentHost({"verifiers": config}, 1, 120.0) as host:
+        async with WorkerPool({"verifiers": config}, 1, 120.0) as pool:
             prompt = Prompt("0", made["prompt"], "verifiers", extras | {"max_turns": max_turns})
-            episode = await host.start("verifiers", prompt)
+            episode = await pool.start("verifiers", prompt)
             outputs.append(episode.messages)
             try:
                 for text in texts:

@@ -14,7 +14,7 @@ from skyrl_train.config.prepare import prepare
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput, checked_step_output
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.tasks import tool_use
 from skyrl_train.environments.tasks.tool_use import ToolUseEnv
 from skyrl_train.environments.tools import registry
@@ -226,9 +226,9 @@ def test_episodes_with_the_sandboxed_tool_run_in_the_processes_of_a_run():
 
     async def run() -> list[StepOutput]:
         settings = {"tool_use": {"tools": ["python"], "tool_settings": {"python": {"persistent": True}}}}
-        async with EnvironmentHost(settings, max_env_workers=1, environment_step_s=120) as host:
+        async with WorkerPool(settings, max_env_workers=1, environment_step_s=120) as pool:
             row = {"reward_spec": {"method": "rule", "ground_truth": "42"}, "max_turns": 4}
-            episode = await host.start("tool_use", Prompt("0", QUESTION, "tool_use", row))
+            episode = await pool.start("tool_use", Prompt("0", QUESTION, "tool_use", row))
             assert "<python>" in episode.messages[0]["content"]
             texts = ["<python>x = 6 * 7</python>", "<python>print(x)</python>", "#### 42"]
             outputs = [await episode.step(text) for text in texts]

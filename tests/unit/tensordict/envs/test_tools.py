@@ -236,7 +236,6 @@ def test_tools_of_servers_are_shown_called_read_and_ended_without_the_sdk_too(mo
 
     monkeypatch.setattr(mcp, "connected", connected)
     monkeypatch.setattr(mcp, "_library", lambda: None)
-    monkeypatch.setattr(mcp, "_pins", {})
     with pytest.raises(ConfigError, match="nobody there"):
         MCPToolTransform({"away": {"url": "http://127.0.0.1:1/mcp"}})
     servers = {"my-server": {"url": "http://127.0.0.1:1/mcp", "tools": ["add-up"]}}

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 from skyrl_train import trace
 from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput
-from skyrl_train.environments.host import EnvironmentHost
+from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from tests.support.others_processes import gone
 
@@ -38,8 +37,8 @@ def prompt(env_class: str, **extras: Any) -> Prompt:
     return Prompt("7", QUESTION, env_class, extras)
 
 
-def run_with_host(
-    scenario: Callable[[EnvironmentHost], Awaitable[Any]],
+def run_with_pool(
+    scenario: Callable[[WorkerPool], Awaitable[Any]],
     *,
     max_workers: int = 1,
     deadline_s: float = 30.0,
@@ -47,16 +46,16 @@ def run_with_host(
     env_configs: dict[str, Any] | None = None,
 ) -> Any:
     async def main() -> Any:
-        async with EnvironmentHost(env_configs or {}, max_workers, deadline_s, plugins) as host:
-            return await scenario(host)
+        async with WorkerPool(env_configs or {}, max_workers, deadline_s, plugins) as pool:
+            return await scenario(pool)
 
     return asyncio.run(asyncio.wait_for(main(), 240))
 
 
-async def outcome(host: EnvironmentHost, env_class: str, text: str, **extras: Any) -> str | float:
+async def outcome(pool: WorkerPool, env_class: str, text: str, **extras: Any) -> str | float:
     """The reward of one step, or the kind of failure."""
     try:
-        episode = await host.start(env_class, prompt(env_class, **extras))
+        episode = await pool.start(env_class, prompt(env_class, **extras))
         try:
             return (await episode.step(text)).reward
         finally:
@@ -65,17 +64,17 @@ async def outcome(host: EnvironmentHost, env_class: str, text: str, **extras: An
         return failure.kind
 
 
-async def hanging(host: EnvironmentHost) -> asyncio.Task[StepOutput]:
+async def hanging(pool: WorkerPool) -> asyncio.Task[StepOutput]:
     """A step that never returns, and is ahead of whatever is asked next."""
-    episode = await host.start("Misbehaving", prompt("Misbehaving"))
+    episode = await pool.start("Misbehaving", prompt("Misbehaving"))
     step = asyncio.create_task(episode.step("hangs"))
     await asyncio.sleep(0)
     return step
 
 
 def test_an_episode_opens_steps_and_closes():
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("gsm8k", GSM8K)
+    async def scenario(pool: WorkerPool) -> None:
+        episode = await pool.start("gsm8k", GSM8K)
         assert episode.messages == QUESTION
         output = await episode.step("6 * 3 = 18\n#### 18")
         assert (output.reward, output.done, output.observations) == (1.0, True, [])
@@ -84,7 +83,7 @@ def test_an_episode_opens_steps_and_closes():
         with pytest.raises(EnvironmentFailure, match="closed"):
             await episode.step("again")
 
-    run_with_host(scenario, plugins=())
+    run_with_pool(scenario, plugins=())
 
 
 @pytest.mark.fault("F11")
@@ -108,49 +107,49 @@ def test_an_episode_opens_steps_and_closes():
     ],
 )
 def test_a_failure_is_named_and_fails_its_episode_only(text: str, kind: str):
-    async def scenario(host: EnvironmentHost) -> None:
-        neighbour = await host.start("Counter", prompt("Counter"))
+    async def scenario(pool: WorkerPool) -> None:
+        neighbour = await pool.start("Counter", prompt("Counter"))
         await neighbour.step("one")
-        pending = [asyncio.create_task(outcome(host, "Misbehaving", text))]
-        pending += [asyncio.create_task(outcome(host, "Counter", "fine")) for _ in range(3)]
+        pending = [asyncio.create_task(outcome(pool, "Misbehaving", text))]
+        pending += [asyncio.create_task(outcome(pool, "Counter", "fine")) for _ in range(3)]
         assert await asyncio.gather(*pending) == [kind, 1.0, 1.0, 1.0]
         assert (await neighbour.step("two")).metadata["actions"] == ["one", "two"]
 
-    run_with_host(scenario, deadline_s=DEADLINE_S if kind == "timeout" else 30.0)
+    run_with_pool(scenario, deadline_s=DEADLINE_S if kind == "timeout" else 30.0)
 
 
 def test_a_failure_says_what_was_raised_and_where():
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("Misbehaving", prompt("Misbehaving"))
+    async def scenario(pool: WorkerPool) -> None:
+        episode = await pool.start("Misbehaving", prompt("Misbehaving"))
         with pytest.raises(EnvironmentFailure, match=r"not in the book.*misbehaving_envs\.py:\d+ in raises"):
             await episode.step("raises")
         with pytest.raises(EnvironmentFailure, match="not in the book"):
             await episode.step("none")  # failed once is failed
-        assert await outcome(host, "BadStart", "") == "PermissionError"
-        assert await outcome(host, "gsm8k", "#### 1") == "ValueError"  # its row has no answer
+        assert await outcome(pool, "BadStart", "") == "PermissionError"
+        assert await outcome(pool, "gsm8k", "#### 1") == "ValueError"  # its row has no answer
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.fault("F14")
 def test_a_step_that_hangs_in_c_is_killed_at_its_deadline():
-    async def scenario(host: EnvironmentHost) -> float:
-        assert await outcome(host, "Counter", "warm") == 1.0
+    async def scenario(pool: WorkerPool) -> float:
+        assert await outcome(pool, "Counter", "warm") == 1.0
         start = time.monotonic()
-        assert await outcome(host, "Misbehaving", "hangs in c") == "timeout"
+        assert await outcome(pool, "Misbehaving", "hangs in c") == "timeout"
         return time.monotonic() - start
 
-    assert run_with_host(scenario, deadline_s=DEADLINE_S) < 15
+    assert run_with_pool(scenario, deadline_s=DEADLINE_S) < 15
 
 
 def test_calls_are_on_the_time_line_of_their_process_also_one_that_was_killed_for_it(tmp_path: Path):
-    async def scenario(host: EnvironmentHost) -> None:
-        assert await outcome(host, "Counter", "fine") == 1.0
-        assert await outcome(host, "Misbehaving", "hangs") == "timeout"
-        assert await outcome(host, "Counter", "fine") == 1.0
+    async def scenario(pool: WorkerPool) -> None:
+        assert await outcome(pool, "Counter", "fine") == 1.0
+        assert await outcome(pool, "Misbehaving", "hangs") == "timeout"
+        assert await outcome(pool, "Counter", "fine") == 1.0
 
     with trace.to_file(tmp_path / "trace.json"):
-        run_with_host(scenario, deadline_s=DEADLINE_S)
+        run_with_pool(scenario, deadline_s=DEADLINE_S)
     events = json.loads((tmp_path / "trace.json").read_text())
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     calls = [event for event in events if event["ph"] == "X"]
@@ -162,11 +161,11 @@ def test_calls_are_on_the_time_line_of_their_process_also_one_that_was_killed_fo
 
 
 def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
-    async def scenario(host: EnvironmentHost) -> None:
-        episodes = [await host.start("Counter", prompt("Counter", name=name)) for name in "ab"]
+    async def scenario(pool: WorkerPool) -> None:
+        episodes = [await pool.start("Counter", prompt("Counter", name=name)) for name in "ab"]
         for episode in episodes:
             await episode.step("first")
-        hung = await hanging(host)
+        hung = await hanging(pool)
         waiting = await episodes[0].step("second")  # queued behind the hung call
         later = await episodes[1].step("second")  # asked after the kill
         with pytest.raises(EnvironmentFailure, match="timeout"):
@@ -176,16 +175,16 @@ def test_other_episodes_of_a_killed_process_are_rebuilt_from_their_texts():
             assert output.metadata["pid"] != episode.metadata["pid"]
         assert episodes[1].messages[-1]["content"] == "start b"
 
-    run_with_host(scenario, deadline_s=DEADLINE_S)
+    run_with_pool(scenario, deadline_s=DEADLINE_S)
 
 
 def test_episodes_that_must_not_be_replayed_fail_with_their_process():
-    async def scenario(host: EnvironmentHost) -> None:
-        asleep, waiting = [await host.start("SideEffects", prompt("SideEffects")) for _ in range(2)]
+    async def scenario(pool: WorkerPool) -> None:
+        asleep, waiting = [await pool.start("SideEffects", prompt("SideEffects")) for _ in range(2)]
         await asleep.step("first")
-        hung = await hanging(host)
+        hung = await hanging(pool)
         queued = asyncio.create_task(waiting.step("queued behind the hung call"))
-        not_begun = asyncio.create_task(outcome(host, "SideEffects", "fine"))
+        not_begun = asyncio.create_task(outcome(pool, "SideEffects", "fine"))
         with pytest.raises(EnvironmentFailure, match="timeout"):
             await hung
         for call in (queued, asleep.step("second")):
@@ -193,95 +192,95 @@ def test_episodes_that_must_not_be_replayed_fail_with_their_process():
                 await call
         assert await not_begun == 1.0
 
-    run_with_host(scenario, deadline_s=DEADLINE_S)
+    run_with_pool(scenario, deadline_s=DEADLINE_S)
 
 
 def test_settings_that_no_episode_can_start_with_stop_the_run():
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         with pytest.raises(ConfigError, match=r"openenv\.base_url=None"):
-            await host.start("openenv", prompt("openenv"))
+            await pool.start("openenv", prompt("openenv"))
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 def test_waiting_in_line_does_not_count_towards_the_deadline():
-    async def scenario(host: EnvironmentHost) -> list[str | float]:
-        return await asyncio.gather(*(outcome(host, "Counter", "sleep 0.6") for _ in range(6)))
+    async def scenario(pool: WorkerPool) -> list[str | float]:
+        return await asyncio.gather(*(outcome(pool, "Counter", "sleep 0.6") for _ in range(6)))
 
-    assert run_with_host(scenario, deadline_s=3.0) == [1.0] * 6
+    assert run_with_pool(scenario, deadline_s=3.0) == [1.0] * 6
 
 
 @pytest.mark.parametrize("text", ["sleep 0.1", "x" * 2**22], ids=["short", "more than the pipe holds"])
 def test_a_driver_that_was_busy_does_not_blame_environments(text: str):
-    async def scenario(host: EnvironmentHost) -> float:
-        episode = await host.start("Counter", prompt("Counter"))
+    async def scenario(pool: WorkerPool) -> float:
+        episode = await pool.start("Counter", prompt("Counter"))
         step = asyncio.create_task(episode.step(text))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call is on its way
         time.sleep(DEADLINE_S + 1)
         return (await step).reward
 
-    assert run_with_host(scenario, deadline_s=DEADLINE_S) == 1.0
+    assert run_with_pool(scenario, deadline_s=DEADLINE_S) == 1.0
 
 
-def test_a_cancelled_step_leaves_host_and_neighbours_working():
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("Counter", prompt("Counter"))
+def test_a_cancelled_step_leaves_pool_and_neighbours_working():
+    async def scenario(pool: WorkerPool) -> None:
+        episode = await pool.start("Counter", prompt("Counter"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(episode.step("sleep 2"), 0.05)
         await episode.close()
-        assert await outcome(host, "Counter", "fine") == 1.0
+        assert await outcome(pool, "Counter", "fine") == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 def test_a_cancelled_start_leaves_no_environment_behind():
-    async def scenario(host: EnvironmentHost) -> None:
-        start = asyncio.create_task(host.start("Counter", prompt("Counter")))
+    async def scenario(pool: WorkerPool) -> None:
+        start = asyncio.create_task(pool.start("Counter", prompt("Counter")))
         await asyncio.sleep(0)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await start
-        assert not any(worker.episodes for worker in host._workers)
-        assert await outcome(host, "Counter", "x") == 1.0
+        assert not any(worker.episodes for worker in pool.workers)
+        assert await outcome(pool, "Counter", "x") == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 def test_an_environment_that_cannot_start_is_not_kept():
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         for _ in range(3):
             with pytest.raises(EnvironmentFailure):
-                await host.start("BadStart", prompt("BadStart"))
-        assert not any(worker.episodes for worker in host._workers)
-        assert await outcome(host, "Counter", "x") == 1.0
+                await pool.start("BadStart", prompt("BadStart"))
+        assert not any(worker.episodes for worker in pool.workers)
+        assert await outcome(pool, "Counter", "x") == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.fault("F24")
 def test_prints_children_and_control_characters_do_not_disturb_the_wire():
     text = "NUL \x00, escape \x1b[31m, lone surrogate \ud800, separator \u2028, <script>, [bold]"
 
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("Chatty", prompt("Chatty"))
+    async def scenario(pool: WorkerPool) -> None:
+        episode = await pool.start("Chatty", prompt("Chatty"))
         for _ in range(2):
             output = await episode.step(text)
             assert output.observations == [{"role": "tool", "content": text}]
             assert output.metadata == {"heard": "end of file", "odd": "{1, 2}", "length": len(text)}
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 def test_an_environment_written_for_skyrl_gym_runs_as_it_is():
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         row = prompt("SkyRLGymStyle", reward_spec={"ground_truth": "18"})
-        episode = await host.start("SkyRLGymStyle", row)
+        episode = await pool.start("SkyRLGymStyle", row)
         first, second = await episode.step("is it 17?"), await episode.step("18!")
         assert (first.reward, first.done, first.observations[0]["content"]) == (0.0, False, "go on")
         assert (second.reward, second.done, second.metadata) == (1.0, True, {"topk": 3})
 
-    run_with_host(scenario, env_configs={"SkyRLGymStyle": {"search": {"topk": 3}}, "max_env_workers": 32})
+    run_with_pool(scenario, env_configs={"SkyRLGymStyle": {"search": {"topk": 3}}, "max_env_workers": 32})
 
 
 @pytest.mark.parametrize(
@@ -293,22 +292,22 @@ def test_an_environment_written_for_skyrl_gym_runs_as_it_is():
     ],
 )
 def test_a_plugin_that_does_not_import_stops_the_run(plugin: str, says: str):
-    async def scenario(host: EnvironmentHost) -> None:
-        results = await asyncio.gather(*(host.start("gsm8k", GSM8K) for _ in range(5)), return_exceptions=True)
+    async def scenario(pool: WorkerPool) -> None:
+        results = await asyncio.gather(*(pool.start("gsm8k", GSM8K) for _ in range(5)), return_exceptions=True)
         assert all(isinstance(result, ConfigError) and says in str(result) for result in results), results
         with pytest.raises(ConfigError, match=says):
-            await host.start("gsm8k", GSM8K)
+            await pool.start("gsm8k", GSM8K)
 
-    run_with_host(scenario, plugins=(plugin,))
+    run_with_pool(scenario, plugins=(plugin,))
 
 
 def test_an_unknown_environment_is_a_mistake_in_the_configuration():
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         with pytest.raises(ConfigError, match=r"'gsm8'.*Did you mean 'gsm8k'"):
-            await host.start("gsm8", GSM8K)
-        assert (await (await host.start("gsm8k", GSM8K)).step("#### 18")).reward == 1.0
+            await pool.start("gsm8", GSM8K)
+        assert (await (await pool.start("gsm8k", GSM8K)).step("#### 18")).reward == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 def nested(depth: int) -> list[Any]:
@@ -323,48 +322,32 @@ def nested(depth: int) -> list[Any]:
     "value", [b"\x89PNG", nested(2000), 10**5000, {(1, 2): 3}], ids=["bytes", "deep", "long", "key"]
 )
 def test_a_row_that_json_cannot_carry_costs_its_episode(value: Any):
-    async def scenario(host: EnvironmentHost) -> None:
-        assert await outcome(host, "Counter", "x", image=value) == "bad_row"
-        assert await outcome(host, "Counter", "x") == 1.0
+    async def scenario(pool: WorkerPool) -> None:
+        assert await outcome(pool, "Counter", "x", image=value) == "bad_row"
+        assert await outcome(pool, "Counter", "x") == 1.0
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.defect("answers-nested-too-deeply")
 @pytest.mark.parametrize("depth", [101, 940, 5000])
 @pytest.mark.parametrize("part", ["opening", "observation", "metadata"])
 def test_an_answer_that_is_nested_too_deeply_costs_its_episode(part: str, depth: int):
-    async def scenario(host: EnvironmentHost) -> None:
-        neighbour = await host.start("SideEffects", prompt("SideEffects"))  # lost if its process were
-        assert await outcome(host, "Nests", part, part=part, depth=depth) in ("bad_step_output", "RecursionError")
-        assert await outcome(host, "Nests", part, part=part, depth=20) == 1.0
+    async def scenario(pool: WorkerPool) -> None:
+        neighbour = await pool.start("SideEffects", prompt("SideEffects"))  # lost if its process were
+        assert await outcome(pool, "Nests", part, part=part, depth=depth) in ("bad_step_output", "RecursionError")
+        assert await outcome(pool, "Nests", part, part=part, depth=20) == 1.0
         assert (await neighbour.step("fine")).reward == 1.0
 
-    run_with_host(scenario)
-
-
-@pytest.mark.defect("answers-nested-too-deeply")
-def test_an_answer_that_the_driver_cannot_read_costs_its_episode():
-    body = b"[" * 5000 + b"]" * 5000
-
-    async def scenario(host: EnvironmentHost) -> None:
-        episode = await host.start("Counter", prompt("Counter"))
-        step = asyncio.create_task(episode.step("sleep 1"))
-        await asyncio.sleep(0)
-        host._workers[0].pipe_data_received(1, struct.pack("!IQ", len(body), 2) + body)
-        with pytest.raises(EnvironmentFailure, match="environment_died"):
-            await step
-        assert await outcome(host, "Counter", "x") == 1.0
-
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.mark.defect("failures-without-a-kind")
 def test_a_failure_without_a_kind_costs_its_episode():
-    async def scenario(host: EnvironmentHost) -> None:
-        assert await outcome(host, "NoKind", "x") == "None"
+    async def scenario(pool: WorkerPool) -> None:
+        assert await outcome(pool, "NoKind", "x") == "None"
 
-    run_with_host(scenario)
+    run_with_pool(scenario)
 
 
 @pytest.fixture
@@ -375,40 +358,40 @@ def started() -> Callable[[], set[psutil.Process]]:
 
 
 def test_processes_start_as_needed_and_never_more_than_allowed(started: Callable[[], set[psutil.Process]]):
-    async def scenario(host: EnvironmentHost) -> None:
+    async def scenario(pool: WorkerPool) -> None:
         for _ in range(3):
-            assert await outcome(host, "Counter", "alone") == 1.0
+            assert await outcome(pool, "Counter", "alone") == 1.0
         assert len(started()) == 1
-        await asyncio.gather(*(outcome(host, "Counter", "sleep 0.05") for _ in range(12)))
+        await asyncio.gather(*(outcome(pool, "Counter", "sleep 0.05") for _ in range(12)))
         assert len(started()) == 2
 
-    run_with_host(scenario, max_workers=2)
+    run_with_pool(scenario, max_workers=2)
 
 
 def test_closing_waits_for_no_environment_beyond_its_grace(started: Callable[[], set[psutil.Process]]):
-    async def scenario(host: EnvironmentHost) -> None:
-        assert await outcome(host, "NeverCloses", "") == 1.0
+    async def scenario(pool: WorkerPool) -> None:
+        assert await outcome(pool, "NeverCloses", "") == 1.0
 
     start = time.monotonic()
-    run_with_host(scenario, deadline_s=DEADLINE_S)
+    run_with_pool(scenario, deadline_s=DEADLINE_S)
     assert time.monotonic() - start < 60, "its thread sleeps for longer"
     assert started() == set()
 
 
 def test_closing_fails_the_calls_that_are_still_waiting():
     async def scenario() -> None:
-        async with EnvironmentHost({}, 1, 3.0, ("misbehaving_envs",)) as host:
-            tasks = [asyncio.create_task(outcome(host, "Misbehaving", "hangs")) for _ in range(3)]
+        async with WorkerPool({}, 1, 3.0, ("misbehaving_envs",)) as pool:
+            tasks = [asyncio.create_task(outcome(pool, "Misbehaving", "hangs")) for _ in range(3)]
             await asyncio.sleep(0.2)
         assert await asyncio.gather(*tasks) == ["host_closed"] * 3
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_an_episode_that_goes_on_while_the_host_closes_fails_as_those_that_wait():
+def test_an_episode_that_goes_on_while_the_pool_closes_fails_as_those_that_wait():
     async def scenario() -> None:
-        async with EnvironmentHost({}, 1, 3.0, ("misbehaving_envs",)) as host:
-            episode = await host.start("Misbehaving", prompt("Misbehaving"))
+        async with WorkerPool({}, 1, 3.0, ("misbehaving_envs",)) as pool:
+            episode = await pool.start("Misbehaving", prompt("Misbehaving"))
         with pytest.raises(EnvironmentFailure) as caught:
             await episode.step("hangs")
         assert caught.value.kind == "host_closed"
@@ -419,11 +402,11 @@ def test_an_episode_that_goes_on_while_the_host_closes_fails_as_those_that_wait(
 def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
     pid_file = tmp_path / "pid"
 
-    async def scenario(host: EnvironmentHost) -> None:
-        kind = await outcome(host, "Misbehaving", "starts a child and hangs", pid_file=str(pid_file))
+    async def scenario(pool: WorkerPool) -> None:
+        kind = await outcome(pool, "Misbehaving", "starts a child and hangs", pid_file=str(pid_file))
         assert kind == "timeout"
 
-    run_with_host(scenario, deadline_s=5.0)
+    run_with_pool(scenario, deadline_s=5.0)
     assert gone(int(pid_file.read_text()))
 
 

@@ -1,0 +1,233 @@
+"""A worker process of a `WorkerPool`: it holds environments, and answers one call at a time.
+
+Wire: frames over the worker's original stdin and stdout. A frame is a header of 12 bytes, which holds the length and
+the number of the call (big-endian, 4 and 8 bytes), followed by that many bytes of JSON. Calls are pipelined. A worker
+answers them one at a time and in order, and writes each answer before it begins the next call.
+
+An environment may fork, and it may write to any descriptor of its process. Only the worker itself reads and writes the
+wire: a forked child loses the wire's descriptors, and ends when it would answer. The pool checks every reply.
+
+The parent of each worker caps its output and kills what it started: process_supervisor.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import struct
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from skyrl_train.data.json_values import jsonable, why_not_json
+from skyrl_train.data.messages import Message
+from skyrl_train.environments import registry
+from skyrl_train.environments.base import checked_messages, checked_step_output
+from skyrl_train.environments.own_classes import register_own
+from skyrl_train.environments.process_supervisor import fork_supervised
+from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
+
+HEADER = struct.Struct("!IQ")
+"""Bytes of JSON that follow, and the number of the call."""
+MAX_FRAME = 64 * 2**20
+"""Maximum bytes of one message; a larger observation fails its episode."""
+MAX_KIND_LENGTH = 100
+"""Characters of a kind of failure: each becomes the name of a metric."""
+MAX_DETAIL = 500
+"""Characters kept of an error message."""
+MAX_SENT_DETAIL = 20 * MAX_DETAIL
+"""Characters of a ConfigError that reach the pool: it may list settings or name a long path."""
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def pack(message: Mapping[str, Any], default: Callable[[Any], Any] = jsonable) -> bytes:
+    """Return a message as JSON in ASCII, so that lone surrogates pass unchanged.
+
+    Raises EnvironmentFailure "too_large" for more than MAX_FRAME, and as `json.dumps` does for what JSON cannot carry.
+    """
+    body = json.dumps(message, default=default).encode("ascii")
+    if len(body) > MAX_FRAME:
+        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
+    return body
+
+
+def framed(number: int, body: bytes) -> bytes:
+    """Return a message with its header."""
+    return HEADER.pack(len(body), number) + body
+
+
+class _Environments:
+    """The environments of this process, by the number of their episode."""
+
+    def __init__(self, env_configs: Mapping[str, Any], checks: bool = False):
+        self.env_configs = env_configs
+        self.environments: dict[int, Any] = {}
+        self._checked: set[str] | None = set() if checks else None
+        """The environments that were checked here; None if the driver has."""
+
+    def answer(self, call: dict[str, Any]) -> bytes:
+        """Return the reply as JSON. An exception of the environment, SystemExit included, becomes an error."""
+        try:
+            reply = getattr(self, call.pop("op"))(**call)
+            if why := why_not_json(reply, _shown):
+                raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
+            return pack(reply, default=_shown)
+        except BaseException as error:
+            return pack(_error_reply(error))
+
+    def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if self._checked is not None and env_class not in self._checked:
+                registry.check_environments([env_class], self.env_configs)
+                self._checked.add(env_class)
+            environment = registry.make(env_class, env_config=self.env_configs.get(env_class), extras=extras)
+        except DataError:
+            raise  # of this row
+        except ConfigError as error:
+            raise _CannotStart(*error.args) from error
+        self.environments[id] = environment
+        opened = environment.init(messages)
+        if not isinstance(opened, tuple | list) or len(opened) != 2:
+            raise EnvironmentFailure(
+                "bad_step_output", f"init returned {type(opened).__name__}, not (messages, metadata)"
+            )
+        metadata = opened[1] or {}
+        if not isinstance(metadata, Mapping):
+            what = f"init returned metadata that is {type(metadata).__name__}, not a dict"
+            raise EnvironmentFailure("bad_step_output", what)
+        return {
+            "messages": checked_messages(opened[0]),
+            "metadata": metadata,
+            "replayable": bool(getattr(environment, "replayable", True)),
+        }
+
+    def step(self, id: int, text: str) -> dict[str, Any]:
+        environment = self.environments[id]
+        output = checked_step_output(environment.step(text))
+        if output.done and hasattr(environment, "get_metrics"):  # SkyRL-Gym's
+            output.metadata |= environment.get_metrics() or {}
+        return asdict(output)
+
+    def close(self, id: int) -> dict[str, Any]:
+        environment = self.environments.pop(id, None)
+        if environment is not None:
+            environment.close()
+        return {}
+
+
+def _shown(value: Any) -> Any:
+    """Like `jsonable`, with text for anything else: metadata is for people and should not fail an episode."""
+    try:
+        return jsonable(value)
+    except TypeError:
+        return f"{value!r:.{MAX_DETAIL}}"
+
+
+class _CannotStart(ConfigError):
+    """No episode of this environment can start: its name is unknown, or its settings are wrong."""
+
+
+def _error_reply(error: BaseException) -> dict[str, Any]:
+    """Return an exception as a reply of bounded size, also one whose own `__str__` raises."""
+    kind, fatal = type(error).__name__, isinstance(error, _CannotStart)
+    try:
+        if isinstance(error, EnvironmentFailure):
+            kind = str(error.kind)
+            detail = str(error.detail)[:MAX_DETAIL]
+        elif isinstance(error, ConfigError):
+            kind, detail = "ConfigError", str(error)[:MAX_SENT_DETAIL]
+        else:
+            detail = _where(error)
+    except BaseException as unreadable:
+        detail = f"its message cannot be read: {type(unreadable).__name__}"
+    return {"error": kind[: MAX_KIND_LENGTH + 1], "detail": detail, "fatal": fatal}
+
+
+def _where(error: BaseException) -> str:
+    """An exception's message and the line it came from: the last one that is no library's, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
+    return f"{str(error)[:MAX_DETAIL]}{place}"
+
+
+class _Wire:
+    """The worker's end of the wire. A process that the worker has forked ends instead of using it."""
+
+    def __init__(self) -> None:
+        """Take over stdin and stdout; environments that read or print use /dev/null and stderr instead."""
+        self._owner = os.getpid()
+        self._source, self._sink = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=True)  # a killed process flushes nothing
+        os.register_at_fork(after_in_child=self._disconnect)
+
+    def _disconnect(self) -> None:
+        """Replace the wire's descriptors by /dev/null, under the same numbers: the child may use freed numbers."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (self._source.fileno(), self._sink):
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+    def receive(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next call and its number; None once the pool has closed the wire."""
+        self._end_fork()
+        header = self._source.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return None
+        size, number = HEADER.unpack(header)
+        return number, json.loads(self._source.read(size))
+
+    def send(self, number: int, body: bytes) -> None:
+        """Answer the call of this number."""
+        self._end_fork()
+        frame = framed(number, body)
+        while frame:
+            frame = frame[os.write(self._sink, frame) :]
+
+    def _end_fork(self) -> None:
+        """End this process if it is not the worker: a fork in C calls no handler, and an environment may return."""
+        if os.getpid() != self._owner:
+            os._exit(1)
+
+
+def serve() -> None:
+    """Run a worker process until the driver closes the wire. Arguments: the pool's process id, and its `log` if any."""
+    fork_supervised(int(sys.argv[1]), *sys.argv[2:])
+    wire = _Wire()
+    first = wire.receive()
+    if first is None:
+        return
+    number, hello = first
+    if hello["pythonpath"] is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = hello["pythonpath"]
+    try:
+        for plugin in hello["plugins"]:
+            importlib.import_module(plugin)
+        register_own(hello["own"])
+    except BaseException as error:
+        reply = _error_reply(error)
+        wire.send(number, pack(reply | {"detail": f"{reply['error']}: {reply['detail']}"}))
+        return
+    wire.send(number, pack({}))
+    environments = _Environments(hello["env_configs"], hello["checks"])
+    while (received := wire.receive()) is not None:
+        number, call = received
+        wire.send(number, environments.answer(call))
+    # skip interpreter shutdown, which an environment's threads or exit handlers could block
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()
