@@ -9,10 +9,10 @@ from pydantic import TypeAdapter
 
 import skyrl_train
 from skyrl_train.engines.http.bodies import ChatAnswer, ChatBody, Failure, TextAnswer, TextBody
-from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits, Nothing, ReceiveWeights, RemoteMethod
+from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits, NoArguments, ReceiveWeights, RemoteMethod
 from skyrl_train.engines.sampling import RULES
 
-_OPAQUE = (Nothing, ReceiveWeights)
+_OPAQUE = (NoArguments, ReceiveWeights)
 """The first has no members; the second names memory of a process, which only a trainer of ours can offer."""
 _SCHEMAS = "#/components/schemas/"
 
@@ -88,7 +88,7 @@ def _operation(
     }
     if body is not None:
         schema = {"type": "object"} if body in _OPAQUE else _to(body)
-        required = body is not Nothing
+        required = body is not NoArguments
         operation["requestBody"] = {"content": {"application/json": {"schema": schema}}, "required": required}
     return operation
 

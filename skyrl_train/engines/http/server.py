@@ -27,9 +27,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import COUNTERS, EngineClient, Progress
-from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.openapi import document
+from skyrl_train.engines.http.schema import Malformed, read, read_json, write_json
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -260,7 +260,7 @@ class HttpEndpoint:
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if call.verb == "POST" else {}
             # In a run this is the trainer's event loop, and checking a million members takes seconds.
-            arguments = await asyncio.to_thread(lambda: decode(call.arguments, body).checked(self._limits))
+            arguments = await asyncio.to_thread(lambda: read(call.arguments, body).checked(self._limits))
             if call.method == "capabilities":
                 result: Any = Served(self.model_name, self._attribute("capabilities"), self._limits)
             elif isinstance(arguments, Generate):
