@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
-
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import Progress
 from skyrl_train.engines.http.connection import Connection
-from skyrl_train.engines.http.schema import reader, write_json
+from skyrl_train.engines.http.schema import Malformed, read, write_json
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -199,25 +198,18 @@ class RemoteEngine:
     async def _once(self, call: RemoteMethod, body: bytes) -> Any:
         status, raw = await self._connection.once(call.verb, call.route, body)
         if status != 200:
-            raise raised(status, _parsed(raw), self.name)
+            answer = None
+            with suppress(ValueError):
+                answer = json.loads(raw)
+            raise raised(status, answer, self.name)
         if call.result is None:
             return None
         try:
-            return reader(Result[call.result]).validate_json(raw).result
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
+            return read(Result[call.result], raw).result
+        except Malformed as error:
             raise EngineError(
-                f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: "
-                f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+                f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error}"
             ) from error
-
-
-def _parsed(raw: bytes) -> Any:
-    """Return parsed JSON, or None for what is none."""
-    try:
-        return json.loads(raw)
-    except ValueError:
-        return None
 
 
 async def has_our_routes(connection: Connection, deadline_s: float) -> bool:

@@ -93,12 +93,6 @@ def _plain(value: Any) -> Any:
 # -- types -----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def reader(kind: Any) -> SchemaValidator:
-    """Return what reads values of a type: `validate_python` for parsed JSON, `validate_json` for bytes."""
-    return SchemaValidator(_for_reading(TypeAdapter(kind).core_schema))
-
-
 _READING: dict[str, dict[str, Any]] = {
     "list": {"fail_fast": True},  # one error, not one for each of a million items
     "tuple": {"fail_fast": True, "strict": False},  # JSON has lists only
@@ -115,12 +109,26 @@ def _for_reading(schema: Any) -> Any:
     return [_for_reading(part) for part in schema] if isinstance(schema, list) else schema
 
 
+@cache
+def _validator(kind: Any) -> SchemaValidator:
+    return SchemaValidator(_for_reading(TypeAdapter(kind).core_schema))
+
+
 def read(kind: Any, given: Any) -> Any:
-    """Convert parsed JSON to a dataclass. Raises Malformed that names the member: what is allowed, what was given."""
+    """Convert `given` to a dataclass of the type `kind`.
+
+    Args:
+        kind: A subclass of Body.
+        given: Parsed JSON, or JSON as bytes.
+
+    Raises:
+        Malformed: A member is wrong. The text says which one, what is allowed and what was given.
+    """
+    is_json = isinstance(given, bytes)
     try:
-        return reader(kind).validate_python(given)
+        return _validator(kind).validate_json(given) if is_json else _validator(kind).validate_python(given)
     except ValidationError as error:
-        raise _malformed(error, kind, given) from error
+        raise _malformed(error, kind, read_json(given) if is_json else given) from error
 
 
 _EXPECTED = {
@@ -149,7 +157,7 @@ def _malformed(error: ValidationError, kind: Any, given: Any) -> Malformed:
     alternatives = [one for path, one in placed if path == param]
     first = alternatives[0]
     if first["type"] == "unexpected_keyword_argument":
-        known = kind.__dataclass_fields__ if len(first["loc"]) == 1 else ()
+        known = getattr(kind, "__dataclass_fields__", ()) if len(first["loc"]) == 1 else ()
         close = difflib.get_close_matches(param[:100], known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "/openapi.json describes what is taken."
         return Malformed(param, f"is not known here. {hint}")

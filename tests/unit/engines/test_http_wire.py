@@ -18,7 +18,7 @@ from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, TextPart
 from skyrl_train.engines.http.openai import Translator
-from skyrl_train.engines.http.schema import Malformed, read, read_json, reader, write_json
+from skyrl_train.engines.http.schema import Malformed, read, read_json, write_json
 from skyrl_train.engines.http.wire import (
     REMOTE_METHODS,
     BeginWeights,
@@ -67,7 +67,7 @@ def _arguments(method: str, body: Any) -> Any:
 
 def _result(kind: Any, value: Any) -> Any:
     """Return the value as the other end reads it."""
-    return reader(Result[kind]).validate_json(write_json(Result(value))).result
+    return read(Result[kind], write_json(Result(value))).result
 
 
 def _json(value: Any) -> Any:
