@@ -143,9 +143,9 @@ class TextBody(CompletionBody):
 
 
 class _Answer(BaseModel):
-    """What the endpoint sends; these classes describe it, and tests hold answers to them."""
+    """Base class of descriptions of what the endpoint sends; tests hold answers to them."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Usage(_Answer):
@@ -184,10 +184,10 @@ class AnswerMessage(_Answer):
 class _Choice(_Answer):
     index: int
     finish_reason: Literal["stop", "length"]
-    token_ids: list[int] = Field(default=[], description="With return_token_ids.")
-    weight_versions: list[tuple[int, int, int]] = Field(
-        default=[], description="With return_token_ids: [first token, end, version of the weights]."
-    )
+    token_ids: list[int] = []
+    """With return_token_ids."""
+    weight_versions: list[tuple[int, int, int]] = []
+    """With return_token_ids: [first token, end, version of the weights]."""
 
 
 class ChatChoice(_Choice):
@@ -198,7 +198,8 @@ class ChatChoice(_Choice):
 class TextChoice(_Choice):
     text: str
     logprobs: TextLogprobs | None
-    prompt_token_ids: list[int] = Field(default=[], description="With return_token_ids.")
+    prompt_token_ids: list[int] = []
+    """With return_token_ids."""
 
 
 class ChatAnswer(_Answer):
@@ -208,7 +209,8 @@ class ChatAnswer(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] = Field(default=[], description="With return_token_ids.")
+    prompt_token_ids: list[int] = []
+    """With return_token_ids."""
 
 
 class TextAnswer(_Answer):
@@ -223,7 +225,8 @@ class TextAnswer(_Answer):
 class ErrorDetail(_Answer):
     message: str
     type: Literal["invalid_request_error", "authentication_error", "server_error"]
-    param: str | None = Field(description="The path of the member at fault.")
+    param: str | None
+    """The path of the member at fault."""
     code: str
     detail: list[Any] = []
 

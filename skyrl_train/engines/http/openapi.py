@@ -27,19 +27,14 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
         control: True if there are the routes that abort, pause and change weights.
     """
     calls = [call for call in REMOTE_METHODS.values() if control or not call.control]
-    kinds: list[tuple[Any, Any, TypeAdapter[Any]]] = [
-        *(
-            (kind, "validation", TypeAdapter(kind))
-            for kind in (call.arguments for call in calls)
-            if kind not in _OPAQUE
-        ),
-        *((call.method, "serialization", TypeAdapter(call.result)) for call in calls),
-        (Failure, "serialization", TypeAdapter(Failure)),
-    ]
+    kinds: dict[Any, Any] = {Failure: Failure} | {call.method: call.result for call in calls}
+    kinds |= {kind: kind for kind in (call.arguments for call in calls) if kind not in _OPAQUE}
     if text:
-        kinds += [(kind, "validation", TypeAdapter(kind)) for kind in (ChatBody, TextBody)]
-        kinds += [(kind, "serialization", TypeAdapter(kind)) for kind in (ChatAnswer, TextAnswer)]
-    found, definitions = TypeAdapter.json_schemas(kinds, ref_template="#/components/schemas/{model}")
+        kinds |= {kind: kind for kind in (ChatBody, TextBody, ChatAnswer, TextAnswer)}
+    found, definitions = TypeAdapter.json_schemas(
+        [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()],
+        ref_template="#/components/schemas/{model}",
+    )
     by_key = {key: schema for (key, _), schema in found.items()}
     schemas: dict[str, Any] = definitions["$defs"]
     for schema in schemas.values():
