@@ -77,11 +77,13 @@ def _members(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(value: Any) -> bytes:
-    """Return dataclasses, arrays and plain values as JSON; numbers that are not finite become null.
+    """Return dataclasses, arrays and plain values as JSON in ASCII; numbers that are not finite become null.
+
+    ASCII, because readers of streams may take U+2028 for the end of a line.
 
     Raises PydanticSerializationError for values without a JSON form, such as tensors.
     """
-    return to_json(value, inf_nan_mode="null", fallback=_plain)
+    return to_json(value, ensure_ascii=True, inf_nan_mode="null", fallback=_plain)
 
 
 def _plain(value: Any) -> Any:
