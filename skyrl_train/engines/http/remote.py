@@ -20,7 +20,6 @@ from skyrl_train.engines.http.wire import (
     TRAVELLING_ROUTES,
     Limits,
     RemoteMethod,
-    Result,
     Served,
     check_route,
     raised,
@@ -205,7 +204,7 @@ class RemoteEngine:
         if call.result is None:
             return None
         try:
-            return read(Result[call.result], raw).result
+            return read(call.answer, raw).result
         except Malformed as error:
             raise EngineError(
                 f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error}"

@@ -249,6 +249,12 @@ class RemoteMethod:
     def route(self) -> str:
         return f"/{self.path or self.method}"
 
+    @property
+    def answer(self) -> Any:
+        """The type of its answers."""
+        generic: Any = Result
+        return generic[self.result]
+
 
 REMOTE_METHODS = {
     call.method: call

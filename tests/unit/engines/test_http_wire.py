@@ -67,7 +67,8 @@ def _arguments(method: str, body: Any) -> Any:
 
 def _result(kind: Any, value: Any) -> Any:
     """Return the value as the other end reads it."""
-    return read(Result[kind], write_json(Result(value))).result
+    generic: Any = Result
+    return read(generic[kind], write_json(Result(value))).result
 
 
 def _json(value: Any) -> Any:
