@@ -7,7 +7,6 @@ the name of the exception to raise at the other end.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -33,7 +32,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.http_server import error_body
 from skyrl_train.listening import API_KEY
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 GRACE_S = 30.0
 """Seconds that a caller waits beyond the deadline of the work itself."""
@@ -189,8 +188,6 @@ class BeginWeights(Arguments):
         manifest = self.manifest
         within(manifest.version, 2**63 - 1, "manifest.version", "as a version", least=0)
         within(manifest.bucket_bytes, 1 << 40, "manifest.bucket_bytes", "bytes in a bucket")
-        for index, spec in enumerate(manifest.tensors):
-            _check_spec(spec, f"manifest.tensors[{index}]")
         if manifest.adapter is not None:
             within(manifest.adapter.rank, 1 << 16, "manifest.adapter.rank", "as a rank")
         return self
@@ -327,24 +324,6 @@ def check_route(route: str) -> None:
             f"use {', '.join(sorted(TRAVELLING_ROUTES))}."
         )
 
-
-def _check_spec(spec: TensorSpec, where: str) -> None:
-    if spec.dtype not in DTYPES:
-        raise Malformed(f"{where}.dtype", f"must be one of {', '.join(sorted(DTYPES))}.")
-    within(len(spec.shape), 16, f"{where}.shape", "dimensions", least=0)
-    if min(spec.shape, default=0) < 0 or math.prod(spec.shape) > 1 << 48:
-        raise Malformed(f"{where}.shape", "must be the shape of a tensor.")
-    within(spec.fingerprint, 2**63 - 1, f"{where}.fingerprint", "as 64 bits", least=-(2**63))
-
-
-DTYPES = frozenset(f"{kind}{bits}" for kind in ("int", "float") for bits in (16, 32, 64)) | {
-    "bool",
-    "uint8",
-    "int8",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-}
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 
