@@ -6,11 +6,13 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
+
+from skyrl_train.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
@@ -50,6 +52,22 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     """
     async with asyncio.timeout(seconds if seconds < math.inf else None):
         return await work
+
+
+@asynccontextmanager
+async def deadline(waited_for: str, seconds: float) -> AsyncIterator[None]:
+    """Cancel what is awaited inside after `seconds`.
+
+    Raises:
+        DeadlineExceeded: Naming `waited_for`.
+    """
+    try:
+        async with asyncio.timeout(seconds if seconds < math.inf else None) as limit:
+            yield
+    except TimeoutError as error:
+        if limit.expired() and not isinstance(error, DeadlineExceeded):
+            raise DeadlineExceeded(waited_for, seconds) from error
+        raise
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic_core import core_schema
 
-Tokens = NDArray[np.int32]
-"""Token ids."""
-LogProbs = NDArray[np.float32]
-"""nats"""
 Span = tuple[int, int]
 """[start, stop) of tokens."""
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -22,11 +19,20 @@ _LARGE = 1 << 20
 """Bytes from which on an array is worth pages of its own."""
 
 
-class WholeNumbers:
-    """An annotation: pydantic, which describes HTTP's bodies, is to see an array as a list of whole numbers."""
+class JsonList:
+    """An annotation of an array that HTTP bodies hold as a list: pydantic reads it, and describes the list."""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        return handler(list[int])
+    def __init__(self, item: core_schema.CoreSchema, dtype: type[np.generic]):
+        self._items, self._dtype = core_schema.list_schema(item), dtype
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(lambda items: np.array(items, self._dtype), self._items)
+
+
+Tokens = Annotated[NDArray[np.int32], JsonList(core_schema.int_schema(ge=-(2**31), le=2**31 - 1), np.int32)]
+"""Token ids."""
+LogProbs = Annotated[NDArray[np.float32], JsonList(core_schema.nullable_schema(core_schema.float_schema()), np.float32)]
+"""nats; HTTP bodies have null for NaN."""
 
 
 def token_array(ids: ArrayLike) -> Tokens:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from skyrl_train.data.arrays import LogProbs, Tokens, WholeNumbers, logprob_array, same_fields, token_array
+from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, same_fields, token_array
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
@@ -53,7 +53,7 @@ class SampleRequest:
     """
 
     request_id: str
-    token_ids: Annotated[Tokens, WholeNumbers()]
+    token_ids: Tokens
     sampling: SamplingParams
     seed: int
     """64 bits; see `engines.sampling.request_seed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -13,8 +14,8 @@ from skyrl_train.data.control_tokens import end_of_turn_token
 from skyrl_train.data.messages import continues_message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, request_ids
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.codec import Malformed
 from skyrl_train.engines.http.openai import Translator
+from skyrl_train.engines.http.schema import Malformed, read_json
 from skyrl_train.engines.http.wire import Limits
 from skyrl_train.engines.sampling import normalise, request_seed, with_stop_token
 from skyrl_train.errors import ConfigError, DataError, UnsupportedParameter
@@ -131,7 +132,7 @@ class InferenceEngineClient:
             return _error("stream: an answer in this process comes whole; leave it out.", "stream")
         body.setdefault("model", self.model_name)
         try:
-            call = getattr(translator, kind)(body, None)
+            call = getattr(translator, kind)(read_json(json.dumps(body).encode()), None)
             requests = [
                 self._request(one.token_ids, one.sampling, session) if body.get("seed") is None else one
                 for one in call.requests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -12,7 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import hdrs
 
-from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, SkyRLError
+from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
+from skyrl_train.tasks import deadline
 
 log = logging.getLogger(__name__)
 
@@ -101,19 +101,14 @@ class Connection:
 
     async def within(self, what: str, seconds: float, work: Awaitable[T]) -> T:
         """Await `work` for at most `seconds`. Raises DeadlineExceeded naming engine and `what`."""
-        try:
-            async with asyncio.timeout(seconds if seconds < math.inf else None) as deadline:
-                return await work
-        except TimeoutError as error:
-            if deadline.expired() and not isinstance(error, SkyRLError):
-                raise DeadlineExceeded(f"engine {self.name!r}: {what}", seconds) from error
-            raise
+        async with deadline(f"engine {self.name!r}: {what}", seconds):
+            return await work
 
     async def until_there(self, probe: Callable[[], Awaitable[T | None]], deadline_s: float) -> T:
         """Call `probe` until a server answers and the result is not None. Raises DeadlineExceeded."""
         last: Exception | None = None
         try:
-            async with asyncio.timeout(deadline_s) as deadline:
+            async with asyncio.timeout(deadline_s) as limit:
                 while True:
                     try:
                         found = await probe()
@@ -123,7 +118,7 @@ class Connection:
                         last = error
                     await asyncio.sleep(_BACKOFF_S)
         except TimeoutError as error:
-            if not deadline.expired():
+            if not limit.expired():
                 raise
             what = f"connecting to engine {self.name!r} at {self.url}" + (f" (last: {last})" if last else "")
             raise DeadlineExceeded(what, deadline_s) from error

@@ -24,8 +24,8 @@ from skyrl_train.data.control_tokens import end_of_turn_token
 from skyrl_train.data.messages import Message, continues_message
 from skyrl_train.data.vocabulary import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, read_body
-from skyrl_train.engines.http.codec import Malformed
+from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody
+from skyrl_train.engines.http.schema import Malformed, read
 from skyrl_train.engines.http.wire import Limits, check_ids, checked_sampling, within
 from skyrl_train.engines.sampling import request_seed, with_stop_token
 from skyrl_train.errors import EngineError
@@ -91,7 +91,7 @@ class Translator:
 
     def chat(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Read a chat completion. Raises Malformed naming the parameter, DataError if the chat template refuses."""
-        body = read_body(ChatBody, raw)
+        body: ChatBody = read(ChatBody, raw)
         if not body.messages:
             raise Malformed("messages", "must hold at least one message.")
         messages = [_message(message) for message in body.messages]
@@ -114,7 +114,7 @@ class Translator:
 
     def text(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Read a text completion; text may spell control tokens. Raises Malformed."""
-        body = read_body(TextBody, raw)
+        body: TextBody = read(TextBody, raw)
         if body.logprobs:
             raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
         if body.echo and body.logprobs is not None and adapter is not None:

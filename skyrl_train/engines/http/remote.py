@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import Progress
-from skyrl_train.engines.http.codec import Malformed, decode, write_json
 from skyrl_train.engines.http.connection import Connection
+from skyrl_train.engines.http.schema import Malformed, read, write_json
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -91,7 +92,7 @@ class RemoteEngine:
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         rows = [list(ids) for ids in token_ids]
         parts = [self._call("score", part, temperature) for part in self._parts(rows)]
-        return [logprobs for part in await gather_all(parts) for logprobs in part]
+        return [logprobs.tolist() for part in await gather_all(parts) for logprobs in part]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await gather_all(self._call("abort", part) for part in self._parts(list(request_ids)))
@@ -195,15 +196,15 @@ class RemoteEngine:
 
     async def _once(self, call: RemoteMethod, body: bytes) -> Any:
         status, raw = await self._connection.once(call.verb, call.route, body)
-        try:
-            answer = json.loads(raw)
-        except ValueError:
-            answer = None
         if status != 200:
+            answer = None
+            with suppress(ValueError):
+                answer = json.loads(raw)
             raise raised(status, answer, self.name)
+        if call.result is None:
+            return None
         try:
-            result = answer.get("result") if isinstance(answer, dict) else None
-            return None if call.answer is None else decode(call.answer, result, "result")
+            return read(call.answer, raw).result
         except Malformed as error:
             raise EngineError(
                 f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error}"

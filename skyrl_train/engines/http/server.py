@@ -13,9 +13,9 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +27,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import COUNTERS, EngineClient, Progress
-from skyrl_train.engines.http.codec import Malformed, decode, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.openapi import document
+from skyrl_train.engines.http.schema import Malformed, read, read_json, write_json
 from skyrl_train.engines.http.wire import (
     GRACE_S,
     REMOTE_METHODS,
@@ -39,6 +39,7 @@ from skyrl_train.engines.http.wire import (
     Limits,
     LoadAdapter,
     RemoteMethod,
+    Result,
     Served,
     UnloadAdapter,
     failure,
@@ -47,6 +48,7 @@ from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
 from skyrl_train.http_server import HttpServer, error_body, patience, send, sending
 from skyrl_train.listening import Listener, has_token
 from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
+from skyrl_train.tasks import deadline
 
 log = logging.getLogger(__name__)
 _SCRAPE_S = 5.0
@@ -205,13 +207,12 @@ class HttpEndpoint:
 
     def _http_error(self, request: web.Request, error: web.HTTPException) -> web.Response:
         """aiohttp's own refusals: 404, 405, 413."""
-        texts = {
-            404: f"There is no {request.path[:100]!r}.",
-            405: f"{request.path[:100]!r} does not take {request.method[:20]}.",
-            413: f"The body has more than {self._limits.body_bytes} bytes.",
+        known = {
+            404: ("not_found", f"There is no {request.path[:100]!r}."),
+            405: ("method_not_allowed", f"{request.path[:100]!r} does not take {request.method[:20]}."),
+            413: ("body_too_large", f"The body has more than {self._limits.body_bytes} bytes."),
         }
-        text = texts.get(error.status, error.reason or "refused")
-        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(error.status, "refused")
+        code, text = known.get(error.status, ("refused", error.reason or "refused"))
         return _error(error.status, error_body(error.status, text, code))
 
     async def _unknown(self, request: web.Request) -> NoReturn:
@@ -259,8 +260,8 @@ class HttpEndpoint:
     def _handler(self, call: RemoteMethod) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if call.verb == "POST" else {}
-            # In a run this is the trainer's event loop, and checking a million members takes seconds.
-            arguments = await asyncio.to_thread(lambda: decode(call.arguments, body).checked(self._limits))
+            # In a run this is the trainer's event loop, and checking thousands of requests takes long.
+            arguments = await asyncio.to_thread(lambda: read(call.arguments, body).checked(self._limits))
             if call.method == "capabilities":
                 result: Any = Served(self.model_name, self._attribute("capabilities"), self._limits)
             elif isinstance(arguments, Generate):
@@ -269,12 +270,12 @@ class HttpEndpoint:
                 longest = arguments.timeout_s if isinstance(arguments, ConnectWeights) else self._deadline_s
                 result = await self._ask(call.method, arguments.values(), longest + GRACE_S)
                 self._note_adapter(arguments)
-            return web.Response(body=write_json({"result": result}), content_type="application/json")
+            return _json(write_json(Result(result)))
 
         return handle
 
     async def _ask(self, method: str, values: Sequence[Any], deadline_s: float) -> Any:
-        async with _within(method, deadline_s):
+        async with deadline(method, deadline_s):
             return await self._attribute(method)(*values)
 
     async def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -350,8 +351,7 @@ class HttpEndpoint:
             completions = await self._sample(call.requests)
             results = call, completions, scores
             if not call.body.stream:
-                answer = await self._off_loop(lambda: write_json(translator.answer(*results)))
-                return web.Response(body=answer, content_type="application/json")
+                return _json(await self._off_loop(lambda: write_json(translator.answer(*results))))
             chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(*results))))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             async with sending(request, sum(map(len, chunks))):
@@ -365,7 +365,7 @@ class HttpEndpoint:
 
     async def _off_loop(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run in a thread, as tokenizing megabytes takes seconds. Raises DeadlineExceeded."""
-        async with _within("turning text into tokens or back", self._deadline_s):
+        async with deadline("turning text into tokens or back", self._deadline_s):
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args))
 
     def _adapter(self, body: Any) -> str | None:
@@ -386,13 +386,12 @@ class HttpEndpoint:
         return [self.model_name, *sorted(self._adapters)]
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        models = {"object": "list", "data": [_model(name) for name in self._model_names()]}
-        return web.Response(body=write_json(models), content_type="application/json")
+        return _json(write_json({"object": "list", "data": [_model(name) for name in self._model_names()]}))
 
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         self._check_model(name)
-        return web.Response(body=write_json(_model(name)), content_type="application/json")
+        return _json(write_json(_model(name)))
 
     async def _document(self, request: web.Request) -> web.Response:
         return web.json_response(document(self._limits, text=self._translator is not None, control=self._control))
@@ -408,18 +407,19 @@ class HttpEndpoint:
         """What Prometheus reads."""
         engine: dict[str, int] = {}
         with suppress(SkyRLError, _Refusal):  # the endpoint's own numbers are worth more while engines do not answer
-            async with _within("health of the engines", _SCRAPE_S):
+            async with deadline("health of the engines", _SCRAPE_S):
                 health = await self._health_of_all()
             engine = {"running": health.running, "waiting": health.queued}
         return web.Response(body=self._metrics.text(**engine), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
 
-def _error(status: int, body: dict[str, Any]) -> web.Response:
+def _json(body: bytes, status: int = 200) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    response = web.Response(
-        status=status, body=json.dumps(body).encode(), content_type="application/json", headers=headers
-    )
-    return response
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _error(status: int, body: dict[str, Any]) -> web.Response:
+    return _json(json.dumps(body).encode(), status)  # texts of errors may hold what UTF-8 does not
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -437,14 +437,3 @@ def _context(engine: Any) -> int:
     engines = engine.engines if isinstance(engine, EngineClient) else [engine]
     known = [one.capabilities.max_model_len for one in engines if isinstance(one.capabilities, Capabilities)]
     return max(known) if known and len(known) == len(engines) and all(known) else sys.maxsize
-
-
-@asynccontextmanager
-async def _within(what: str, seconds: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds) as deadline:
-            yield
-    except TimeoutError as error:
-        if deadline.expired() and not isinstance(error, DeadlineExceeded):
-            raise DeadlineExceeded(what, seconds) from error
-        raise

@@ -7,17 +7,19 @@ the name of the exception to raise at the other end.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from pydantic_core import core_schema
 
-from skyrl_train.data.arrays import Tokens
+from skyrl_train.data.arrays import JsonList, Tokens
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
-from skyrl_train.engines.http.codec import Malformed, below, decode
+from skyrl_train.engines.http.schema import Body, Malformed, below
 from skyrl_train.engines.sampling import normalise
 from skyrl_train.errors import (
     ConfigError,
@@ -30,11 +32,13 @@ from skyrl_train.errors import (
 )
 from skyrl_train.http_server import error_body
 from skyrl_train.listening import API_KEY
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, TensorSpec
+from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 GRACE_S = 30.0
 """Seconds that a caller waits beyond the deadline of the work itself."""
 TRAVELLING_ROUTES = ROUTES - {"in_process"}
+Numbers = Annotated[NDArray[np.float64], JsonList(core_schema.nullable_schema(core_schema.float_schema()), np.float64)]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +66,30 @@ SAMPLING_LIMITS = Limits(body_bytes=1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """The answer of /capabilities."""
+class Served(Body):
+    """The result of /capabilities."""
 
     model: str
     capabilities: Capabilities
     limits: Limits
 
 
-class Arguments:
+class Arguments(Body):
     """The body of a call. Its fields are the parameters of the engine's method, in order."""
 
     __slots__ = ()
 
     def checked(self, limits: Limits) -> Arguments:
-        """The arguments in the form that the engine takes. Raises Malformed for values out of bounds."""
+        """Return the arguments in the form that the engine takes. Raises Malformed for values out of bounds."""
         return self
 
     def values(self) -> list[Any]:
-        """The arguments to call the engine's method with."""
+        """Return the arguments to call the engine's method with."""
         return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing(Arguments):
+class NoArguments(Arguments):
     pass
 
 
@@ -112,14 +116,12 @@ class Generate(Arguments):
 @dataclass(frozen=True, slots=True)
 class Score(Arguments):
     token_ids: list[list[int]]
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0
 
     def checked(self, limits: Limits) -> Score:
         within(len(self.token_ids), limits.requests, "token_ids", "sequences in one call", least=0)
         for index, ids in enumerate(self.token_ids):
             check_ids(ids, f"token_ids[{index}]", limits)
-        if self.temperature <= 0:
-            raise Malformed("temperature", f"must be more than 0 to score, got {self.temperature:g}.")
         return self
 
 
@@ -139,11 +141,7 @@ class Pause(Arguments):
 
 @dataclass(frozen=True, slots=True)
 class Sleep(Arguments):
-    level: int = 1
-
-    def checked(self, limits: Limits) -> Sleep:
-        within(self.level, 2, "level", "as a sleep level")
-        return self
+    level: Annotated[int, Field(ge=1, le=2)] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +168,13 @@ class UnloadAdapter(Arguments):
 class ConnectWeights(Arguments):
     route: str
     address: str
-    rank: int
-    world_size: int
-    timeout_s: float
+    rank: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=2, le=1 << 20)]
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)]
 
     def checked(self, limits: Limits) -> ConnectWeights:
         check_route(self.route)
-        within(self.world_size, 1 << 20, "world_size", "ranks", least=2)
         within(self.rank, self.world_size - 1, "rank", "as a rank of an engine")
-        if not 0 < self.timeout_s <= 86_400:
-            raise Malformed("timeout_s", f"must be more than 0 seconds and at most a day, got {self.timeout_s:g}.")
         if self.route == "broadcast" and not re.fullmatch(r"[^\s/@]+:[0-9]{1,5}", self.address):
             raise Malformed("address", "must be host:port.")
         return self
@@ -193,8 +188,6 @@ class BeginWeights(Arguments):
         manifest = self.manifest
         within(manifest.version, 2**63 - 1, "manifest.version", "as a version", least=0)
         within(manifest.bucket_bytes, 1 << 40, "manifest.bucket_bytes", "bytes in a bucket")
-        for index, spec in enumerate(manifest.tensors):
-            _check_spec(spec, f"manifest.tensors[{index}]")
         if manifest.adapter is not None:
             within(manifest.adapter.rank, 1 << 16, "manifest.adapter.rank", "as a rank")
         return self
@@ -228,13 +221,20 @@ class CommitWeights(Arguments):
 
 
 @dataclass(frozen=True, slots=True)
+class Result(Body, Generic[T]):
+    """The answer of a call."""
+
+    result: T
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteMethod:
     """A route that calls one method of an InferenceEngine."""
 
     method: str
-    arguments: type[Arguments] = Nothing
-    answer: Any = None
-    """Type of the result; None if there is none."""
+    arguments: type[Arguments] = NoArguments
+    result: Any = None
+    """Its type; None if there is none."""
     repeatable: bool = True
     """Whether it is idempotent, so that it may be sent again if the connection breaks."""
     verb: str = "POST"
@@ -246,12 +246,18 @@ class RemoteMethod:
     def route(self) -> str:
         return f"/{self.path or self.method}"
 
+    @property
+    def answer(self) -> Any:
+        """The type of its answers."""
+        generic: Any = Result
+        return generic[self.result]
+
 
 REMOTE_METHODS = {
     call.method: call
     for call in (
         RemoteMethod("generate", Generate, list[Completion], control=False),
-        RemoteMethod("score", Score, list[list[float]], control=False),
+        RemoteMethod("score", Score, list[Numbers], control=False),
         RemoteMethod("abort", Abort),
         RemoteMethod("pause", Pause),
         RemoteMethod("resume"),
@@ -264,8 +270,8 @@ REMOTE_METHODS = {
         RemoteMethod("begin_weights", BeginWeights, repeatable=False),
         RemoteMethod("receive_weights", ReceiveWeights, repeatable=False),
         RemoteMethod("commit_weights", CommitWeights, repeatable=False),
-        RemoteMethod("health", answer=EngineHealth, verb="GET", path="engine_health", control=False),
-        RemoteMethod("capabilities", answer=Served, verb="GET", control=False),
+        RemoteMethod("health", result=EngineHealth, verb="GET", path="engine_health", control=False),
+        RemoteMethod("capabilities", result=Served, verb="GET", control=False),
     )
 }
 """The methods of an InferenceEngine by name; `capabilities`, an attribute there, is one of them."""
@@ -319,24 +325,6 @@ def check_route(route: str) -> None:
         )
 
 
-def _check_spec(spec: TensorSpec, where: str) -> None:
-    if spec.dtype not in DTYPES:
-        raise Malformed(f"{where}.dtype", f"must be one of {', '.join(sorted(DTYPES))}.")
-    within(len(spec.shape), 16, f"{where}.shape", "dimensions", least=0)
-    if min(spec.shape, default=0) < 0 or math.prod(spec.shape) > 1 << 48:
-        raise Malformed(f"{where}.shape", "must be the shape of a tensor.")
-    within(spec.fingerprint, 2**63 - 1, f"{where}.fingerprint", "as 64 bits", least=-(2**63))
-
-
-DTYPES = frozenset(f"{kind}{bits}" for kind in ("int", "float") for bits in (16, 32, 64)) | {
-    "bool",
-    "uint8",
-    "int8",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-}
-
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 _STATUS: dict[type[SkyRLError], int] = {
@@ -367,9 +355,10 @@ def raised(status: int, answer: Any, engine: str) -> SkyRLError:
     error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return EngineError(f"Engine {engine!r} answered with HTTP status {status} and no reason.")
-    message, code, detail = error["message"], error.get("code"), error.get("detail")
-    if code == "DeadlineExceeded" and isinstance(detail, list) and len(detail) == 2:
-        return DeadlineExceeded(str(detail[0]), decode(float, detail[1]))
+    message, code = error["message"], error.get("code")
+    match error.get("detail"):
+        case [str(waited_for), float() | int() as seconds] if code == "DeadlineExceeded":
+            return DeadlineExceeded(waited_for, seconds)
     if code in _RAISED:
         return _RAISED[code](message)
     if status in (400, 413, 501):

@@ -169,6 +169,17 @@ def test_a_prompt_is_kept_once_for_all_its_samples():
     assert len({id(request.token_ids) for request in engine.batches[0]}) == 2
 
 
+def test_a_stream_has_no_line_ends_of_unicode():
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> str:
+        async with session.post("/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+            return await response.text()
+
+    *lines, end = [line for line in serve(test, ScriptedEngine(says("a\u2028b\u0085c"))).splitlines() if line]
+    assert end == "data: [DONE]"
+    text = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "") for line in lines]
+    assert "".join(text) == "a\u2028b\u0085c"
+
+
 def test_a_stream_holds_what_the_answer_holds():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> list[str]:
         body = CHAT | {"stream": True, "stream_options": {"include_usage": True}, "n": 2}

@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from pydantic_core import PydanticSerializationError
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody, TextPart
-from skyrl_train.engines.http.codec import Malformed, Untransferable, decode, encode, read_json, write_json
 from skyrl_train.engines.http.openai import Translator
+from skyrl_train.engines.http.schema import Malformed, read, read_json, write_json
 from skyrl_train.engines.http.wire import (
     REMOTE_METHODS,
     BeginWeights,
     Generate,
     Limits,
+    Numbers,
     ReceiveWeights,
+    Result,
     Served,
     failure,
     raised,
@@ -42,15 +45,10 @@ from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorS
 from tests.support.trajectories import completion_from
 
 LIMITS = Limits()
-TYPES: list[Any] = [
-    *(call.arguments for call in REMOTE_METHODS.values()),
-    SampleRequest,
-    SamplingParams,
-]
-TYPES += [Manifest, TensorSpec, Bucket, SharedHandle]
-NAMES = [field.name for kind in TYPES for field in fields(kind)]
-NAMES += [name for kind in (ChatBody, TextBody, ChatMessage, TextPart) for name in kind.model_fields]
-WORDS = [*dict.fromkeys(NAMES)]
+TYPES: list[Any] = [call.arguments for call in REMOTE_METHODS.values()]
+TYPES += [SampleRequest, SamplingParams, Manifest, TensorSpec, Bucket, SharedHandle]
+TYPES += [ChatBody, TextBody, ChatMessage, TextPart]
+WORDS = [*dict.fromkeys(field.name for kind in TYPES for field in fields(kind))]
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
 )
@@ -64,7 +62,17 @@ ANY_JSON = st.recursive(
 
 
 def _arguments(method: str, body: Any) -> Any:
-    return decode(REMOTE_METHODS[method].arguments, body).checked(LIMITS)
+    return read(REMOTE_METHODS[method].arguments, body).checked(LIMITS)
+
+
+def _result(kind: Any, value: Any) -> Any:
+    """Return the value as the other end reads it."""
+    generic: Any = Result
+    return read(generic[kind], write_json(Result(value))).result
+
+
+def _json(value: Any) -> Any:
+    return read_json(write_json(value))
 
 
 def _request(**more: Any) -> SampleRequest:
@@ -90,11 +98,11 @@ def test_any_json_is_a_completion_to_make_or_malformed(kind: str, body: Any):
 _TRANSLATOR = _translator()
 _GOOD_CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 _GOOD_CALLS: dict[str, Any] = {
-    "generate": {"requests": [encode(_request())]},
+    "generate": {"requests": [_json(_request())]},
     "score": {"token_ids": [[1, 2]]},
     "connect_weights": {"route": "ipc", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5},
-    "begin_weights": {"manifest": encode(Manifest(1, (TensorSpec("w", (2, 2), "float32", -5),)))},
-    "receive_weights": {"bucket": encode(Bucket(0, ("w",), (-5,)))},
+    "begin_weights": {"manifest": _json(Manifest(1, (TensorSpec("w", (2, 2), "float32", -5),)))},
+    "receive_weights": {"bucket": _json(Bucket(0, ("w",), (-5,)))},
 }
 
 
@@ -154,26 +162,29 @@ def test_what_is_written_is_read_back_to_the_bit(numbers: list[float], seed: int
     ids = list(range(len(numbers)))
     completion = completion_from("r0", ids, numbers, numbers, "stop", [VersionSpan(0, len(ids), 3)], "\n")
     for value, kind in ((request, SampleRequest), (completion, Completion)):
-        assert decode(kind, read_json(write_json(value))) == value
-    assert _arguments("generate", read_json(write_json(Generate([request])))).requests == [request]
+        assert _result(kind, value) == value
+    assert _arguments("generate", _json(Generate([request]))).requests == [request]
 
 
 def test_weights_announcements_are_read_back():
     manifest = Manifest(3, (TensorSpec("a.b", (2, 3), "bfloat16", -(2**63)),), bucket_bytes=64, base_version=2)
-    assert _arguments("begin_weights", read_json(write_json(BeginWeights(manifest)))).manifest == manifest
+    assert _arguments("begin_weights", _json(BeginWeights(manifest))).manifest == manifest
     bucket = Bucket(0, ("a.b",), (-1,), handles=(SharedHandle(0, 16, "/proc/1/fd/7"),))
-    assert _arguments("receive_weights", read_json(write_json(ReceiveWeights(bucket)))).bucket == bucket
+    assert _arguments("receive_weights", _json(ReceiveWeights(bucket))).bucket == bucket
     served = Served("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
-    assert decode(Served, read_json(write_json(served))) == served
+    assert _result(Served, served) == served
 
 
 def test_numbers_that_are_not_finite_travel_as_null():
-    answer = decode(list[list[float]], json.loads(write_json([[-1.5, math.nan, -math.inf]])))
-    assert answer[0][0] == -1.5 and all(map(math.isnan, answer[0][1:]))
+    (scores,) = _result(list[Numbers], [[-1.5, math.nan, -math.inf]])
+    assert scores[0] == -1.5 and all(map(math.isnan, scores[1:]))
+    numbers = np.array([-1.5, math.nan], np.float32)
+    completion = Completion("r0", np.array([5, 6], np.int32), numbers, numbers, "stop", [])
+    assert np.array_equal(_result(Completion, completion).logprobs, numbers, equal_nan=True)
 
 
 def test_tensors_do_not_travel():
-    with pytest.raises(Untransferable, match="Tensor"):
+    with pytest.raises(PydanticSerializationError, match="Tensor"):
         write_json(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
     with pytest.raises(Malformed, match=r"bucket\.payload"):
         _arguments("receive_weights", {"bucket": {"index": 0, "names": [], "fingerprints": [], "payload": [1]}})
@@ -200,7 +211,7 @@ def test_tensors_do_not_travel():
     ],
 )
 def test_a_request_out_of_bounds_is_refused_with_its_path(change: dict[str, Any], param: str):
-    body = {"requests": [encode(_request()) | change]}
+    body = {"requests": [_json(_request()) | change]}
     with pytest.raises(Malformed) as caught:
         _arguments("generate", body)
     assert caught.value.param == param
@@ -224,7 +235,7 @@ def test_a_bucket_names_memory_or_safetensors_and_nothing_else(bucket: dict[str,
 
 def test_a_request_id_cannot_be_given_twice():
     with pytest.raises(Malformed, match="twice"):
-        _arguments("generate", {"requests": [encode(_request())] * 2})
+        _arguments("generate", {"requests": [_json(_request())] * 2})
 
 
 def test_the_route_that_hands_tensors_over_is_refused_by_name():
