@@ -63,7 +63,7 @@ class SampleRequest:
     """Requests of one group share a prompt and go to one engine, which prefills it once."""
     deadline_s: float | None = None
     """Seconds of running after which the engine aborts the request; None for no deadline. Waiting until the engine has
-    room for it does not count (see in_process.RunClock), unless a server of another project does not tell."""
+    room for it does not count (see lifecycle.RunClock), unless a server of another project does not tell."""
     adapter: str | None = None
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 

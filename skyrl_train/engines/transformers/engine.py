@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching over any Hugging Face causal language model with a plain attention cache.
 
 - engine.py            the interface: asynchronous, validates, never blocks the event loop
+- ../lifecycle.py      its state: paused, asleep, partially loaded, ...
 - ../in_process.py     the single thread on which everything below runs
 - scheduler.py         requests and their sampled tokens; admission, decode steps, ends of requests
 - model.py             forwards, and the destination of weight syncs; refuses models that it cannot run exactly
@@ -13,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -31,6 +31,7 @@ from skyrl_train.engines.base import (
     SampleRequest,
 )
 from skyrl_train.engines.in_process import Accelerator, StepThread, compute, query
+from skyrl_train.engines.lifecycle import EngineState, Lifecycle, freed_by, outcome
 from skyrl_train.engines.sampling import Checks
 from skyrl_train.engines.transformers.model import ServedModel, ServedWeights
 from skyrl_train.engines.transformers.scheduler import GenerateCall, Scheduler
@@ -39,7 +40,6 @@ from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.models.stop_tokens import stop_tokens
 from skyrl_train.report.profiling import Profiler, peak_memory
-from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
 
@@ -96,19 +96,13 @@ class TransformersEngine:
             max_model_len=max_model_len,
             name=name,
         )
-        self._accelerator = Accelerator(name, partial(compute, device), partial(query, device))
+        self.lifecycle = Lifecycle(name)
+        self.accelerator = Accelerator(self.lifecycle, partial(compute, device), partial(query, device))
         self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
         self._profiler = Profiler(device.type)
-        self._paused = False
-        self._paused_before_sleep = False
-        self._asleep: set[str] = set()
-        """The memory freed by `sleep` and not yet reallocated: "kv_cache", "weights"."""
-        self._drained: list[Future[None]] = []
-        """Calls of `pause` that wait until no row runs any more."""
-        self._closed = False
-        self._thread = StepThread(self, f"engine-{name}")
+        self._thread = StepThread(self, self.lifecycle, self.accelerator)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -121,15 +115,14 @@ class TransformersEngine:
         call = GenerateCall(requests)
 
         def submit() -> None:
-            self._check_serving()
+            self.lifecycle.check_serving()
             self._scheduler.submit(call)
 
         try:
-            await self._ask(submit)
-            return await asyncio.shield(unwatched(asyncio.wrap_future(call.future)))
+            await self._thread.run(submit)
+            return await outcome(call.future)
         except asyncio.CancelledError:
-            if not self._closed:
-                self._thread.ask(lambda: self._abort([request.request_id for request in requests]))
+            self._thread.ask(lambda: self._abort([request.request_id for request in requests]))
             raise
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
@@ -137,207 +130,156 @@ class TransformersEngine:
         plain = self._checks.score(token_ids, temperature)
 
         def score() -> list[list[float]]:
-            self._check_serving(only_weights=True)
+            self.lifecycle.check_serving(only_weights=True)
             with torch.inference_mode():
                 return self._served.score(plain, temperature)
 
-        return await self._ask(score)  # type: ignore[no-any-return]
+        return await self._thread.run(score)  # type: ignore[no-any-return]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""
-        await self._ask(lambda: self._abort(request_ids))
+        await self._thread.run(lambda: self._abort(request_ids))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
         """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do queued ones."""
         self._checks.pause(mode)
-        drained: Future[None] = Future()
 
-        def pause() -> None:
+        def pause() -> Future[None]:
             if mode == "abort":
                 self._scheduler.abort()
             if mode == "retract":
                 self._scheduler.retract()
-            if mode == "wait" and self._scheduler.running and not self._halted():
-                self._scheduler.admitting = False
-                self._drained.append(drained)
-                return
-            self._paused = True
-            drained.set_result(None)
+            return self.lifecycle.pause(busy=mode == "wait" and self._scheduler.running > 0)
 
-        await self._ask(pause)
-        await asyncio.shield(unwatched(asyncio.wrap_future(drained)))
+        await outcome(await self._thread.run(pause))
 
     async def resume(self) -> None:
-        def resume() -> None:
-            self._paused = False
-            self._scheduler.admitting = True
-            self._notify_drained()
-
-        await self._ask(resume)
+        await self._thread.run(self.lifecycle.resume)
 
     async def sleep(self, level: int = 1) -> int:
         """See InferenceEngine. Running requests are aborted, as their cache is freed."""
 
         def sleep() -> int:
-            if not self._asleep:
-                self._paused_before_sleep = self._paused
-            self._paused = True
+            self.lifecycle.sleep(freed_by(level))
             self._scheduler.abort()
-            self._asleep |= {"kv_cache"} if level < 2 else {"kv_cache", "weights"}
             return self._served.give_memory_back(weights=level >= 2)
 
-        return await self._ask(sleep)  # type: ignore[no-any-return]
+        return await self._thread.run(sleep)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
         self._checks.wake_up(tags)
 
         def wake_up() -> None:
-            if "weights" in self._asleep and (tags is None or "weights" in tags):
+            woken = self.lifecycle.sleeping(tags)
+            if "weights" in woken:
                 self._served.take_weights_back()
-            was_asleep = bool(self._asleep)
-            self._asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
-            if was_asleep and not self._asleep:
-                self._paused = self._paused_before_sleep
+            self.lifecycle.wake_up(woken)
 
-        await self._ask(wake_up)
+        await self._thread.run(wake_up)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._ask(lambda: self._receiver.connect(route, address, rank, world_size, timeout_s))
+        await self._thread.run(lambda: self._receiver.connect(route, address, rank, world_size, timeout_s))
 
     async def begin_weights(self, manifest: Manifest) -> None:
         def begin() -> None:
-            if "weights" in self._asleep:
-                raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+            self.lifecycle.check_loadable(complete=manifest.base_version is None)
             self._receiver.begin(manifest)
 
-        await self._ask(begin)
+        await self._thread.run(begin)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        await self._ask(lambda: self._receiver.receive(bucket))
+        await self._thread.run(lambda: self._transfer(self._receiver.receive, bucket))
 
     async def commit_weights(self, version: int) -> None:
         def commit() -> None:
-            self._receiver.commit(version)
+            self._transfer(self._receiver.commit, version)
             self._scheduler.weights_changed(version)
 
-        await self._ask(commit)
+        await self._thread.run(commit)
+
+    def _transfer(self, step: Callable[[Any], None], given: Any) -> None:
+        try:
+            step(given)
+        finally:
+            self.lifecycle.partially_loaded = self._receiver.torn
 
     async def reset_prefix_cache(self) -> None:
-        await self._ask(self._scheduler.forget)
+        await self._thread.run(self._scheduler.forget)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. Running requests finish with the adapter that they began with."""
         adapter = await asyncio.to_thread(self._served.adapters.read, name, path)
-        await self._ask(lambda: self._served.adapters.add(adapter))
+        await self._thread.run(lambda: self._served.adapters.add(adapter))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
-        await self._ask(lambda: self._served.adapters.remove(name))
+        await self._thread.run(lambda: self._served.adapters.remove(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
-        if self._closed:
-            raise EngineError(f"Engine {self.name!r} is closed.")
-        self._accelerator.check()
-        scheduler = self._scheduler
-        return EngineHealth(
-            name=self.name,
-            version=self._receiver.version,
-            running=scheduler.running,
-            queued=scheduler.queued,
-            paused=self._paused or not scheduler.admitting,
-            asleep=bool(self._asleep),
-            torn=self._receiver.torn,
-            generated_tokens=scheduler.generated_tokens,
-            prefilled_tokens=scheduler.prefilled_tokens,
-            cached_tokens=scheduler.cached_tokens,
+        return self.lifecycle.health(
+            self._receiver.version,
+            running=self._scheduler.running,
+            queued=self._scheduler.queued,
+            generated_tokens=self._scheduler.generated_tokens,
+            prefilled_tokens=self._scheduler.prefilled_tokens,
+            cached_tokens=self._scheduler.cached_tokens,
             extra=peak_memory(self._served.device.type),
         )
 
     async def start_profile(self) -> None:
         """Record what the engine's thread runs."""
-        await self._ask(self._profiler.start)
+        await self._thread.run(self._profiler.start)
 
     async def stop_profile(self, file: str) -> str:
         """See Profiler.write; steps go on while it writes."""
-        await self._ask(self._profiler.stop)
+        await self._thread.run(self._profiler.stop)
         return await asyncio.to_thread(self._profiler.write, file)
 
     async def close(self) -> None:
         """End the thread; running requests get EngineError. Closing twice is harmless."""
-        if self._closed:
+        if not self.lifecycle.close():
             return
-        self._closed = True
         await asyncio.to_thread(self._thread.close)
         self._scheduler.fail(EngineError(f"Engine {self.name!r} was closed."))
-        self._notify_drained()
+        self.lifecycle.idle()
         self._receiver.close()
 
     # -- called by the thread -----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return not self._halted() and (self._scheduler.has_work or bool(self._drained))
+        if self.lifecycle.halted:
+            return False
+        return bool(self._scheduler.running or (self._scheduler.queued and self.lifecycle.admits))
 
     def wakes_at(self) -> float:
-        return math.inf if self._closed else self._scheduler.next_deadline
+        return self._scheduler.next_deadline
 
     def tick(self) -> None:
         try:
             with torch.inference_mode():
                 self._scheduler.expire()
-                if not self._halted() and self._scheduler.has_work:
-                    self._scheduler.step()
-        except EngineError as error:
-            self._scheduler.fail(error)
+                if self.has_work():
+                    self._scheduler.step(admits=self.lifecycle.admits)
         except Exception as error:
-            failure = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._accelerator.examine()
-            self._scheduler.fail(failure)
-        if self._drained and not self._scheduler.running:
-            self._paused = True
-            self._scheduler.admitting = True
-            self._notify_drained()
-
-    def _halted(self) -> bool:
-        return self._paused or self._receiver.torn or bool(self._asleep)
-
-    def _notify_drained(self) -> None:
-        waiting, self._drained = self._drained, []
-        for drained in waiting:
-            drained.set_result(None)
+            if not isinstance(error, EngineError):
+                self.accelerator.examine()
+            self._scheduler.fail(self.lifecycle.failed(error))
+        if self.lifecycle.state is EngineState.BROKEN:
+            self._scheduler.fail(self.lifecycle.end)
+        if not self._scheduler.running:
+            self.lifecycle.idle()
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         with torch.inference_mode():
             self._scheduler.abort(request_ids)
-
-    # -- checks ------------------------------------------------------------------------------------------------------
-
-    async def _ask(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine's thread between two steps. Raises EngineError once closed."""
-        try:
-            return await asyncio.wrap_future(self._thread.ask(lambda: self._accelerator.run(command)))
-        except (RuntimeError, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if self._closed and not (task is not None and task.cancelling()):
-                raise EngineError(f"Engine {self.name!r} is closed.") from error
-            raise
-
-    def _check_serving(self, only_weights: bool = False) -> None:
-        self._accelerator.check()
-        if self._receiver.torn:
-            raise EngineError(
-                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
-            )
-        if "weights" in self._asleep or (self._asleep and not only_weights):
-            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
 
 def _capabilities(name: str, max_model_len: int, *, strings: bool) -> Capabilities:

@@ -19,7 +19,7 @@ from torch import Tensor
 from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.lifecycle import RunClock
 from skyrl_train.engines.sampling import check_logprobs, check_new_ids
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings
 from skyrl_train.engines.transformers.adapters import adapted_rows
@@ -194,7 +194,6 @@ class Scheduler:
         """Calls that have not got their completions yet."""
         self._clock = RunClock(max_num_seqs)
         self.version = 0
-        self.admitting = True
         self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
 
     @property
@@ -204,10 +203,6 @@ class Scheduler:
     @property
     def queued(self) -> int:
         return len(self._queue)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._rows or (self._queue and self.admitting))
 
     @property
     def next_deadline(self) -> float:
@@ -299,9 +294,9 @@ class Scheduler:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Admit the requests that fit, then sample one token for every running row."""
-        while self.admitting and self._queue and len(self._rows) < self._max_num_seqs:
+    def step(self, *, admits: bool) -> None:
+        """Admit the queued requests that fit, if it `admits` any, then sample one token for every running row."""
+        while admits and self._queue and len(self._rows) < self._max_num_seqs:
             self._admit()
         if self._rows:
             self._decode()

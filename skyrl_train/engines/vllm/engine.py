@@ -8,7 +8,6 @@ weights change at a known token of every request.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Callable, Sequence, Set
@@ -23,8 +22,9 @@ import torch
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.in_process import Accelerator, RunClock, StepThread
-from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids
+from skyrl_train.engines.in_process import Accelerator, StepThread
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, RunClock, freed_by, outcome
+from skyrl_train.engines.sampling import Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.profiling import peak_memory
@@ -63,7 +63,6 @@ from skyrl_train.engines.vllm.arguments import (
     vllm_capabilities,
 )
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
-from skyrl_train.tasks import unwatched
 
 _ANSWER_S = 30.0
 """Within this time its ranks say whether their devices compute, after a failure."""
@@ -108,7 +107,9 @@ class VLLMEngine:
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self._engine, name)
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        self._accelerator = Accelerator(name, partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S))
+        self.lifecycle = Lifecycle(name)
+        compute = partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S)
+        self.accelerator = Accelerator(self.lifecycle, compute)
         self._core.set_weight_version("0")
         longest = self._engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
@@ -123,16 +124,8 @@ class VLLMEngine:
         self._version = 0
         self._generation = 0
         """Incremented with every reset of the prompt cache."""
-        self._torn = False
-        self._weights_are_gone = False
-        """A sleep discarded them, or the adapter synced with them failed to load; a complete sync repairs that."""
-        self._paused = self._draining = False
-        self._paused_before_sleep = False
-        self._asleep: set[str] = set()
-        self._drained: list[Future[None]] = []
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
-        self._closed = False
-        self._thread = StepThread(self, f"engine-{name}")
+        self._thread = StepThread(self, self.lifecycle, self.accelerator)
         # vLLM's kernels fail if OpenMP and torch have different numbers of threads: this call makes them agree.
         self._thread.ask(torch.get_num_threads)
 
@@ -146,123 +139,108 @@ class VLLMEngine:
             return []
         call = VLLMCall(requests, self._build)  # not between steps; what changes until it is admitted is seen there
         try:
-            await self._ask(lambda: self._submit(call.entries))
-            await asyncio.shield(unwatched(asyncio.wrap_future(call.future)))
+            await self._thread.run(lambda: self._submit(call.entries))
+            await outcome(call.future)
         except asyncio.CancelledError:
-            if not self._closed:
-                self._thread.ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
+            self._thread.ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
             raise
         return [entry.completion(self.name, self._decode) for entry in call.entries]
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
         plain = self._checks.score(token_ids, temperature)
-        return await self._ask_between_steps(lambda: self._score(plain))  # type: ignore[no-any-return]
+        return await self._between_steps(lambda: self._score(plain))  # type: ignore[no-any-return]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""
-        await self._ask(lambda: self._abort(request_ids))
+        await self._thread.run(lambda: self._abort(request_ids))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
         """See InferenceEngine. Requests that come while paused wait for `resume`."""
         self._checks.pause(mode)
-        drained: Future[None] = Future()
 
-        def pause() -> None:
-            if mode == "wait" and self._entries and not self._halted():
-                self._draining = True
-                self._drained.append(drained)
-                return
+        def pause() -> Future[None]:
             if mode == "abort":
                 self._abort(list(self._entries))
             if mode == "retract":
                 self._core.reset_prefix_cache(reset_running_requests=True)
-            self._paused = True
-            drained.set_result(None)
+            return self.lifecycle.pause(busy=mode == "wait" and bool(self._entries))
 
-        await self._ask_between_steps(pause)
-        await asyncio.shield(unwatched(asyncio.wrap_future(drained)))
+        await outcome(await self._between_steps(pause))
 
     async def resume(self) -> None:
         def resume() -> None:
-            self._paused = self._draining = False
-            self._notify_drained()
+            self.lifecycle.resume()
             self._admit_waiting()
 
-        await self._ask(resume)
+        await self._thread.run(resume)
 
     async def sleep(self, level: int = 1) -> int:
         """See InferenceEngine. Running requests are aborted, as their cache is freed."""
 
         def sleep() -> int:
-            if not self._asleep:
-                self._paused_before_sleep = self._paused
-            self._paused = True
+            before = [] if self._on_cpu else self._engine.collective_rpc("free_memory")  # asking here would take memory
+            # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
+            tags = freed_by(level) if self._on_cpu else MEMORY_TAGS
+            self.lifecycle.sleep(tags, discards_weights=level >= 2 and not self._on_cpu)
             self._abort([entry.id for entry in self._all_entries()])
-            if not self._on_cpu:
-                return self._give_memory_back(level)
-            self._asleep |= {"kv_cache"} if level < 2 else SLEEPING
-            return 0
+            if self._on_cpu:
+                return 0
+            self._engine.sleep(level=level)
+            return sum(self._engine.collective_rpc("free_memory")) - sum(before)
 
-        return await self._ask_between_steps(sleep)  # type: ignore[no-any-return]
+        return await self._between_steps(sleep)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
         self._checks.wake_up(tags)
 
         def wake_up() -> None:
-            if not self._asleep:
-                return
-            wanted = SLEEPING if tags is None else set(tags)
-            self._take_memory_back(wanted)
-            self._asleep -= wanted
-            if not self._asleep:
-                self._paused = self._paused_before_sleep
-                self._admit_waiting()
+            woken = self.lifecycle.sleeping(tags)
+            self._take_memory_back(woken)
+            self.lifecycle.wake_up(woken)
+            self._admit_waiting()
 
-        await self._ask(wake_up)
+        await self._thread.run(wake_up)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._ask_between_steps(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
+        await self._between_steps(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
 
     async def begin_weights(self, manifest: Manifest) -> None:
         def begin() -> None:
-            if "weights" in self._asleep:
-                raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
-            if self._weights_are_gone and manifest.base_version is not None:
-                raise WeightSyncError(f"engine {self.name} has no weights to change: a complete sync is needed.")
+            self.lifecycle.check_loadable(complete=manifest.base_version is None)
             self._weights("begin", manifest)
             self._adapters.coming = manifest.adapter is not None
 
-        await self._ask_between_steps(begin)
+        await self._between_steps(begin)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        await self._ask_between_steps(lambda: self._weights("receive", bucket))
+        await self._between_steps(lambda: self._weights("receive", bucket))
 
     async def commit_weights(self, version: int) -> None:
         def commit() -> None:
             self._weights("commit", version)
             self._serve_synced_adapter()
-            self._torn = self._weights_are_gone = False
+            self.lifecycle.weights_loaded()
             self._version = version
             self._core.set_weight_version(str(version))
             self._forget_prompts()
             self._admit_waiting()
 
-        await self._ask_between_steps(commit)
+        await self._between_steps(commit)
 
     async def reset_prefix_cache(self) -> None:
-        await self._ask_between_steps(self._forget_prompts)
+        await self._between_steps(self._forget_prompts)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
-        await self._ask_between_steps(lambda: self._adapters.add(name, copied))
+        await self._between_steps(lambda: self._adapters.add(name, copied))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
@@ -271,24 +249,17 @@ class VLLMEngine:
             self._adapters.drop(name)
             self._deliver()
 
-        await self._ask_between_steps(unload)
+        await self._between_steps(unload)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
-        if self._closed:
-            raise EngineError(f"Engine {self.name!r} is closed.")
-        self._accelerator.check()
         running = len(self._core.scheduler.running)
-        return EngineHealth(
-            name=self.name,
-            version=self._version,
+        return self.lifecycle.health(
+            self._version,
             running=running,
             queued=max(0, len(self._entries) - running) + len(self._waiting),
-            paused=self._paused or self._draining,
-            asleep=bool(self._asleep),
-            torn=self._torn,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
@@ -297,40 +268,37 @@ class VLLMEngine:
 
     async def close(self) -> None:
         """End the thread and vLLM's processes; running requests are aborted. Closing twice is harmless."""
-        if self._closed:
+        if not self.lifecycle.close():
             return
-        self._closed = True
         await asyncio.to_thread(self._thread.close)
         try:
             self._abort([entry.id for entry in self._all_entries()])
             self._engine.collective_rpc("weights", args=("close",))
         finally:
-            self._notify_drained()
+            self.lifecycle.idle()
             self._engine.engine_core.shutdown()
             self._adapters.close()
 
     # -- called by the thread ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return not self._halted() and bool(self._unfinished() or self._drained)
+        return not self.lifecycle.halted and self._unfinished()
 
     def wakes_at(self) -> float:
-        return math.inf if self._closed else self._clock.next_deadline()
+        return self._clock.next_deadline()
 
     def tick(self) -> None:
         if late := self._clock.late():
             self._abort(late)
-        if not self._halted() and self._unfinished():
+        if self.has_work():
             self._step()
-        if self._draining and not self._entries and not self._core.batch_queue:
-            self._paused, self._draining = True, False
-            self._notify_drained()
+        if self.lifecycle.state is EngineState.BROKEN:
+            self._fail(self.lifecycle.end)
+        if not self._entries and not self._core.batch_queue:
+            self.lifecycle.idle()
 
     def _all_entries(self) -> list[VLLMRequest]:
         return [*self._entries.values(), *self._waiting]
-
-    def _halted(self) -> bool:
-        return self._paused or self._torn or bool(self._asleep)
 
     def _unfinished(self) -> bool:
         return bool(self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
@@ -351,11 +319,11 @@ class VLLMEngine:
             self._engine.step()
             self._deliver()
         except Exception as error:
-            self._accelerator.examine()
-            self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
+            self.accelerator.examine()
+            self._fail(self.lifecycle.failed(error))
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
-        self._check_serving()
+        self.lifecycle.check_serving()
         under_way = (entry.id for entry in self._all_entries())
         check_new_ids(self.name, (entry.request for entry in entries), under_way)
         self._waiting.extend(entries)
@@ -364,7 +332,7 @@ class VLLMEngine:
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to vLLM. Their weights and cache salt are those of now, not of their submission."""
-        if self._halted() or self._draining:
+        if not self.lifecycle.admits:
             return
         entries, self._waiting = self._waiting, []
         for entry in entries:
@@ -409,8 +377,7 @@ class VLLMEngine:
 
     def _refuse(self, call: VLLMCall, error: Exception) -> None:
         """Fail a call whose requests vLLM refused when they were to begin."""
-        failed = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
-        call.future.set_exception(error if isinstance(error, EngineError) else failed)
+        call.future.set_exception(self.lifecycle.failed(error))
         for entry in call.entries:
             self._clock.remove(entry.id)
         self._engine.abort_request([entry.id for entry in call.entries])
@@ -461,7 +428,7 @@ class VLLMEngine:
         self._abort(list(self._entries))
 
     def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._check_serving(only_weights=True)
+        self.lifecycle.check_serving(only_weights=True)
         borrowed = self._take_memory_back({"kv_cache"})
         scheduler = self._core.scheduler
         running, waiting = scheduler.running, scheduler.waiting
@@ -503,15 +470,6 @@ class VLLMEngine:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._salt_again(request)
 
-    def _give_memory_back(self, level: int) -> int:
-        """Let vLLM sleep: it frees weights and cache at every level; at level 2 it keeps no copy of the weights."""
-        before = self._engine.collective_rpc("free_memory")  # to ask from here would take memory there
-        if level >= 2 and "weights" not in self._core.model_executor.sleeping_tags:
-            self._torn = self._weights_are_gone = True
-        self._asleep |= SLEEPING
-        self._engine.sleep(level=level)
-        return sum(self._engine.collective_rpc("free_memory")) - sum(before)
-
     def _take_memory_back(self, wanted: Set[str]) -> list[str]:
         """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
         asleep = sorted(wanted & self._core.model_executor.sleeping_tags)
@@ -523,10 +481,10 @@ class VLLMEngine:
         try:
             answers = self._engine.collective_rpc("weights", args=(method, *args))
         except Exception as error:  # of a rank's process
-            self._torn = True
-            self._accelerator.examine()
+            self.lifecycle.partially_loaded = True
+            self.accelerator.examine()
             raise EngineError(f"Engine {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
-        self._torn = self._weights_are_gone or any(torn for _, torn in answers)
+        self.lifecycle.partially_loaded = any(torn for _, torn in answers)
         for problem, _ in answers:
             if problem is not None:
                 raise WeightSyncError(problem)
@@ -538,7 +496,7 @@ class VLLMEngine:
         try:
             self._adapters.serve_synced()
         except EngineError as error:
-            self._torn = self._weights_are_gone = True
+            self.lifecycle.weights_lost = True
             raise WeightSyncError(str(error)) from error
 
     def _forget_prompts(self) -> None:
@@ -556,11 +514,6 @@ class VLLMEngine:
         """The cache salt: a part of the keys of the prompt cache."""
         return f"{self._version}.{self._generation}.{lora.lora_int_id if lora else 0}"
 
-    def _notify_drained(self) -> None:
-        waiting, self._drained = self._drained, []
-        for drained in waiting:
-            drained.set_result(None)
-
     def _decode(self, token: int) -> str | None:
         tokenizer = self._engine.renderer.tokenizer
         return None if tokenizer is None else token_text(tokenizer, token)
@@ -571,35 +524,14 @@ class VLLMEngine:
         self._prompt_tokens += len(entry.request.token_ids)
         self._cached_tokens += entry.output.num_cached_tokens or 0
 
-    # -- checks ------------------------------------------------------------------------------------------------------
-
-    async def _ask_between_steps(self, command: Callable[[], Any]) -> Any:
-        """Like `_ask`, for a command that no step may be under way for."""
+    async def _between_steps(self, command: Callable[[], Any]) -> Any:
+        """Run a command on the engine's thread that no step may be under way for."""
 
         def alone() -> Any:
             self._end_steps()
             return command()
 
-        return await self._ask(alone)
-
-    async def _ask(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine's thread, which begins no step meanwhile. Raises EngineError once closed."""
-        try:
-            return await asyncio.wrap_future(self._thread.ask(lambda: self._accelerator.run(command)))
-        except (RuntimeError, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if self._closed and not (task is not None and task.cancelling()):
-                raise EngineError(f"Engine {self.name!r} is closed.") from error
-            raise
-
-    def _check_serving(self, only_weights: bool = False) -> None:
-        self._accelerator.check()
-        if self._torn:
-            raise EngineError(
-                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
-            )
-        if "weights" in self._asleep or (self._asleep and not only_weights):
-            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
+        return await self._thread.run(alone)
 
 
 class VLLMWorkerNode:
