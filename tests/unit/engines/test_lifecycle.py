@@ -20,12 +20,17 @@ def load(lifecycle: Lifecycle) -> None:
     lifecycle.partially_loaded = True
 
 
+def discard(lifecycle: Lifecycle) -> None:
+    lifecycle.sleep(MEMORY_TAGS, discards_weights=True)
+    lifecycle.wake_up(MEMORY_TAGS)
+
+
 CHANGES: dict[str, Change] = {
     "drain": lambda engine: engine.pause(busy=True),
     "pause": Lifecycle.pause,
     "sleep": lambda engine: engine.sleep(MEMORY_TAGS),
     "load": load,
-    "discard": lambda engine: (engine.sleep(MEMORY_TAGS, discards_weights=True), engine.wake_up(MEMORY_TAGS)),
+    "discard": discard,
     "fail": lambda engine: engine.fail("its process 7 ended"),
     "close": Lifecycle.close,
 }
