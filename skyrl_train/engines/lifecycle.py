@@ -22,6 +22,7 @@ from skyrl_train import trace
 from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.tasks import unwatched
+from skyrl_train.weight_sync.wire import Manifest
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ ABORT_AGAIN_S = 0.2
 """An abort may overtake its request on the way to a server: it is repeated until the request is answered."""
 
 
-def freed_by(level: int) -> frozenset[str]:
+def tags_freed_by(level: int) -> frozenset[str]:
     """The tags of what `sleep(level)` frees, in engines that free the cache alone at level 1."""
     return MEMORY_TAGS if level >= 2 else frozenset({"kv_cache"})
 
@@ -102,9 +103,9 @@ class Lifecycle:
     # -- pausing -----------------------------------------------------------------------------------------------------
 
     def pause(self, *, busy: bool = False) -> Future[None]:
-        """Pause; if `busy`, only when `idle` is called. Returns a future that is done once the engine is paused.
+        """Pause; if `busy`, drain first, until `finish_draining`. Returns a future that is done when that is over.
 
-        An engine that is halted already does not wait, as its requests would not finish. `resume` ends the wait, too.
+        An engine that is halted already does not drain, as its requests would not finish. `resume` ends draining, too.
         """
         drained: Future[None] = Future()
         if busy and not self.halted:
@@ -114,8 +115,8 @@ class Lifecycle:
             drained.set_result(None)
         return drained
 
-    def idle(self) -> None:
-        """Note that no request runs: a draining engine is paused now."""
+    def finish_draining(self) -> None:
+        """Pause the engine if it drains, as no request runs any more."""
         if not self._drains:
             return
         self._paused = True
@@ -125,7 +126,7 @@ class Lifecycle:
 
     def resume(self) -> None:
         """Continue, as soon as the engine is awake and has all weights."""
-        self.idle()
+        self.finish_draining()
         self._paused = False
 
     # -- memory and weights ------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Lifecycle:
         self.asleep |= freed
         return freed
 
-    def sleeping(self, tags: Sequence[str] | None) -> frozenset[str]:
+    def asleep_among(self, tags: Sequence[str] | None) -> frozenset[str]:
         """Return those of `tags` (None: of all) whose memory is freed."""
         return self.asleep if tags is None else self.asleep.intersection(tags)
 
@@ -148,19 +149,11 @@ class Lifecycle:
         """Note that the memory of `tags` is allocated again."""
         self.asleep -= tags
 
-    def check_loadable(self, *, complete: bool) -> None:
-        """Raise an error if a weight sync cannot begin.
-
-        Args:
-            complete: True if the sync sends all tensors.
-
-        Raises:
-            EngineError: The memory of the weights is freed.
-            WeightSyncError: The weights were discarded, and the sync is not complete.
-        """
+    def check_can_load(self, manifest: Manifest) -> None:
+        """Raise EngineError if weights have no memory, WeightSyncError if a partial sync finds them discarded."""
         if "weights" in self.asleep:
             raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
-        if self.weights_lost and not complete:
+        if self.weights_lost and manifest.base_version is not None:
             raise WeightSyncError(f"engine {self.name} has no weights to change: a complete sync is needed.")
 
     def weights_loaded(self) -> None:
@@ -180,13 +173,13 @@ class Lifecycle:
         return was_open
 
     @property
-    def end(self) -> EngineError:
+    def end_error(self) -> EngineError:
         """The error of every call to an engine that is broken or closed."""
         return EngineError(f"Engine {self.name!r} {self._end}.")
 
     @contextmanager
-    def naming_the_end(self) -> Iterator[None]:
-        """Raise `end` instead of a CancelledError, unless it is the caller that was cancelled."""
+    def reason_for_cancellation(self) -> Iterator[None]:
+        """Raise `end_error` instead of a CancelledError, unless it is the caller that was cancelled."""
         try:
             yield
         except asyncio.CancelledError:
@@ -200,7 +193,7 @@ class Lifecycle:
     def check_alive(self) -> None:
         """Raise EngineError if the engine is broken or closed."""
         if self._end is not None:
-            raise self.end
+            raise self.end_error
 
     def check_serving(self, *, only_weights: bool = False) -> None:
         """Raise EngineError if the engine cannot take requests; with `only_weights` it may sleep without its cache."""
@@ -212,7 +205,7 @@ class Lifecycle:
         if "weights" in self.asleep or (self.asleep and not only_weights):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
-    def failed(self, error: Exception) -> EngineError:
+    def as_engine_error(self, error: Exception) -> EngineError:
         """Return the error for callers whose requests a failure ended: `error` itself if it is an EngineError."""
         if isinstance(error, EngineError):
             return error
@@ -233,7 +226,7 @@ class Lifecycle:
         )
 
 
-async def outcome(future: Future[T]) -> T:
+async def result_of(future: Future[T]) -> T:
     """Await a future of the engine's thread; it goes on if the caller is cancelled."""
     return await asyncio.shield(unwatched(asyncio.wrap_future(future)))
 

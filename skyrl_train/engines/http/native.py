@@ -31,7 +31,7 @@ from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
 from skyrl_train.engines.http.native_servers import NativeServer, Sampled
 from skyrl_train.engines.http.wire import GRACE_S
-from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, MEMORY_TAGS, EngineState, Lifecycle, outcome
+from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, MEMORY_TAGS, EngineState, Lifecycle, result_of
 from skyrl_train.engines.sampling import Checks, check_new_ids, request_seed, with_stop_token
 from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
@@ -235,7 +235,7 @@ class NativeEngine:
     def _landed(self, entry: _NativeRequest) -> None:
         entry.flight = None
         if self.lifecycle.state is EngineState.DRAINING and not any(other.flight for other in self._entries.values()):
-            self.lifecycle.idle()
+            self.lifecycle.finish_draining()
 
     def _room(self, entry: _NativeRequest) -> int:
         """The number of tokens that may still be sampled for it."""
@@ -338,7 +338,7 @@ class NativeEngine:
             await self._end(self._entries.values())
         elif mode == "retract":
             await self._retract()
-        await outcome(drained)
+        await result_of(drained)
 
     async def resume(self) -> None:
         self.lifecycle.resume()
@@ -355,7 +355,7 @@ class NativeEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
         self._checks.wake_up(tags)
-        if woken := self.lifecycle.sleeping(tags):
+        if woken := self.lifecycle.asleep_among(tags):
             await self._server.wake_up(sorted(woken))
             self.lifecycle.wake_up(woken)
         self._settle()
@@ -410,7 +410,7 @@ class NativeEngine:
         await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        self.lifecycle.check_loadable(complete=manifest.base_version is None)
+        self.lifecycle.check_can_load(manifest)
         if manifest.base_version is not None:
             raise WeightSyncError(f"engine {self.name}: {self.capabilities.refusals['partial_weights']}")
         await self._transfer(self._receiver.begin, manifest)

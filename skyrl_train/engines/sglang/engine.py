@@ -167,7 +167,7 @@ class SGLangEngine:
         await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        self.lifecycle.check_loadable(complete=manifest.base_version is None)
+        self.lifecycle.check_can_load(manifest)
         await self._transfer(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
@@ -225,7 +225,7 @@ class SGLangEngine:
         Raises EngineError if SGLang is gone.
         """
         future = asyncio.wrap_future(self._submit(work))
-        with self.lifecycle.naming_the_end():
+        with self.lifecycle.reason_for_cancellation():
             return await (asyncio.shield(unwatched(future)) if shielded else future)
 
     async def _cancelled_when_gone(self, work: Awaitable[T]) -> T:
@@ -251,12 +251,12 @@ class SGLangEngine:
         try:
             return self._submit(work).result(_LOADING_S)
         except CancelledError:
-            raise self.lifecycle.end from None
+            raise self.lifecycle.end_error from None
 
     async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         self.lifecycle.check_alive()
-        with self.lifecycle.naming_the_end():
+        with self.lifecycle.reason_for_cancellation():
             await asyncio.get_running_loop().run_in_executor(self._worker, self.accelerator.run, partial(step, *args))
 
     def _died(self, how: str) -> None:

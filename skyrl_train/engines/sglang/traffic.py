@@ -15,7 +15,7 @@ import torch
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, Lifecycle, RunClock, freed_by, outcome
+from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, Lifecycle, RunClock, result_of, tags_freed_by
 from skyrl_train.engines.sampling import check_logprobs, check_new_ids
 from skyrl_train.errors import EngineError
 from skyrl_train.tasks import unwatched
@@ -124,8 +124,8 @@ class Traffic:
         """End all requests and pending pauses, as the engine has ended."""
         self._waiting = []
         for entry in list(self._entries.values()):
-            self._end(entry, self._lifecycle.end)
-        self._lifecycle.idle()
+            self._end(entry, self._lifecycle.end_error)
+        self._lifecycle.finish_draining()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -151,7 +151,7 @@ class Traffic:
         try:
             self._end(entry, _nothing(entry.request) if entry.aborted else await self._sample(entry))
         except Exception as error:
-            self._end(entry, self._lifecycle.failed(error))
+            self._end(entry, self._lifecycle.as_engine_error(error))
 
     def _end(self, entry: _SGLangRequest, answer: Completion | EngineError) -> None:
         if self._entries.pop(entry.request.request_id, None) is None:
@@ -165,7 +165,7 @@ class Traffic:
                 entry.done.set_exception(answer)
                 entry.done.exception()  # marks it as retrieved: it may have no awaiter any more
         if not self.running:
-            self._lifecycle.idle()
+            self._lifecycle.finish_draining()
 
     async def _sample(self, entry: _SGLangRequest) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -274,7 +274,7 @@ class Traffic:
             await self._abort_everything()
         elif mode != "wait":
             await self._stop("retract" if mode == "retract" else "in_place")
-        await outcome(drained)
+        await result_of(drained)
 
     async def resume(self) -> None:
         async with self._scheduler:
@@ -322,7 +322,7 @@ class Traffic:
     async def sleep(self, level: int) -> int:
         """See InferenceEngine; returns the bytes freed."""
         async with self._memory_changes:
-            freed = self._lifecycle.sleep(freed_by(level), discards_weights=not self._on_cpu and level >= 2)
+            freed = self._lifecycle.sleep(tags_freed_by(level), discards_weights=not self._on_cpu and level >= 2)
             await self._abort_everything()
             async with self._scheduler:
                 if self._scheduler_paused:
@@ -335,7 +335,7 @@ class Traffic:
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         async with self._memory_changes, self._scheduler:
-            woken = self._lifecycle.sleeping(tags)
+            woken = self._lifecycle.asleep_among(tags)
             if woken and not self._on_cpu:
                 await self._memory("resume", woken)
             self._lifecycle.wake_up(woken)

@@ -14,8 +14,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,8 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.in_process import Accelerator, StepThread, compute, query
-from skyrl_train.engines.lifecycle import EngineState, Lifecycle, freed_by, outcome
+from skyrl_train.engines.in_process import Accelerator, SteppedEngine, compute, query
+from skyrl_train.engines.lifecycle import result_of, tags_freed_by
 from skyrl_train.engines.sampling import Checks
 from skyrl_train.engines.transformers.model import ServedModel, ServedWeights
 from skyrl_train.engines.transformers.scheduler import GenerateCall, Scheduler
@@ -41,10 +40,10 @@ from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.models.stop_tokens import stop_tokens
 from skyrl_train.report.profiling import Profiler, peak_memory
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
+from skyrl_train.weight_sync.wire import ROUTES, dtype_of
 
 
-class TransformersEngine:
+class TransformersEngine(SteppedEngine):
     """An InferenceEngine in this process. It owns a thread, so it must be closed.
 
     Given one list of requests while it is idle, its completions are bit-identical in every process (on the same machine
@@ -77,6 +76,7 @@ class TransformersEngine:
         Raises ConfigError for a model that cannot be loaded,
         EngineError for one that cannot be served exactly.
         """
+        super().__init__(name, max_num_seqs)
         device = torch.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -84,7 +84,6 @@ class TransformersEngine:
             dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
-        self.name = name
         self._served = ServedModel(model, device, name, keeps_routing)  # type: ignore[arg-type]
         longest, served = self._served.max_positions, self._served.model
         max_model_len = min(max_model_len or longest, longest)
@@ -92,17 +91,17 @@ class TransformersEngine:
             self._served,
             tokenizer,
             stop_tokens(tokenizer, served.generation_config, served.config, checkpoint_config(served)),
+            self._clock,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             name=name,
         )
-        self.lifecycle = Lifecycle(name)
         self.accelerator = Accelerator(self.lifecycle, partial(compute, device), partial(query, device))
         self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
         self._profiler = Profiler(device.type)
-        self._thread = StepThread(self, self.lifecycle, self.accelerator)
+        self._thread.start()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -119,106 +118,20 @@ class TransformersEngine:
             self._scheduler.submit(call)
 
         try:
-            await self._thread.run(submit)
-            return await outcome(call.future)
+            await self._run(submit)
+            return await result_of(call.future)
         except asyncio.CancelledError:
-            self._thread.ask(lambda: self._abort([request.request_id for request in requests]))
+            self._ask(lambda: self._abort([request.request_id for request in requests]))
             raise
-
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Works while paused, and with only the weights awake: it needs no cache."""
-        plain = self._checks.score(token_ids, temperature)
-
-        def score() -> list[list[float]]:
-            self.lifecycle.check_serving(only_weights=True)
-            with torch.inference_mode():
-                return self._served.score(plain, temperature)
-
-        return await self._thread.run(score)  # type: ignore[no-any-return]
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
-        await self._thread.run(lambda: self._abort(request_ids))
-
-    # -- traffic -----------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do queued ones."""
-        self._checks.pause(mode)
-
-        def pause() -> Future[None]:
-            if mode == "abort":
-                self._scheduler.abort()
-            if mode == "retract":
-                self._scheduler.retract()
-            return self.lifecycle.pause(busy=mode == "wait" and self._scheduler.running > 0)
-
-        await outcome(await self._thread.run(pause))
-
-    async def resume(self) -> None:
-        await self._thread.run(self.lifecycle.resume)
-
-    async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
-
-        def sleep() -> int:
-            self.lifecycle.sleep(freed_by(level))
-            self._scheduler.abort()
-            return self._served.give_memory_back(weights=level >= 2)
-
-        return await self._thread.run(sleep)  # type: ignore[no-any-return]
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
-        self._checks.wake_up(tags)
-
-        def wake_up() -> None:
-            woken = self.lifecycle.sleeping(tags)
-            if "weights" in woken:
-                self._served.take_weights_back()
-            self.lifecycle.wake_up(woken)
-
-        await self._thread.run(wake_up)
-
-    # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._thread.run(lambda: self._receiver.connect(route, address, rank, world_size, timeout_s))
-
-    async def begin_weights(self, manifest: Manifest) -> None:
-        def begin() -> None:
-            self.lifecycle.check_loadable(complete=manifest.base_version is None)
-            self._receiver.begin(manifest)
-
-        await self._thread.run(begin)
-
-    async def receive_weights(self, bucket: Bucket) -> None:
-        await self._thread.run(lambda: self._transfer(self._receiver.receive, bucket))
-
-    async def commit_weights(self, version: int) -> None:
-        def commit() -> None:
-            self._transfer(self._receiver.commit, version)
-            self._scheduler.weights_changed(version)
-
-        await self._thread.run(commit)
-
-    def _transfer(self, step: Callable[[Any], None], given: Any) -> None:
-        try:
-            step(given)
-        finally:
-            self.lifecycle.partially_loaded = self._receiver.torn
-
-    async def reset_prefix_cache(self) -> None:
-        await self._thread.run(self._scheduler.forget)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. Running requests finish with the adapter that they began with."""
         adapter = await asyncio.to_thread(self._served.adapters.read, name, path)
-        await self._thread.run(lambda: self._served.adapters.add(adapter))
+        await self._run(lambda: self._served.adapters.add(adapter))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
-        await self._thread.run(lambda: self._served.adapters.remove(name))
+        await self._run(lambda: self._served.adapters.remove(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -236,50 +149,62 @@ class TransformersEngine:
 
     async def start_profile(self) -> None:
         """Record what the engine's thread runs."""
-        await self._thread.run(self._profiler.start)
+        await self._run(self._profiler.start)
 
     async def stop_profile(self, file: str) -> str:
         """See Profiler.write; steps go on while it writes."""
-        await self._thread.run(self._profiler.stop)
+        await self._run(self._profiler.stop)
         return await asyncio.to_thread(self._profiler.write, file)
 
-    async def close(self) -> None:
-        """End the thread; running requests get EngineError. Closing twice is harmless."""
-        if not self.lifecycle.close():
-            return
-        await asyncio.to_thread(self._thread.close)
-        self._scheduler.fail(EngineError(f"Engine {self.name!r} was closed."))
-        self.lifecycle.idle()
-        self._receiver.close()
+    # -- see SteppedEngine --------------------------------------------------------------------------------------------
 
-    # -- called by the thread -----------------------------------------------------------------------------------------
+    def _is_busy(self) -> bool:
+        return self._scheduler.running > 0
 
-    def has_work(self) -> bool:
-        if self.lifecycle.halted:
-            return False
-        return bool(self._scheduler.running or (self._scheduler.queued and self.lifecycle.admits))
+    def _has_work(self) -> bool:
+        return self._is_busy() or (self._scheduler.queued > 0 and self.lifecycle.admits)
 
-    def wakes_at(self) -> float:
-        return self._scheduler.next_deadline
+    @torch.inference_mode()
+    def _step(self) -> None:
+        self._scheduler.step(admits=self.lifecycle.admits)
 
-    def tick(self) -> None:
+    @torch.inference_mode()
+    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return self._served.score(token_ids, temperature)
+
+    @torch.inference_mode()
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        self._scheduler.abort(request_ids)
+
+    def _retract(self) -> None:
+        self._scheduler.retract()
+
+    def _fail(self, error: EngineError) -> None:
+        self._scheduler.fail(error)
+
+    def _free(self, level: int) -> int:
+        self.lifecycle.sleep(tags_freed_by(level))
+        return self._served.give_memory_back(weights=level >= 2)
+
+    def _allocate(self, tags: frozenset[str]) -> None:
+        if "weights" in tags:
+            self._served.take_weights_back()
+
+    def _transfer(self, method: str, *args: Any) -> None:
         try:
-            with torch.inference_mode():
-                self._scheduler.expire()
-                if self.has_work():
-                    self._scheduler.step(admits=self.lifecycle.admits)
-        except Exception as error:
-            if not isinstance(error, EngineError):
-                self.accelerator.examine()
-            self._scheduler.fail(self.lifecycle.failed(error))
-        if self.lifecycle.state is EngineState.BROKEN:
-            self._scheduler.fail(self.lifecycle.end)
-        if not self._scheduler.running:
-            self.lifecycle.idle()
+            getattr(self._receiver, method)(*args)
+        finally:
+            self.lifecycle.partially_loaded = self._receiver.torn
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        with torch.inference_mode():
-            self._scheduler.abort(request_ids)
+    def _serve(self, version: int) -> None:
+        self._scheduler.weights_changed(version)
+
+    def _forget_prompts(self) -> None:
+        self._scheduler.forget()
+
+    def _end(self) -> None:
+        self._scheduler.fail(EngineError(f"Engine {self.name!r} was closed."))
+        self._receiver.close()
 
 
 def _capabilities(name: str, max_model_len: int, *, strings: bool) -> Capabilities:

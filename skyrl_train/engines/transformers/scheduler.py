@@ -167,6 +167,7 @@ class Scheduler:
         served: ServedModel,
         tokenizer: Any,
         eos: frozenset[int],
+        clock: RunClock,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -192,7 +193,7 @@ class Scheduler:
         self._finished: list[TrackedRequest] = []
         self._calls: set[GenerateCall] = set()
         """Calls that have not got their completions yet."""
-        self._clock = RunClock(max_num_seqs)
+        self._clock = clock
         self.version = 0
         self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
 
@@ -203,11 +204,6 @@ class Scheduler:
     @property
     def queued(self) -> int:
         return len(self._queue)
-
-    @property
-    def next_deadline(self) -> float:
-        """time.monotonic() at which `expire` may have something to do."""
-        return self._clock.next_deadline()
 
     def submit(self, call: GenerateCall) -> None:
         """Queue the requests of a call, in order.
@@ -245,11 +241,6 @@ class Scheduler:
         ids = None if request_ids is None else set(request_ids)
         self._end(lambda row: ids is None or row.request.request_id in ids)
 
-    def expire(self) -> None:
-        """End requests whose deadline has passed."""
-        if late := self._clock.late():
-            self.abort(late)
-
     def retract(self) -> None:
         """Put running rows back at the head of the queue; their tokens so far are prefilled when they are admitted."""
         for row in self._rows:
@@ -260,9 +251,11 @@ class Scheduler:
 
     def fail(self, error: Exception) -> None:
         """Drop all running and queued requests: their callers get `error`."""
+        for row in (*self._rows, *self._queue):
+            self._clock.remove(row.request.request_id)
         self._rows, self._batch = [], None
         self._queue.clear()
-        self._transcript, self._clock = Transcript(), RunClock(self._max_num_seqs)
+        self._transcript = Transcript()
         self.forget()
         self._deliver()
         calls, self._calls = self._calls, set()

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,13 +21,12 @@ import torch
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.in_process import Accelerator, StepThread
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, RunClock, freed_by, outcome
+from skyrl_train.engines.in_process import Accelerator, SteppedEngine
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, result_of, tags_freed_by
 from skyrl_train.engines.sampling import Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.profiling import peak_memory
-from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -68,7 +66,7 @@ _ANSWER_S = 30.0
 """Within this time its ranks say whether their devices compute, after a failure."""
 
 
-class VLLMEngine:
+class VLLMEngine(SteppedEngine):
     """An InferenceEngine over vLLM. It owns a thread, and with several ranks processes, so it must be closed.
 
     Keys of the prompt cache are salted with the version of the weights: requests kept during a sync continue with their
@@ -93,7 +91,7 @@ class VLLMEngine:
 
         Raises ConfigError for arguments that vLLM refuses, and for a model that cannot be loaded.
         """
-        self.name = name
+        super().__init__(name, max_num_seqs)
         self._on_cpu = device == "cpu"
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
@@ -107,7 +105,6 @@ class VLLMEngine:
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self._engine, name)
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        self.lifecycle = Lifecycle(name)
         compute = partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S)
         self.accelerator = Accelerator(self.lifecycle, compute)
         self._core.set_weight_version("0")
@@ -120,14 +117,13 @@ class VLLMEngine:
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""
-        self._clock = RunClock(max_num_seqs)
         self._version = 0
         self._generation = 0
         """Incremented with every reset of the prompt cache."""
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
-        self._thread = StepThread(self, self.lifecycle, self.accelerator)
+        self._thread.start()
         # vLLM's kernels fail if OpenMP and torch have different numbers of threads: this call makes them agree.
-        self._thread.ask(torch.get_num_threads)
+        self._ask(torch.get_num_threads)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -139,108 +135,18 @@ class VLLMEngine:
             return []
         call = VLLMCall(requests, self._build)  # not between steps; what changes until it is admitted is seen there
         try:
-            await self._thread.run(lambda: self._submit(call.entries))
-            await outcome(call.future)
+            await self._run(lambda: self._submit(call.entries), under_way=True)
+            await result_of(call.future)
         except asyncio.CancelledError:
-            self._thread.ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
+            self._ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
             raise
         return [entry.completion(self.name, self._decode) for entry in call.entries]
-
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
-        plain = self._checks.score(token_ids, temperature)
-        return await self._between_steps(lambda: self._score(plain))  # type: ignore[no-any-return]
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
-        await self._thread.run(lambda: self._abort(request_ids))
-
-    # -- traffic -----------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`."""
-        self._checks.pause(mode)
-
-        def pause() -> Future[None]:
-            if mode == "abort":
-                self._abort(list(self._entries))
-            if mode == "retract":
-                self._core.reset_prefix_cache(reset_running_requests=True)
-            return self.lifecycle.pause(busy=mode == "wait" and bool(self._entries))
-
-        await outcome(await self._between_steps(pause))
-
-    async def resume(self) -> None:
-        def resume() -> None:
-            self.lifecycle.resume()
-            self._admit_waiting()
-
-        await self._thread.run(resume)
-
-    async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
-
-        def sleep() -> int:
-            before = [] if self._on_cpu else self._engine.collective_rpc("free_memory")  # asking here would take memory
-            # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
-            tags = freed_by(level) if self._on_cpu else MEMORY_TAGS
-            self.lifecycle.sleep(tags, discards_weights=level >= 2 and not self._on_cpu)
-            self._abort([entry.id for entry in self._all_entries()])
-            if self._on_cpu:
-                return 0
-            self._engine.sleep(level=level)
-            return sum(self._engine.collective_rpc("free_memory")) - sum(before)
-
-        return await self._between_steps(sleep)  # type: ignore[no-any-return]
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
-        self._checks.wake_up(tags)
-
-        def wake_up() -> None:
-            woken = self.lifecycle.sleeping(tags)
-            self._take_memory_back(woken)
-            self.lifecycle.wake_up(woken)
-            self._admit_waiting()
-
-        await self._thread.run(wake_up)
-
-    # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._between_steps(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
-
-    async def begin_weights(self, manifest: Manifest) -> None:
-        def begin() -> None:
-            self.lifecycle.check_loadable(complete=manifest.base_version is None)
-            self._weights("begin", manifest)
-            self._adapters.coming = manifest.adapter is not None
-
-        await self._between_steps(begin)
-
-    async def receive_weights(self, bucket: Bucket) -> None:
-        await self._between_steps(lambda: self._weights("receive", bucket))
-
-    async def commit_weights(self, version: int) -> None:
-        def commit() -> None:
-            self._weights("commit", version)
-            self._serve_synced_adapter()
-            self.lifecycle.weights_loaded()
-            self._version = version
-            self._core.set_weight_version(str(version))
-            self._forget_prompts()
-            self._admit_waiting()
-
-        await self._between_steps(commit)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._between_steps(self._forget_prompts)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
-        await self._between_steps(lambda: self._adapters.add(name, copied))
+        await self._run(lambda: self._adapters.add(name, copied))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
@@ -249,7 +155,7 @@ class VLLMEngine:
             self._adapters.drop(name)
             self._deliver()
 
-        await self._between_steps(unload)
+        await self._run(unload)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -266,42 +172,18 @@ class VLLMEngine:
             extra=peak_memory("cpu"),  # on an accelerator it always holds its whole share
         )
 
-    async def close(self) -> None:
-        """End the thread and vLLM's processes; running requests are aborted. Closing twice is harmless."""
-        if not self.lifecycle.close():
-            return
-        await asyncio.to_thread(self._thread.close)
-        try:
-            self._abort([entry.id for entry in self._all_entries()])
-            self._engine.collective_rpc("weights", args=("close",))
-        finally:
-            self.lifecycle.idle()
-            self._engine.engine_core.shutdown()
-            self._adapters.close()
+    # -- see SteppedEngine -------------------------------------------------------------------------------------------
 
-    # -- called by the thread ----------------------------------------------------------------------------------------
+    def _is_busy(self) -> bool:
+        return bool(self._entries or self._core.batch_queue)
 
-    def has_work(self) -> bool:
-        return not self.lifecycle.halted and self._unfinished()
-
-    def wakes_at(self) -> float:
-        return self._clock.next_deadline()
-
-    def tick(self) -> None:
-        if late := self._clock.late():
-            self._abort(late)
-        if self.has_work():
-            self._step()
-        if self.lifecycle.state is EngineState.BROKEN:
-            self._fail(self.lifecycle.end)
-        if not self._entries and not self._core.batch_queue:
-            self.lifecycle.idle()
-
-    def _all_entries(self) -> list[VLLMRequest]:
-        return [*self._entries.values(), *self._waiting]
-
-    def _unfinished(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
+
+    def _step(self) -> None:
+        """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
+        self._engine.step()
+        self._deliver()
 
     def _end_steps(self) -> None:
         """Wait for the steps under way and take their tokens; no other begins."""
@@ -310,17 +192,48 @@ class VLLMEngine:
         scheduler = self._core.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
-            self._step()
+            self._try_step()
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def _step(self) -> None:
-        """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
+    def _retract(self) -> None:
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def _free(self, level: int) -> int:
+        if self._on_cpu:
+            self.lifecycle.sleep(tags_freed_by(level))
+            return 0
+        before = self._engine.collective_rpc("free_memory")  # to ask from here would take memory there
+        # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
+        self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
+        self._engine.sleep(level=level)
+        return sum(self._engine.collective_rpc("free_memory")) - sum(before)
+
+    def _allocate(self, tags: Set[str]) -> list[str]:
+        """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
+        asleep = sorted(tags & self._core.model_executor.sleeping_tags)
+        if asleep:
+            self._engine.wake_up(asleep)
+        return asleep
+
+    def _serve(self, version: int) -> None:
+        self._serve_synced_adapter()
+        self._version = version
+        self._core.set_weight_version(str(version))
+        self._forget_prompts()
+
+    def _end(self) -> None:
+        """End vLLM's processes; requests are aborted."""
         try:
-            self._engine.step()
-            self._deliver()
-        except Exception as error:
-            self.accelerator.examine()
-            self._fail(self.lifecycle.failed(error))
+            self._abort(None)
+            self._engine.collective_rpc("weights", args=("close",))
+        finally:
+            self._engine.engine_core.shutdown()
+            self._adapters.close()
+
+    # -- requests on the thread --------------------------------------------------------------------------------------
+
+    def _all_entries(self) -> list[VLLMRequest]:
+        return [*self._entries.values(), *self._waiting]
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self.lifecycle.check_serving()
@@ -377,7 +290,7 @@ class VLLMEngine:
 
     def _refuse(self, call: VLLMCall, error: Exception) -> None:
         """Fail a call whose requests vLLM refused when they were to begin."""
-        call.future.set_exception(self.lifecycle.failed(error))
+        call.future.set_exception(self.lifecycle.as_engine_error(error))
         for entry in call.entries:
             self._clock.remove(entry.id)
         self._engine.abort_request([entry.id for entry in call.entries])
@@ -394,11 +307,11 @@ class VLLMEngine:
             state.detokenizer.min_tokens -= 1
         self._engine.engine_core.add_request(request)
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        ids = set(request_ids)
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        ids = {entry.id for entry in self._all_entries()} if request_ids is None else set(request_ids)
         unread = [entry for entry in self._waiting if entry.id in ids]
         self._waiting = [entry for entry in self._waiting if entry.id not in ids]
-        self._engine.abort_request([one for one in request_ids if one in self._entries])
+        self._engine.abort_request([one for one in self._entries if one in ids])
         for entry in unread:
             entry.running_s = self._clock.remove(entry.id)
             entry.put_nothing()
@@ -425,11 +338,10 @@ class VLLMEngine:
         self._waiting = []
         if self._core.batch_queue:
             self._core.batch_queue.clear()
-        self._abort(list(self._entries))
+        self._abort(None)
 
-    def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        self.lifecycle.check_serving(only_weights=True)
-        borrowed = self._take_memory_back({"kv_cache"})
+    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        borrowed = self._allocate({"kv_cache"})
         scheduler = self._core.scheduler
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
@@ -470,14 +382,7 @@ class VLLMEngine:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._salt_again(request)
 
-    def _take_memory_back(self, wanted: Set[str]) -> list[str]:
-        """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
-        asleep = sorted(wanted & self._core.model_executor.sleeping_tags)
-        if asleep:
-            self._engine.wake_up(asleep)
-        return asleep
-
-    def _weights(self, method: str, *args: Any) -> None:
+    def _transfer(self, method: str, *args: Any) -> None:
         try:
             answers = self._engine.collective_rpc("weights", args=(method, *args))
         except Exception as error:  # of a rank's process
@@ -488,6 +393,8 @@ class VLLMEngine:
         for problem, _ in answers:
             if problem is not None:
                 raise WeightSyncError(problem)
+        if method == "begin":
+            self._adapters.coming = args[0].adapter is not None
 
     def _serve_synced_adapter(self) -> None:
         """Running requests can continue with a replaced adapter, but cannot begin to use one or cease to."""
@@ -523,15 +430,6 @@ class VLLMEngine:
         self._generated_tokens += len(entry.output.outputs[0].token_ids)
         self._prompt_tokens += len(entry.request.token_ids)
         self._cached_tokens += entry.output.num_cached_tokens or 0
-
-    async def _between_steps(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine's thread that no step may be under way for."""
-
-        def alone() -> Any:
-            self._end_steps()
-            return command()
-
-        return await self._thread.run(alone)
 
 
 class VLLMWorkerNode:

@@ -47,8 +47,8 @@ def engine_on(device: Device) -> TransformersEngine:
     return engine
 
 
-def request() -> SampleRequest:
-    return SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=4, ignore_eos=True), 0)
+def request(max_tokens: int = 4) -> SampleRequest:
+    return SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0)
 
 
 async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, EngineSupervisor, EngineClient]:
@@ -115,6 +115,26 @@ def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs
             await engine.score([[5, 6]])
         with pytest.raises(EngineError, match="'a' is dead"):
             await engine.health()
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_requests_of_paused_engine_end_with_its_device():
+    device = Device()
+
+    async def run() -> None:
+        engine = engine_on(device)
+        call = asyncio.ensure_future(engine.generate([request(max_tokens=1000)]))
+        while not (await engine.health()).running:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        engine._served.score = device.illegal_access  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineError, match="'a' is dead"):
+            await engine.score([[5, 6]])
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineError, match="'a' is dead"):
+                await call
         await engine.close()
 
     asyncio.run(run())

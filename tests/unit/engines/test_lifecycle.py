@@ -8,11 +8,13 @@ from concurrent.futures import Future
 
 import pytest
 
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, freed_by, outcome
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, result_of, tags_freed_by
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.weight_sync.wire import Manifest
 
 HALF = "'a' holds half of a weight transfer; it serves nothing until a complete sync"
 ASLEEP = r"'a' is asleep; wake_up\(\) first"
+COMPLETE, PARTIAL = Manifest(1, ()), Manifest(1, (), base_version=0)
 Change = Callable[[Lifecycle], object]
 
 
@@ -100,11 +102,11 @@ def test_health_of_ended_engine_is_error(end: str):
 
 def test_drains_end_together_when_no_request_runs():
     lifecycle = Lifecycle("a")
-    lifecycle.idle()
+    lifecycle.finish_draining()
     assert lifecycle.state is EngineState.RUNNING
     drains = [lifecycle.pause(busy=True) for _ in range(2)]
     assert not any(drained.done() for drained in drains)
-    lifecycle.idle()
+    lifecycle.finish_draining()
     assert all(drained.done() for drained in drains)
     assert lifecycle.state is EngineState.PAUSED
     lifecycle.resume()
@@ -131,17 +133,17 @@ def test_halted_engine_does_not_drain(halt: str):
 
 def test_wakes_by_tags_and_stays_paused():
     lifecycle = changed("pause")
-    assert lifecycle.sleep(freed_by(1)) == {"kv_cache"}
-    assert lifecycle.sleep(freed_by(2)) == {"weights"}, "the other was freed before"
-    assert lifecycle.sleeping(None) == MEMORY_TAGS
+    assert lifecycle.sleep(tags_freed_by(1)) == {"kv_cache"}
+    assert lifecycle.sleep(tags_freed_by(2)) == {"weights"}, "the other was freed before"
+    assert lifecycle.asleep_among(None) == MEMORY_TAGS
     with pytest.raises(EngineError, match=ASLEEP):
         lifecycle.check_serving(only_weights=True)
-    lifecycle.wake_up(lifecycle.sleeping(["weights"]))
-    assert lifecycle.sleeping(["weights"]) == frozenset()
+    lifecycle.wake_up(lifecycle.asleep_among(["weights"]))
+    assert lifecycle.asleep_among(["weights"]) == frozenset()
     lifecycle.check_serving(only_weights=True)
     with pytest.raises(EngineError, match=ASLEEP):
         lifecycle.check_serving()
-    lifecycle.wake_up(lifecycle.sleeping(None))
+    lifecycle.wake_up(lifecycle.asleep_among(None))
     assert lifecycle.state is EngineState.PAUSED
 
 
@@ -158,20 +160,20 @@ def test_calls_while_asleep_count_after_waking(call: str, state: EngineState):
 def test_sleeping_without_weights_refuses_sync():
     lifecycle = changed("sleep")
     with pytest.raises(EngineError, match=r"'a' sleeps without its weights; wake_up\(\[\"weights\"\]\) first"):
-        lifecycle.check_loadable(complete=True)
+        lifecycle.check_can_load(COMPLETE)
     lifecycle.wake_up(frozenset({"weights"}))
-    lifecycle.check_loadable(complete=False)
+    lifecycle.check_can_load(PARTIAL)
 
 
 def test_discarded_weights_need_complete_sync():
     lifecycle = changed("discard")
     with pytest.raises(WeightSyncError, match="engine a has no weights to change: a complete sync is needed"):
-        lifecycle.check_loadable(complete=False)
-    lifecycle.check_loadable(complete=True)
+        lifecycle.check_can_load(PARTIAL)
+    lifecycle.check_can_load(COMPLETE)
     load(lifecycle)
     lifecycle.weights_loaded()
     assert lifecycle.state is EngineState.RUNNING
-    lifecycle.check_loadable(complete=False)
+    lifecycle.check_can_load(PARTIAL)
 
 
 def test_weights_that_sleep_with_copy_are_not_discarded():
@@ -191,7 +193,7 @@ def test_only_first_close_closes():
 
 @pytest.mark.parametrize("error", [UnsupportedParameter("no such adapter"), ZeroDivisionError("by nothing")])
 def test_failure_names_engine_and_cause(error: Exception):
-    failure = Lifecycle("a").failed(error)
+    failure = Lifecycle("a").as_engine_error(error)
     if isinstance(error, EngineError):
         assert failure is error
     else:
@@ -200,7 +202,7 @@ def test_failure_names_engine_and_cause(error: Exception):
 
 
 async def waiting(lifecycle: Lifecycle, future: asyncio.Future[None]) -> None:
-    with lifecycle.naming_the_end():
+    with lifecycle.reason_for_cancellation():
         await future
 
 
@@ -231,7 +233,7 @@ def test_cancelled_caller_leaves_outcome_to_others():
     shared: Future[int] = Future()
 
     async def run() -> int:
-        first, second = (asyncio.ensure_future(outcome(shared)) for _ in range(2))
+        first, second = (asyncio.ensure_future(result_of(shared)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)

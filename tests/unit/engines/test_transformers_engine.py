@@ -312,19 +312,6 @@ def test_abort_returns_what_was_sampled():
     assert (queued.token_ids.tolist(), queued.versions) == ([], [])
 
 
-def test_a_cancelled_call_leaves_the_engine():
-    async def run():
-        async with _engine() as engine:
-            call = asyncio.ensure_future(engine.generate([_request("a", max_tokens=4000)]))
-            await _until(lambda: engine._scheduler.running == 1)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            await _until(lambda: engine._scheduler.running == 0)
-
-    asyncio.run(run())
-
-
 @pytest.mark.defect("long-answers-cut-for-having-waited")
 def test_a_deadline_ends_a_request_that_ran_so_long_and_not_one_that_waited_for_it():
     async def run():
@@ -397,37 +384,6 @@ def test_pause_wait_lets_running_requests_finish_and_keeps_queued_ones():
             return (await second)[0]
 
     assert len(asyncio.run(run()).token_ids) == 8
-
-
-def test_an_unknown_pause_mode_is_refused():
-    async def run():
-        async with _engine() as engine:
-            with pytest.raises(UnsupportedParameter, match="'later'"):
-                await engine.pause("later")
-
-    asyncio.run(run())
-
-
-def test_sleep_pauses_refuses_requests_and_wakes_as_it_was():
-    async def run():
-        async with _engine() as engine:
-            assert await engine.sleep(2) == 0
-            assert (await engine.health()).asleep
-            with pytest.raises(EngineError, match="asleep"):
-                await engine.generate([_request()])
-            with pytest.raises(EngineError, match="without its weights"):
-                await engine.begin_weights(Manifest(1, ()))
-            await engine.wake_up(["weights"])
-            assert (await engine.health()).asleep
-            await engine.wake_up(["kv_cache"])
-            health = await engine.health()
-            assert not health.asleep
-            assert not health.paused
-            with pytest.raises(UnsupportedParameter, match="everything"):
-                await engine.wake_up(["everything"])
-            return await engine.generate([_request()])
-
-    assert asyncio.run(run())[0].stop_reason == "length"
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
