@@ -91,18 +91,18 @@ class SteppedEngine(ABC):
 
     def _tick(self) -> None:
         if late := self._clock.late():
-            self._abort(late)
+            self._try(lambda: self._abort(late))
         if self._can_step():
-            self._try_step()
+            self._try(self._step)
         if self.lifecycle.state is EngineState.BROKEN:
             self._fail(self.lifecycle.end_error)
         if not self._is_busy():
             self.lifecycle.finish_draining()
 
-    def _try_step(self) -> None:
-        """Take a step. A failure ends all requests, and the engine if its device is lost."""
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do some work. A failure ends all requests, and the engine if its device is lost."""
         try:
-            self._step()
+            work()
         except Exception as error:
             if not isinstance(error, EngineError):
                 self.accelerator.examine()

@@ -1,10 +1,13 @@
 """The life cycle of an engine: its states, what it refuses in each, and the clocks of its requests.
 
-running ── pause ──► paused ── resume ──► running
-running ── pause("wait") ──► draining ── the last running request ends ──► paused
-any ── sleep ──► asleep ── wake_up of all that was freed ──► as before
-any ── first tensor of a weight sync ──► loading weights ── commit ──► as before
-any ── a process or device fails ──► broken; any ── close ──► closed
+    running ── pause ──► paused ── resume ──► running
+    running ── pause("wait") ──► draining ── the last running request ends ──► paused
+    any ── sleep ──► asleep ── wake_up of all that was freed ──► as before
+    any ── first tensor of a weight sync ──► loading weights ── commit ──► as before
+    any ── a process or device fails ──► broken
+    any ── close ──► closed
+
+An engine can be paused, asleep and loading weights at the same time; broken and closed are final.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class VLLMEngine(SteppedEngine):
         scheduler = self._core.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
-            self._try_step()
+            self._try(self._step)
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _retract(self) -> None:
