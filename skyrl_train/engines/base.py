@@ -216,7 +216,10 @@ class InferenceEngine(Protocol):
         """Pause and free memory (level 1: the cache; 2: the weights too); returns the bytes freed, 0 on CPU."""
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate what `sleep` freed: tags "weights" and "kv_cache", None for both. It is awake once it has all."""
+        """Allocate what `sleep` freed: tags "weights" and "kv_cache", None for both.
+
+        The engine is awake once it has all, and then paused if `pause` was called without a later `resume`.
+        """
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the trainer's transfer group of the `broadcast` route; a no-op for routes without one."""

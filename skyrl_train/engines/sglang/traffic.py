@@ -271,7 +271,7 @@ class Traffic:
     async def pause(self, mode: str) -> None:
         drained = self._lifecycle.pause(busy=mode == "wait" and self.running > 0)
         if mode == "abort":
-            await self._abort_everything()
+            await self.abort(list(self._entries))
         elif mode != "wait":
             await self._stop("retract" if mode == "retract" else "in_place")
         await result_of(drained)
@@ -314,16 +314,13 @@ class Traffic:
 
         await self._manager.update_weight_version_communicator(UpdateWeightVersionReqInput(new_version=str(version)))
 
-    async def _abort_everything(self) -> None:
-        await self.abort(list(self._entries))
-
     # -- memory ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> int:
         """See InferenceEngine; returns the bytes freed."""
         async with self._memory_changes:
             freed = self._lifecycle.sleep(tags_freed_by(level), discards_weights=not self._on_cpu and level >= 2)
-            await self._abort_everything()
+            await self.abort(list(self._entries))
             async with self._scheduler:
                 if self._scheduler_paused:
                     self._go_on()
