@@ -63,7 +63,7 @@ class SampleRequest:
     """Requests of one group share a prompt and go to one engine, which prefills it once."""
     deadline_s: float | None = None
     """Seconds of running after which the engine aborts the request; None for no deadline. Waiting until the engine has
-    room for it does not count (see in_process.RunClock), unless a server of another project does not tell."""
+    room for it does not count (see lifecycle.RunClock), unless a server of another project does not tell."""
     adapter: str | None = None
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 
@@ -216,7 +216,10 @@ class InferenceEngine(Protocol):
         """Pause and free memory (level 1: the cache; 2: the weights too); returns the bytes freed, 0 on CPU."""
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate what `sleep` freed: tags "weights" and "kv_cache", None for both. It is awake once it has all."""
+        """Allocate what `sleep` freed: tags "weights" and "kv_cache", None for both.
+
+        The engine is awake once it has all, and then paused if `pause` was called without a later `resume`.
+        """
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the trainer's transfer group of the `broadcast` route; a no-op for routes without one."""

@@ -1,76 +1,78 @@
-"""What engines that compute in this process share: the thread that steps, request deadlines, and a device check."""
+"""What engines that compute in this process share: a thread that takes steps, the protocol around it, device checks."""
 
 from __future__ import annotations
 
-import math
+import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from skyrl_train import trace
+from skyrl_train.engines.base import Capabilities
+from skyrl_train.engines.lifecycle import EngineState, Lifecycle, RunClock, result_of
+from skyrl_train.engines.sampling import Checks
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
+from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 T = TypeVar("T")
 
 
-class Stepper(Protocol):
-    """The object whose steps the thread takes; its methods are called on the thread only."""
+class SteppedEngine(ABC):
+    """An engine with a thread that takes its steps and, between two steps, runs the commands of callers.
 
-    def has_work(self) -> bool:
-        """Whether `tick` has something to do now."""
-
-    def wakes_at(self) -> float:
-        """time.monotonic() at which `tick` must be called even without work or commands; infinity for never."""
-
-    def tick(self) -> None:
-        """Take one step; it must not raise."""
-
-
-class StepThread:
-    """A thread that takes an engine's steps and, between two steps, runs commands of other threads.
-
-    Commands run one at a time in order of arrival, so their data needs no lock.
+    Commands run one at a time in order of arrival, so the data of steps and commands needs no lock. A subclass
+    implements what is its own, in methods that run on the thread, and starts the thread when it is ready for it.
     """
 
-    def __init__(self, stepper: Stepper, name: str):
-        self._stepper = stepper
-        self._name = name
+    capabilities: Capabilities
+    accelerator: Accelerator
+    _checks: Checks
+
+    def __init__(self, name: str, slots: int):
+        """`slots`: how many requests the engine runs at a time."""
+        self.name = name
+        self.lifecycle = Lifecycle(name)
+        self._clock = RunClock(slots)
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._take_steps, name=f"engine-{name}", daemon=True)
 
-    def ask(self, command: Callable[[], Any]) -> Future[Any]:
-        """Run `command` on the thread; the future gets its result or exception. Raises RuntimeError once closed."""
-        future: Future[Any] = Future()
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _ask(self, command: Callable[[], T]) -> Future[T]:
+        """Run `command` on the thread; the future gets its result or exception. Once closed, it is cancelled."""
+        future: Future[T] = Future()
         with self._wake:
             if self._closing:
-                raise RuntimeError(f"thread {self._name} is closed")
-            self._commands.append((future, command))
-            self._wake.notify()
+                future.cancel()
+            else:
+                self._commands.append((future, command))
+                self._wake.notify()
         return future
 
-    def close(self) -> None:
-        """Stop after the current step and wait for the thread to end; commands that have not run are cancelled."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
-        for future, _ in self._commands:
-            future.cancel()
+    async def _run(self, command: Callable[[], T], *, under_way: bool = False) -> T:
+        """Run `command` on the thread, by default after the steps under way. Raises EngineError once closed."""
 
-    def _run(self) -> None:
+        def run() -> T:
+            if not under_way:
+                self._end_steps()
+            return command()
+
+        with self.lifecycle.reason_for_cancellation():
+            return await asyncio.wrap_future(self._ask(lambda: self.accelerator.run(run)))
+
+    def _take_steps(self) -> None:
         while not self._closing:
             with self._wake:
-                while not (self._commands or self._closing or self._stepper.has_work()):
-                    remaining = self._stepper.wakes_at() - time.monotonic()
+                while not (self._commands or self._closing or self._can_step()):
+                    remaining = self._clock.next_deadline() - time.monotonic()
                     if remaining <= 0:
                         break
                     self._wake.wait(min(remaining, threading.TIMEOUT_MAX))
@@ -82,53 +84,186 @@ class StepThread:
                     except BaseException as error:
                         future.set_exception(error)
             if not self._closing:
-                self._stepper.tick()
+                self._tick()
 
+    def _can_step(self) -> bool:
+        return not self.lifecycle.halted and self._has_work()
 
-class RunClock:
-    """The clocks of an engine's requests, in order of arrival.
+    def _tick(self) -> None:
+        if late := self._clock.late():
+            self._try(lambda: self._abort(late))
+        if self._can_step():
+            self._try(self._step)
+        if self.lifecycle.state is EngineState.BROKEN:
+            self._fail(self.lifecycle.end_error)
+        if not self._is_busy():
+            self.lifecycle.finish_draining()
 
-    A request's clock starts once fewer than `slots` of those before it are unfinished: an engine that runs so many at a
-    time then has room for it. If it started on arrival, the long answers of a large batch would be cut for having
-    waited, and training would learn that answers are short.
-    """
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do some work. A failure ends all requests, and the engine if its device is lost."""
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                self.accelerator.examine()
+            self._fail(self.lifecycle.as_engine_error(error))
 
-    def __init__(self, slots: int):
-        self._slots = slots
-        self._waiting: dict[str, float | None] = {}
-        """Request id -> seconds it may run; in order."""
-        self._running: dict[str, tuple[float, float]] = {}
-        """Request id -> time.monotonic() of its start and of its deadline."""
+    # -- the protocol ------------------------------------------------------------------------------------------------
 
-    def add(self, requests: Iterable[tuple[str, float | None]]) -> None:
-        """(request id, seconds that it may run; None: as long as it takes) of requests that arrive, in order."""
-        self._waiting |= dict(requests)
-        self._start()
+    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
+        plain = self._checks.score(token_ids, temperature)
 
-    def remove(self, request_id: str) -> float:
-        """A request is finished; returns the seconds that it has run, a span of the run's time line."""
-        self._waiting.pop(request_id, None)
-        started, _ = self._running.pop(request_id, (math.inf, 0.0))
-        if started < math.inf and trace.on():
-            trace.add("request", trace.unix(started), row="requests", overlaps=True, id=request_id)
-        self._start()
-        return max(0.0, time.monotonic() - started)
+        def score() -> list[list[float]]:
+            self.lifecycle.check_serving(only_weights=True)
+            return self._score(plain, temperature)
 
-    def late(self) -> list[str]:
-        """The requests whose deadline has passed."""
-        now = time.monotonic()
-        return [request_id for request_id, (_, expires) in self._running.items() if expires <= now]
+        return await self._run(score)
 
-    def next_deadline(self) -> float:
-        """time.monotonic() at which the next request will be late; infinity for never."""
-        return min((expires for _, expires in self._running.values()), default=math.inf)
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See InferenceEngine."""
+        await self._run(lambda: self._abort(request_ids), under_way=True)
 
-    def _start(self) -> None:
-        now = time.monotonic()
-        while self._waiting and len(self._running) < self._slots:
-            request_id = next(iter(self._waiting))
-            seconds = self._waiting.pop(request_id)
-            self._running[request_id] = now, math.inf if seconds is None else now + seconds
+    async def pause(self, mode: str = "keep") -> None:
+        """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do queued ones."""
+        self._checks.pause(mode)
+
+        def pause() -> Future[None]:
+            if mode == "abort":
+                self._abort(None)
+            if mode == "retract":
+                self._retract()
+            return self.lifecycle.pause(busy=mode == "wait" and self._is_busy())
+
+        await result_of(await self._run(pause))
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self.lifecycle.resume()
+            self._admit_waiting()
+
+        await self._run(resume)
+
+    async def sleep(self, level: int = 1) -> int:
+        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
+
+        def sleep() -> int:
+            self._abort(None)
+            return self._free(level)
+
+        return await self._run(sleep)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See InferenceEngine."""
+        self._checks.wake_up(tags)
+
+        def wake_up() -> None:
+            woken = self.lifecycle.asleep_among(tags)
+            self._allocate(woken)
+            self.lifecycle.wake_up(woken)
+            self._admit_waiting()
+
+        await self._run(wake_up)
+
+    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
+        await self._run(lambda: self._transfer("connect", route, address, rank, world_size, timeout_s))
+
+    async def begin_weights(self, manifest: Manifest) -> None:
+        def begin() -> None:
+            self.lifecycle.check_can_load(manifest)
+            self._transfer("begin", manifest)
+
+        await self._run(begin)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        await self._run(lambda: self._transfer("receive", bucket))
+
+    async def commit_weights(self, version: int) -> None:
+        def commit() -> None:
+            self._transfer("commit", version)
+            self._serve(version)
+            self.lifecycle.weights_loaded()
+            self._admit_waiting()
+
+        await self._run(commit)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._run(self._forget_prompts)
+
+    async def close(self) -> None:
+        """End the thread, then the engine. Closing twice is harmless."""
+        if not self.lifecycle.close():
+            return
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+        for future, _ in self._commands:
+            future.cancel()
+        try:
+            self._end()
+        finally:
+            self.lifecycle.finish_draining()
+
+    # -- what engines implement --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _is_busy(self) -> bool:
+        """True if a request has begun and not ended."""
+
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """True if `_step` has something to do; asked only when the engine is not halted."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Take one step, in which waiting requests begin if `lifecycle.admits`."""
+
+    def _end_steps(self) -> None:  # noqa: B027 - few engines begin a step before the end of another
+        """Wait for steps that were begun and not finished."""
+
+    def _admit_waiting(self) -> None:  # noqa: B027 - most do it in `_step`
+        """Let requests begin that wait outside of steps, if `lifecycle.admits`."""
+
+    @abstractmethod
+    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        """See InferenceEngine.score."""
+
+    @abstractmethod
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        """End these requests (None: all) with their tokens so far; unknown ids are ignored."""
+
+    @abstractmethod
+    def _retract(self) -> None:
+        """Put running requests back into the queue, with their tokens so far."""
+
+    @abstractmethod
+    def _fail(self, error: EngineError) -> None:
+        """Drop all requests: their callers get `error`."""
+
+    @abstractmethod
+    def _free(self, level: int) -> int:
+        """Free the memory of a sleep, and note it in the life cycle; returns the bytes freed."""
+
+    @abstractmethod
+    def _allocate(self, tags: frozenset[str]) -> object:
+        """Allocate the memory that is freed under these tags."""
+
+    @abstractmethod
+    def _transfer(self, method: str, *args: Any) -> None:
+        """Call this method of the engine's WeightReceiver, and note in the life cycle what state that leaves."""
+
+    @abstractmethod
+    def _serve(self, version: int) -> None:
+        """Use the loaded weights."""
+
+    @abstractmethod
+    def _forget_prompts(self) -> None:
+        """Forget cached prompts."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End everything but the thread, which has ended, and all requests."""
 
 
 def compute(device: torch.device) -> None:
@@ -147,35 +282,34 @@ def query(device: torch.device) -> None:
 
 
 class Accelerator:
-    """The accelerator of one engine; once it does not compute any more it is lost for good.
+    """The accelerator of one engine, which is broken for good once its accelerator does not compute any more.
 
     After some errors (an illegal access, an assertion in a kernel) every later call of the process fails, and only a
     new process helps. But such an engine still answers questions about its queue: so its device is asked.
     """
 
-    def __init__(self, engine: str, compute: Callable[[], Any], query: Callable[[], Any] = lambda: None):
+    def __init__(self, lifecycle: Lifecycle, compute: Callable[[], Any], query: Callable[[], Any] = lambda: None):
         """`compute` and `query` raise if the device of any of the engine's ranks does not compute, as the functions."""
-        self._engine = engine
-        self._compute = compute
+        self._lifecycle = lifecycle
+        self.compute = compute
         self._query = query
-        self._lost: str | None = None
+        self._lost = False
 
     def examine(self) -> None:
         """Ask the device; to be called after an exception whose cause it may be, where the engine computes."""
-        self._ask(self._compute)
+        self._ask(self.compute)
 
     def _ask(self, question: Callable[[], Any]) -> None:
-        if self._lost is not None:
+        if self._lost:
             return
         try:
             question()
         except Exception as error:
-            self._lost = f"{type(error).__name__}: {error}"
-
-    def check(self) -> None:
-        """Raises EngineError if the accelerator is lost."""
-        if self._lost is not None:
-            raise self._error()
+            self._lost = True
+            self._lifecycle.fail(
+                f"its accelerator does not compute any more in this process ({type(error).__name__}: {error}); "
+                "it must be started again"
+            )
 
     def run(self, command: Callable[[], T]) -> T:
         """Run a command; after an exception that is not one of ours the device is asked.
@@ -189,13 +323,7 @@ class Accelerator:
         except Exception as error:
             if isinstance(error, SkyRLError) and not isinstance(error, WeightSyncError):
                 raise
-            self._ask(self._query if isinstance(error, WeightSyncError) else self._compute)
-            if self._lost is not None:
-                raise self._error() from error
+            self._ask(self._query if isinstance(error, WeightSyncError) else self.compute)
+            if self._lost:
+                self._lifecycle.check_alive()
             raise
-
-    def _error(self) -> EngineError:
-        return EngineError(
-            f"Engine {self._engine!r} is dead: its accelerator does not compute any more in this process "
-            f"({self._lost}); it must be started again."
-        )

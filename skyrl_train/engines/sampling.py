@@ -14,14 +14,12 @@ import numpy as np
 from skyrl_train.config.section import FRACTION, POSITIVE_FRACTION, REPETITION_PENALTY, TEMPERATURE, Range
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
+from skyrl_train.engines.lifecycle import MEMORY_TAGS
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter
 
 _NAMES_OF_MAX_TOKENS = ("max_tokens", "max_generate_length", "max_new_tokens")
 _IGNORED = {"logprobs"}
 """Log-probs of the sampled tokens are always returned."""
-
-SLEEPING = frozenset({"weights", "kv_cache"})
-"""The tags of what `sleep` frees and `wake_up` allocates."""
 _OFF = {
     field.name: field.default
     for field in fields(SamplingParams)
@@ -203,8 +201,8 @@ class Checks:
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """Check the tags of `wake_up`."""
-        if unknown := set(tags or ()) - SLEEPING:
-            raise self._refusal(f"wake_up({sorted(unknown)})", f"it knows {', '.join(sorted(SLEEPING))}")
+        if unknown := set(tags or ()) - MEMORY_TAGS:
+            raise self._refusal(f"wake_up({sorted(unknown)})", f"it knows {', '.join(sorted(MEMORY_TAGS))}")
 
     def adapter(self, name: str) -> None:
         """Check that an adapter can be loaded."""

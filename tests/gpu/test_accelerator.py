@@ -11,11 +11,13 @@ pytestmark = pytest.mark.gpu
 POISONED = """
 import torch
 from skyrl_train.engines.in_process import Accelerator, compute
+from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.errors import EngineError
 device = torch.device("cuda")
-accelerator = Accelerator("a", lambda: compute(device))
+lifecycle = Lifecycle("a")
+accelerator = Accelerator(lifecycle, lambda: compute(device))
 accelerator.examine()
-accelerator.check()
+lifecycle.check_alive()
 def step():
     return torch.zeros(4, device=device)[torch.tensor([1 << 20], device=device)].cpu()
 try:
@@ -25,7 +27,7 @@ except EngineError as error:
 else:
     raise SystemExit("an assertion in a kernel was not noticed")
 try:
-    accelerator.check()
+    lifecycle.check_alive()
 except EngineError:
     print("dead")
 """

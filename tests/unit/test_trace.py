@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_train import trace
-from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.lifecycle import RunClock
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.logs import run_logs
 

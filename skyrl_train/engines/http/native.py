@@ -31,7 +31,8 @@ from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
 from skyrl_train.engines.http.native_servers import NativeServer, Sampled
 from skyrl_train.engines.http.wire import GRACE_S
-from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids, request_seed, with_stop_token
+from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, MEMORY_TAGS, EngineState, Lifecycle, result_of
+from skyrl_train.engines.sampling import Checks, check_new_ids, request_seed, with_stop_token
 from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
 from skyrl_train.models.composite import checkpoint_config
@@ -41,9 +42,6 @@ from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.store import refuse_adapter
 from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
-
-_ABORT_AGAIN_S = 0.2
-"""An abort may overtake its request: it is repeated until the request is answered."""
 
 
 class _NativeRequest:
@@ -117,8 +115,7 @@ class NativeEngine:
         self._open = asyncio.Event()
         """Whether requests may be sent."""
         self._seats = asyncio.Semaphore(max_num_seqs)
-        self._paused = self._paused_before_sleep = False
-        self._asleep: set[str] = set()
+        self.lifecycle = Lifecycle(self.name)
         self._holds = 0
         """How many operations need the server to be idle."""
         self._reading = asyncio.Lock()
@@ -166,7 +163,7 @@ class NativeEngine:
         """See InferenceEngine. Cancelling the call aborts its requests at the server."""
         for request in requests:
             self._checks.request(request, ())
-        self._check_serving()
+        self.lifecycle.check_serving()
         check_new_ids(self.name, requests, self._entries)
         entries = [_NativeRequest(self._with_ends(request)) for request in requests]
         self._entries |= {entry.request.request_id: entry for entry in entries}
@@ -186,9 +183,9 @@ class NativeEngine:
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine."""
         plain = self._checks.score(token_ids, temperature)
-        self._check_serving()
+        self.lifecycle.check_serving()
         async with self._reading:
-            self._check_serving()
+            self.lifecycle.check_serving()
             return list(await asyncio.gather(*(self._server.score(ids) for ids in plain)))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -221,7 +218,7 @@ class NativeEngine:
                 version = self._receiver.version
                 entry.flight = asyncio.ensure_future(self._send(entry))
                 sampled = await entry.flight
-                entry.flight = None
+                self._landed(entry)
                 entry.add(sampled, version)
                 if sampled.stop_reason != "abort" or not entry.retracted or not self._room(entry):
                     return self._completion(entry, sampled.stop_reason)
@@ -230,10 +227,15 @@ class NativeEngine:
                 self._begin(self._server.abort([entry.rid]))
             raise
         finally:
-            entry.flight = None
+            self._landed(entry)
             self._entries.pop(entry.request.request_id, None)
             if timer is not None:
                 timer.cancel()
+
+    def _landed(self, entry: _NativeRequest) -> None:
+        entry.flight = None
+        if self.lifecycle.state is EngineState.DRAINING and not any(other.flight for other in self._entries.values()):
+            self.lifecycle.finish_draining()
 
     def _room(self, entry: _NativeRequest) -> int:
         """The number of tokens that may still be sampled for it."""
@@ -271,7 +273,7 @@ class NativeEngine:
         entries = list(entries)
         while flying := {entry.rid: entry.flight for entry in entries if entry.flight is not None}:
             await self._server.abort(list(flying))
-            await asyncio.wait(flying.values(), timeout=_ABORT_AGAIN_S)
+            await asyncio.wait(flying.values(), timeout=ABORT_AGAIN_S)
             await asyncio.sleep(0)  # lets the tasks that wait for them take the result
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -329,40 +331,33 @@ class NativeEngine:
     async def pause(self, mode: str = "keep") -> None:
         """See InferenceEngine. Requests that come while paused wait here for `resume`."""
         self._checks.pause(mode)
-        self._paused = True
+        flying = any(entry.flight for entry in self._entries.values())
+        drained = self.lifecycle.pause(busy=mode == "wait" and flying)
         self._settle()
         if mode == "abort":
             await self._end(self._entries.values())
         elif mode == "retract":
             await self._retract()
-        elif flying := [entry.flight for entry in self._entries.values() if entry.flight is not None]:
-            await asyncio.wait(flying)
+        await result_of(drained)
 
     async def resume(self) -> None:
-        self._paused = False
+        self.lifecycle.resume()
         self._settle()
 
     async def sleep(self, level: int = 1) -> int:
         """See InferenceEngine. Running requests end as aborted. Returns 0: servers do not say what they free."""
-        if not self._asleep:
-            self._paused_before_sleep = self._paused
-        self._asleep |= SLEEPING
+        self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2 and self._device != "cpu")
         self._settle()
         await self._end(self._entries.values())
-        self._asleep = set(await self._server.sleep(level))
-        if level >= 2 and self._device != "cpu":
-            self._receiver.torn = True  # the weights are discarded, not moved
+        self.lifecycle.wake_up(MEMORY_TAGS - await self._server.sleep(level))
         return 0
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
         self._checks.wake_up(tags)
-        wanted = self._asleep & (SLEEPING if tags is None else set(tags))
-        if wanted:
-            await self._server.wake_up(sorted(wanted))
-            self._asleep -= wanted
-            if not self._asleep:
-                self._paused = self._paused_before_sleep
+        if woken := self.lifecycle.asleep_among(tags):
+            await self._server.wake_up(sorted(woken))
+            self.lifecycle.wake_up(woken)
         self._settle()
 
     async def reset_prefix_cache(self) -> None:
@@ -397,10 +392,11 @@ class NativeEngine:
 
     def _settle(self) -> None:
         """After any change of state: update whether requests may be sent."""
-        if self._paused or self._holds or self._asleep or self._receiver.torn:
-            self._open.clear()
-        else:
+        closed = self.lifecycle.state is EngineState.CLOSED  # whoever waits then finds the connection closed
+        if closed or (self.lifecycle.admits and not self._holds):
             self._open.set()
+        else:
+            self._open.clear()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -414,8 +410,7 @@ class NativeEngine:
         await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        if "weights" in self._asleep:
-            raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+        self.lifecycle.check_can_load(manifest)
         if manifest.base_version is not None:
             raise WeightSyncError(f"engine {self.name}: {self.capabilities.refusals['partial_weights']}")
         await self._transfer(self._receiver.begin, manifest)
@@ -426,6 +421,7 @@ class NativeEngine:
     async def commit_weights(self, version: int) -> None:
         async with self._idle():
             await self._transfer(self._receiver.commit, version)
+            self.lifecycle.weights_loaded()
 
     async def _load(self, folder: str) -> None:
         await self._server.load(folder)
@@ -436,6 +432,7 @@ class NativeEngine:
         try:
             await asyncio.get_running_loop().run_in_executor(self._worker, step, *args)
         finally:
+            self.lifecycle.partially_loaded = self._receiver.torn
             self._settle()
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -445,14 +442,10 @@ class NativeEngine:
         await self._server.check()
         entries = list(self._entries.values())
         running = sum(entry.flight is not None for entry in entries)
-        return EngineHealth(
-            name=self.name,
-            version=self._receiver.version,
+        return self.lifecycle.health(
+            self._receiver.version,
             running=running,
             queued=len(entries) - running,
-            paused=self._paused,
-            asleep=bool(self._asleep),
-            torn=self._receiver.torn,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
@@ -460,21 +453,12 @@ class NativeEngine:
 
     async def close(self) -> None:
         """Close the connections; running requests get EngineError. Closing twice is harmless."""
+        self.lifecycle.close()
         for task in self._background:
             task.cancel()
         await self._server.connection.close()
-        self._open.set()
+        self._settle()
         self._worker.shutdown(wait=False, cancel_futures=True)
-
-    # -- checks ------------------------------------------------------------------------------------------------------
-
-    def _check_serving(self) -> None:
-        if self._receiver.torn:
-            raise EngineError(
-                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
-            )
-        if self._asleep:
-            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
     def _capabilities(self) -> Capabilities:
         kind = self._server.kind

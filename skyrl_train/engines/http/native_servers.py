@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from skyrl_train.data.arrays import Tokens, plain_ids, token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.connection import Connection
-from skyrl_train.engines.sampling import SLEEPING
+from skyrl_train.engines.lifecycle import MEMORY_TAGS
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.listening import API_KEY
 
@@ -256,7 +256,7 @@ class VLLMServer(NativeServer):
 
     async def sleep(self, level: int) -> frozenset[str]:
         await self.ask("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE})
-        return SLEEPING  # at level 1 the weights move to the host
+        return MEMORY_TAGS  # at level 1 the weights move to the host
 
     async def wake_up(self, tags: Sequence[str]) -> None:
         await self.ask("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE})
@@ -342,7 +342,7 @@ class SGLangServer(NativeServer):
         await self.ask("POST", "/flush_cache", params={"timeout": "10"})
 
     async def sleep(self, level: int) -> frozenset[str]:
-        tags = SLEEPING if level >= 2 else SLEEPING - {"weights"}
+        tags = MEMORY_TAGS if level >= 2 else MEMORY_TAGS - {"weights"}
         if self._frees_memory:
             await self.ask("POST", "/release_memory_occupation", {"tags": sorted(tags)})
         return tags

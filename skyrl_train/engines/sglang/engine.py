@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from skyrl_train.engines.base import (
     SampleRequest,
 )
 from skyrl_train.engines.in_process import Accelerator, compute, query
+from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.engines.sampling import Checks
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.host import Host
@@ -58,9 +59,6 @@ class SGLangEngine:
     in the prompt cache. If a process of SGLang ends, all calls get EngineError, but this process lives on.
     """
 
-    _gone: str | None = None
-    """Why nothing can be asked any more."""
-
     def __init__(
         self,
         model: str,
@@ -85,6 +83,7 @@ class SGLangEngine:
         SGLang refuses, and for a model that cannot be loaded.
         """
         self.name, model = name, local_copy(model)
+        self.lifecycle = Lifecycle(name)
         config = load_config(model).get_text_config()
         longest: int = max_model_len or config.max_position_embeddings
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
@@ -112,14 +111,15 @@ class SGLangEngine:
             self._host.manager,
             tokenizer,
             stop_tokens(tokenizer, *stop_configs(model)),
-            name=name,
+            self.lifecycle,
             max_model_len=longest,
             on_cpu=device == "cpu",
             slots=max_num_seqs,
         )
         store = SGLangWeights(skeleton, self._host.manager, self._wait, self._traffic.halt, ranks=tensor_parallel_size)
         self._receiver = self._traffic.receiver = WeightReceiver(store, name, torch.device(device), slot)
-        self._accelerator = Accelerator(name, *(partial(ask, torch.device(device)) for ask in (compute, query)))
+        questions = (partial(ask, torch.device(device)) for ask in (compute, query))
+        self.accelerator = Accelerator(self.lifecycle, *questions)
         self._host.watch(self._died)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -154,12 +154,12 @@ class SGLangEngine:
 
     async def sleep(self, level: int = 1) -> int:
         """See InferenceEngine. Running requests are aborted, as their cache is freed."""
-        return await self._ask(self._traffic.sleep(level))
+        return await self._ask(self._traffic.sleep(level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
         self._checks.wake_up(tags)
-        await self._ask(self._traffic.wake_up(tags))
+        await self._ask(self._traffic.wake_up(tags), shielded=True)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -167,8 +167,7 @@ class SGLangEngine:
         await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
-        if "weights" in self._traffic.asleep:
-            raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
+        self.lifecycle.check_can_load(manifest)
         await self._transfer(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
@@ -199,16 +198,11 @@ class SGLangEngine:
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for the current transfer. Raises EngineError once closed or dead."""
-        self._check_alive()
         traffic = self._traffic
-        return EngineHealth(
-            name=self.name,
-            version=self._receiver.version,
+        return self.lifecycle.health(
+            self._receiver.version,
             running=traffic.running,
             queued=traffic.queued,
-            paused=traffic.paused or traffic.draining,
-            asleep=bool(traffic.asleep),
-            torn=self._receiver.torn,
             generated_tokens=traffic.generated_tokens,
             prefilled_tokens=traffic.prompt_tokens - traffic.cached_tokens,
             cached_tokens=traffic.cached_tokens,
@@ -216,8 +210,9 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """End the processes and threads; running requests get EngineError. Closing twice is harmless."""
+        self.lifecycle.close()
         with suppress(RuntimeError):  # closed before
-            self._host.loop.call_soon_threadsafe(self._give_up, "is closed")
+            self._host.loop.call_soon_threadsafe(self._give_up)
         await asyncio.to_thread(self._host.close)
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._receiver.close()
@@ -230,19 +225,8 @@ class SGLangEngine:
         Raises EngineError if SGLang is gone.
         """
         future = asyncio.wrap_future(self._submit(work))
-        with self._error_when_gone():
+        with self.lifecycle.reason_for_cancellation():
             return await (asyncio.shield(unwatched(future)) if shielded else future)
-
-    @contextmanager
-    def _error_when_gone(self) -> Iterator[None]:
-        """Turn a cancellation into EngineError if SGLang's end caused it, and not the caller's own cancellation."""
-        try:
-            yield
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._gone is not None and not (task is not None and task.cancelling()):
-                raise EngineError(f"Engine {self.name!r} {self._gone}.") from None
-            raise
 
     async def _cancelled_when_gone(self, work: Awaitable[T]) -> T:
         """Await `work`, which is cancelled if SGLang ends: it would never get an answer."""
@@ -256,7 +240,7 @@ class SGLangEngine:
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:
-            self._check_alive()
+            self.lifecycle.check_alive()
         except EngineError:
             work.close()
             raise
@@ -267,32 +251,27 @@ class SGLangEngine:
         try:
             return self._submit(work).result(_LOADING_S)
         except CancelledError:
-            raise EngineError(f"Engine {self.name!r} {self._gone}.") from None
+            raise self.lifecycle.end_error from None
 
     async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
-        self._check_alive()
-        with self._error_when_gone():
-            await asyncio.get_running_loop().run_in_executor(self._worker, self._accelerator.run, partial(step, *args))
+        self.lifecycle.check_alive()
+        with self.lifecycle.reason_for_cancellation():
+            await asyncio.get_running_loop().run_in_executor(self._worker, self.accelerator.run, partial(step, *args))
 
     def _died(self, how: str) -> None:
         """Runs on the host's loop."""
-        self._give_up(f"is dead: {how}")
+        self.lifecycle.fail(how)
+        self._give_up()
         self._host.loop.run_in_executor(None, self._host.kill)
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self) -> None:
         """Runs on the host's loop."""
-        self._gone = self._gone or why
-        self._traffic.give_up(EngineError(f"Engine {self.name!r} {self._gone}."))
+        self._traffic.give_up()
         for task in list(self._asked):
             task.cancel()
 
     # -- checks ------------------------------------------------------------------------------------------------------
-
-    def _check_alive(self) -> None:
-        if self._gone is not None:
-            raise EngineError(f"Engine {self.name!r} {self._gone}.")
-        self._accelerator.check()
 
     def _start(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None) -> Host:
         try:

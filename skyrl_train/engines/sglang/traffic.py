@@ -15,14 +15,11 @@ import torch
 from skyrl_train.data.arrays import logprob_array, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, Lifecycle, RunClock, result_of, tags_freed_by
 from skyrl_train.engines.sampling import check_logprobs, check_new_ids
 from skyrl_train.errors import EngineError
 from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver
-
-_ABORT_AGAIN_S = 0.2
-"""An abort may overtake its request: it is repeated until the request is answered."""
 
 
 class _SGLangRequest:
@@ -37,15 +34,15 @@ class _SGLangRequest:
 
 
 class Traffic:
-    """Sends requests to SGLang, but none while paused, asleep, or from a weight sync's first tensor to its end."""
+    """Sends requests to SGLang while the life cycle allows it, and makes its scheduler follow the life cycle."""
 
     def __init__(
         self,
         manager: Any,
         tokenizer: Any,
         eos: frozenset[int],
+        lifecycle: Lifecycle,
         *,
-        name: str,
         max_model_len: int,
         on_cpu: bool,
         slots: int,
@@ -55,14 +52,12 @@ class Traffic:
         """To be set before the first request."""
         self.adapters: dict[str, str] = {}
         """Name of an adapter -> its name in SGLang."""
-        self.asleep: set[str] = set()
-        """The memory freed by `sleep` and not yet reallocated: "kv_cache", "weights"."""
-        self.paused = self.draining = False
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
         self._manager = manager
         self._tokenizer = tokenizer
         self._eos = eos
-        self._name = name
+        self._lifecycle = lifecycle
+        self._name = lifecycle.name
         self._max_model_len = max_model_len
         self._on_cpu = on_cpu
         self._entries: dict[str, _SGLangRequest] = {}
@@ -73,13 +68,11 @@ class Traffic:
         """For the next deadline."""
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._drained: list[asyncio.Future[None]] = []
-        """Calls of `pause` that wait until no request runs any more."""
-        self._loading = False
         self._scheduler_paused = False
-        self._paused_before_sleep = False
         self._scheduler = asyncio.Lock()
         """Held while the scheduler's state changes, or must not change."""
+        self._memory_changes = asyncio.Lock()
+        """Held while memory is freed or allocated."""
 
     @property
     def running(self) -> int:
@@ -98,7 +91,7 @@ class Traffic:
 
         Raises UnsupportedParameter for an id that is in use, EngineError if the engine is torn or asleep.
         """
-        self._check_serving()
+        self._lifecycle.check_serving()
         check_new_ids(self._name, requests, self._entries)
         loop = asyncio.get_running_loop()
         entries = [_SGLangRequest(request, f"{next(self._numbers)}.", loop) for request in requests]
@@ -125,14 +118,14 @@ class Traffic:
         while flying := [entry for entry in entries if not entry.done.done()]:
             async with self._scheduler:
                 self._abort_once(flying)
-            await asyncio.wait([entry.done for entry in flying], timeout=_ABORT_AGAIN_S)
+            await asyncio.wait([entry.done for entry in flying], timeout=ABORT_AGAIN_S)
 
-    def give_up(self, error: EngineError) -> None:
-        """End all requests and pending pauses; requests get `error`."""
+    def give_up(self) -> None:
+        """End all requests and pending pauses, as the engine has ended."""
         self._waiting = []
         for entry in list(self._entries.values()):
-            self._end(entry, error)
-        self._notify_drained()
+            self._end(entry, self._lifecycle.end_error)
+        self._lifecycle.finish_draining()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -157,27 +150,22 @@ class Traffic:
         """Send a request to SGLang and wait for its end."""
         try:
             self._end(entry, _nothing(entry.request) if entry.aborted else await self._sample(entry))
-        except EngineError as error:
-            self._end(entry, error)
         except Exception as error:
-            failure = EngineError(f"Engine {self._name!r} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._end(entry, failure)
+            self._end(entry, self._lifecycle.as_engine_error(error))
 
-    def _end(self, entry: _SGLangRequest, outcome: Completion | EngineError) -> None:
+    def _end(self, entry: _SGLangRequest, answer: Completion | EngineError) -> None:
         if self._entries.pop(entry.request.request_id, None) is None:
             return
         running_s = self._clock.remove(entry.request.request_id)
         self._set_timer()
         if not entry.done.done():
-            if isinstance(outcome, Completion):
-                entry.done.set_result(replace(outcome, running_s=running_s))
+            if isinstance(answer, Completion):
+                entry.done.set_result(replace(answer, running_s=running_s))
             else:
-                entry.done.set_exception(outcome)
+                entry.done.set_exception(answer)
                 entry.done.exception()  # marks it as retrieved: it may have no awaiter any more
-        if self.draining and not self.running:
-            self.paused, self.draining = True, False
-            self._notify_drained()
+        if not self.running:
+            self._lifecycle.finish_draining()
 
     async def _sample(self, entry: _SGLangRequest) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -245,21 +233,13 @@ class Traffic:
             else:
                 entry.aborted = True
 
-    def _check_serving(self, only_weights: bool = False) -> None:
-        if self.receiver.torn:
-            raise EngineError(
-                f"Engine {self._name!r} holds half of a weight transfer; it serves nothing until a complete sync."
-            )
-        if "weights" in self.asleep or (self.asleep and not only_weights):
-            raise EngineError(f"Engine {self._name!r} is asleep; wake_up() first.")
-
     # -- scoring -----------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of all tokens but the first of each sequence, even while paused."""
-        self._check_serving(only_weights=True)
+        self._lifecycle.check_serving(only_weights=True)
         async with self._scheduler:
-            borrows = "kv_cache" in self.asleep and not self._on_cpu
+            borrows = "kv_cache" in self._lifecycle.asleep and not self._on_cpu
             if borrows:
                 await self._memory("resume", {"kv_cache"})
             try:
@@ -289,34 +269,25 @@ class Traffic:
     # -- pausing -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        if mode == "wait" and self.running and not self._halted():
-            self.draining = True
-            drained = asyncio.get_running_loop().create_future()
-            self._drained.append(drained)
-            await asyncio.shield(unwatched(drained))
-            return
-        self.paused = True
+        drained = self._lifecycle.pause(busy=mode == "wait" and self.running > 0)
         if mode == "abort":
-            await self._abort_everything()
-        else:
+            await self.abort(list(self._entries))
+        elif mode != "wait":
             await self._stop("retract" if mode == "retract" else "in_place")
+        await result_of(drained)
 
     async def resume(self) -> None:
         async with self._scheduler:
-            self.paused = self.draining = False
-            self._notify_drained()
+            self._lifecycle.resume()
             self._settle()
-
-    def _halted(self) -> bool:
-        return self.paused or self._loading or self.receiver.torn or bool(self.asleep)
 
     def _settle(self) -> None:
         """After any change of state: unless halted, let the scheduler continue and send waiting requests."""
-        if self._halted():
+        if self._lifecycle.halted:
             return
         if self._scheduler_paused:
             self._go_on()
-        if not self.draining:
+        if self._lifecycle.admits:
             waiting, self._waiting = self._waiting, []
             for entry in waiting:
                 self._begin(self._run(entry))
@@ -343,47 +314,31 @@ class Traffic:
 
         await self._manager.update_weight_version_communicator(UpdateWeightVersionReqInput(new_version=str(version)))
 
-    async def _abort_everything(self) -> None:
-        await self.abort(list(self._entries))
-
-    def _notify_drained(self) -> None:
-        waiting, self._drained = self._drained, []
-        for drained in waiting:
-            drained.set_result(None)
-
     # -- memory ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> int:
         """See InferenceEngine; returns the bytes freed."""
-        if not self.asleep:
-            self._paused_before_sleep = self.paused
-        self.paused = True
-        await self._abort_everything()
-        async with self._scheduler:
-            wanted = {"kv_cache"} if level < 2 else {"kv_cache", "weights"}
-            given = wanted - self.asleep
-            self.asleep |= wanted
-            if self._scheduler_paused:
-                self._go_on()
-            if self._on_cpu or not given:
-                return 0
-            before = torch.cuda.mem_get_info()[0]
-            await self._memory("release", given)
-            if "weights" in given:
-                self.receiver.torn = True  # they are discarded, not moved
-            return torch.cuda.mem_get_info()[0] - before
+        async with self._memory_changes:
+            freed = self._lifecycle.sleep(tags_freed_by(level), discards_weights=not self._on_cpu and level >= 2)
+            await self.abort(list(self._entries))
+            async with self._scheduler:
+                if self._scheduler_paused:
+                    self._go_on()
+                if self._on_cpu or not freed:
+                    return 0
+                before = torch.cuda.mem_get_info()[0]
+                await self._memory("release", freed)
+                return torch.cuda.mem_get_info()[0] - before
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        async with self._scheduler:
-            wanted = self.asleep & ({"weights", "kv_cache"} if tags is None else set(tags))
-            if wanted and not self._on_cpu:
-                await self._memory("resume", wanted)
-            self.asleep -= wanted
-            if wanted and not self.asleep:
-                self.paused = self._paused_before_sleep
+        async with self._memory_changes, self._scheduler:
+            woken = self._lifecycle.asleep_among(tags)
+            if woken and not self._on_cpu:
+                await self._memory("resume", woken)
+            self._lifecycle.wake_up(woken)
             self._settle()
 
-    async def _memory(self, what: str, tags: set[str]) -> None:
+    async def _memory(self, what: str, tags: Iterable[str]) -> None:
         """`what` is "release" or "resume"."""
         from sglang.srt.managers import io_struct
 
@@ -396,7 +351,7 @@ class Traffic:
 
     async def halt(self) -> None:
         """Pause before the first tensor of a weight sync: running requests stay where they are."""
-        self._loading = True
+        self._lifecycle.partially_loaded = True
         await self._stop("in_place")
 
     async def serve(self, version: int) -> None:
@@ -404,7 +359,7 @@ class Traffic:
         async with self._scheduler:
             await self._reach(version)
             await self._manager.flush_cache()
-            self._loading = False
+            self._lifecycle.weights_loaded()
             self._settle()
 
     async def reset_prefix_cache(self) -> None:

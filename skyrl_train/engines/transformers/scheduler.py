@@ -19,7 +19,7 @@ from torch import Tensor
 from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, token_array
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.lifecycle import RunClock
 from skyrl_train.engines.sampling import check_logprobs, check_new_ids
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings
 from skyrl_train.engines.transformers.adapters import adapted_rows
@@ -167,6 +167,7 @@ class Scheduler:
         served: ServedModel,
         tokenizer: Any,
         eos: frozenset[int],
+        clock: RunClock,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -192,9 +193,8 @@ class Scheduler:
         self._finished: list[TrackedRequest] = []
         self._calls: set[GenerateCall] = set()
         """Calls that have not got their completions yet."""
-        self._clock = RunClock(max_num_seqs)
+        self._clock = clock
         self.version = 0
-        self.admitting = True
         self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
 
     @property
@@ -204,15 +204,6 @@ class Scheduler:
     @property
     def queued(self) -> int:
         return len(self._queue)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._rows or (self._queue and self.admitting))
-
-    @property
-    def next_deadline(self) -> float:
-        """time.monotonic() at which `expire` may have something to do."""
-        return self._clock.next_deadline()
 
     def submit(self, call: GenerateCall) -> None:
         """Queue the requests of a call, in order.
@@ -250,11 +241,6 @@ class Scheduler:
         ids = None if request_ids is None else set(request_ids)
         self._end(lambda row: ids is None or row.request.request_id in ids)
 
-    def expire(self) -> None:
-        """End requests whose deadline has passed."""
-        if late := self._clock.late():
-            self.abort(late)
-
     def retract(self) -> None:
         """Put running rows back at the head of the queue; their tokens so far are prefilled when they are admitted."""
         for row in self._rows:
@@ -265,9 +251,11 @@ class Scheduler:
 
     def fail(self, error: Exception) -> None:
         """Drop all running and queued requests: their callers get `error`."""
+        for row in (*self._rows, *self._queue):
+            self._clock.remove(row.request.request_id)
         self._rows, self._batch = [], None
         self._queue.clear()
-        self._transcript, self._clock = Transcript(), RunClock(self._max_num_seqs)
+        self._transcript = Transcript()
         self.forget()
         self._deliver()
         calls, self._calls = self._calls, set()
@@ -299,9 +287,9 @@ class Scheduler:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Admit the requests that fit, then sample one token for every running row."""
-        while self.admitting and self._queue and len(self._rows) < self._max_num_seqs:
+    def step(self, *, admits: bool) -> None:
+        """Admit the queued requests that fit, if it `admits` any, then sample one token for every running row."""
+        while admits and self._queue and len(self._rows) < self._max_num_seqs:
             self._admit()
         if self._rows:
             self._decode()

@@ -8,11 +8,9 @@ weights change at a known token of every request.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
-from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,12 +21,12 @@ import torch
 from skyrl_train.data.arrays import Tokens, plain_ids
 from skyrl_train.data.vocabulary import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.in_process import Accelerator, RunClock, StepThread
-from skyrl_train.engines.sampling import SLEEPING, Checks, check_new_ids
+from skyrl_train.engines.in_process import Accelerator, SteppedEngine
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, result_of, tags_freed_by
+from skyrl_train.engines.sampling import Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.profiling import peak_memory
-from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -63,13 +61,12 @@ from skyrl_train.engines.vllm.arguments import (
     vllm_capabilities,
 )
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
-from skyrl_train.tasks import unwatched
 
 _ANSWER_S = 30.0
 """Within this time its ranks say whether their devices compute, after a failure."""
 
 
-class VLLMEngine:
+class VLLMEngine(SteppedEngine):
     """An InferenceEngine over vLLM. It owns a thread, and with several ranks processes, so it must be closed.
 
     Keys of the prompt cache are salted with the version of the weights: requests kept during a sync continue with their
@@ -94,7 +91,7 @@ class VLLMEngine:
 
         Raises ConfigError for arguments that vLLM refuses, and for a model that cannot be loaded.
         """
-        self.name = name
+        super().__init__(name, max_num_seqs)
         self._on_cpu = device == "cpu"
         given = {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, **engine_args}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, given)
@@ -108,7 +105,8 @@ class VLLMEngine:
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self._engine, name)
         self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        self._accelerator = Accelerator(name, partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S))
+        compute = partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S)
+        self.accelerator = Accelerator(self.lifecycle, compute)
         self._core.set_weight_version("0")
         longest = self._engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
@@ -119,22 +117,13 @@ class VLLMEngine:
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""
-        self._clock = RunClock(max_num_seqs)
         self._version = 0
         self._generation = 0
         """Incremented with every reset of the prompt cache."""
-        self._torn = False
-        self._weights_are_gone = False
-        """A sleep discarded them, or the adapter synced with them failed to load; a complete sync repairs that."""
-        self._paused = self._draining = False
-        self._paused_before_sleep = False
-        self._asleep: set[str] = set()
-        self._drained: list[Future[None]] = []
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
-        self._closed = False
-        self._thread = StepThread(self, f"engine-{name}")
+        self._thread.start()
         # vLLM's kernels fail if OpenMP and torch have different numbers of threads: this call makes them agree.
-        self._thread.ask(torch.get_num_threads)
+        self._ask(torch.get_num_threads)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -146,123 +135,18 @@ class VLLMEngine:
             return []
         call = VLLMCall(requests, self._build)  # not between steps; what changes until it is admitted is seen there
         try:
-            await self._ask(lambda: self._submit(call.entries))
-            await asyncio.shield(unwatched(asyncio.wrap_future(call.future)))
+            await self._run(lambda: self._submit(call.entries), under_way=True)
+            await result_of(call.future)
         except asyncio.CancelledError:
-            if not self._closed:
-                self._thread.ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
+            self._ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
             raise
         return [entry.completion(self.name, self._decode) for entry in call.entries]
-
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """See InferenceEngine. Running requests, paused or not, make no progress meanwhile."""
-        plain = self._checks.score(token_ids, temperature)
-        return await self._ask_between_steps(lambda: self._score(plain))  # type: ignore[no-any-return]
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See InferenceEngine."""
-        await self._ask(lambda: self._abort(request_ids))
-
-    # -- traffic -----------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: str = "keep") -> None:
-        """See InferenceEngine. Requests that come while paused wait for `resume`."""
-        self._checks.pause(mode)
-        drained: Future[None] = Future()
-
-        def pause() -> None:
-            if mode == "wait" and self._entries and not self._halted():
-                self._draining = True
-                self._drained.append(drained)
-                return
-            if mode == "abort":
-                self._abort(list(self._entries))
-            if mode == "retract":
-                self._core.reset_prefix_cache(reset_running_requests=True)
-            self._paused = True
-            drained.set_result(None)
-
-        await self._ask_between_steps(pause)
-        await asyncio.shield(unwatched(asyncio.wrap_future(drained)))
-
-    async def resume(self) -> None:
-        def resume() -> None:
-            self._paused = self._draining = False
-            self._notify_drained()
-            self._admit_waiting()
-
-        await self._ask(resume)
-
-    async def sleep(self, level: int = 1) -> int:
-        """See InferenceEngine. Running requests are aborted, as their cache is freed."""
-
-        def sleep() -> int:
-            if not self._asleep:
-                self._paused_before_sleep = self._paused
-            self._paused = True
-            self._abort([entry.id for entry in self._all_entries()])
-            if not self._on_cpu:
-                return self._give_memory_back(level)
-            self._asleep |= {"kv_cache"} if level < 2 else SLEEPING
-            return 0
-
-        return await self._ask_between_steps(sleep)  # type: ignore[no-any-return]
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See InferenceEngine."""
-        self._checks.wake_up(tags)
-
-        def wake_up() -> None:
-            if not self._asleep:
-                return
-            wanted = SLEEPING if tags is None else set(tags)
-            self._take_memory_back(wanted)
-            self._asleep -= wanted
-            if not self._asleep:
-                self._paused = self._paused_before_sleep
-                self._admit_waiting()
-
-        await self._ask(wake_up)
-
-    # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._ask_between_steps(lambda: self._weights("connect", route, address, rank, world_size, timeout_s))
-
-    async def begin_weights(self, manifest: Manifest) -> None:
-        def begin() -> None:
-            if "weights" in self._asleep:
-                raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
-            if self._weights_are_gone and manifest.base_version is not None:
-                raise WeightSyncError(f"engine {self.name} has no weights to change: a complete sync is needed.")
-            self._weights("begin", manifest)
-            self._adapters.coming = manifest.adapter is not None
-
-        await self._ask_between_steps(begin)
-
-    async def receive_weights(self, bucket: Bucket) -> None:
-        await self._ask_between_steps(lambda: self._weights("receive", bucket))
-
-    async def commit_weights(self, version: int) -> None:
-        def commit() -> None:
-            self._weights("commit", version)
-            self._serve_synced_adapter()
-            self._torn = self._weights_are_gone = False
-            self._version = version
-            self._core.set_weight_version(str(version))
-            self._forget_prompts()
-            self._admit_waiting()
-
-        await self._ask_between_steps(commit)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._ask_between_steps(self._forget_prompts)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
         self._checks.adapter(name)
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
-        await self._ask_between_steps(lambda: self._adapters.add(name, copied))
+        await self._run(lambda: self._adapters.add(name, copied))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
@@ -271,69 +155,35 @@ class VLLMEngine:
             self._adapters.drop(name)
             self._deliver()
 
-        await self._ask_between_steps(unload)
+        await self._run(unload)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
-        if self._closed:
-            raise EngineError(f"Engine {self.name!r} is closed.")
-        self._accelerator.check()
         running = len(self._core.scheduler.running)
-        return EngineHealth(
-            name=self.name,
-            version=self._version,
+        return self.lifecycle.health(
+            self._version,
             running=running,
             queued=max(0, len(self._entries) - running) + len(self._waiting),
-            paused=self._paused or self._draining,
-            asleep=bool(self._asleep),
-            torn=self._torn,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
             extra=peak_memory("cpu"),  # on an accelerator it always holds its whole share
         )
 
-    async def close(self) -> None:
-        """End the thread and vLLM's processes; running requests are aborted. Closing twice is harmless."""
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.to_thread(self._thread.close)
-        try:
-            self._abort([entry.id for entry in self._all_entries()])
-            self._engine.collective_rpc("weights", args=("close",))
-        finally:
-            self._notify_drained()
-            self._engine.engine_core.shutdown()
-            self._adapters.close()
+    # -- see SteppedEngine -------------------------------------------------------------------------------------------
 
-    # -- called by the thread ----------------------------------------------------------------------------------------
+    def _is_busy(self) -> bool:
+        return bool(self._entries or self._core.batch_queue)
 
-    def has_work(self) -> bool:
-        return not self._halted() and bool(self._unfinished() or self._drained)
-
-    def wakes_at(self) -> float:
-        return math.inf if self._closed else self._clock.next_deadline()
-
-    def tick(self) -> None:
-        if late := self._clock.late():
-            self._abort(late)
-        if not self._halted() and self._unfinished():
-            self._step()
-        if self._draining and not self._entries and not self._core.batch_queue:
-            self._paused, self._draining = True, False
-            self._notify_drained()
-
-    def _all_entries(self) -> list[VLLMRequest]:
-        return [*self._entries.values(), *self._waiting]
-
-    def _halted(self) -> bool:
-        return self._paused or self._torn or bool(self._asleep)
-
-    def _unfinished(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
+
+    def _step(self) -> None:
+        """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
+        self._engine.step()
+        self._deliver()
 
     def _end_steps(self) -> None:
         """Wait for the steps under way and take their tokens; no other begins."""
@@ -342,20 +192,51 @@ class VLLMEngine:
         scheduler = self._core.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
-            self._step()
+            self._try(self._step)
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def _step(self) -> None:
-        """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
+    def _retract(self) -> None:
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def _free(self, level: int) -> int:
+        if self._on_cpu:
+            self.lifecycle.sleep(tags_freed_by(level))
+            return 0
+        before = self._engine.collective_rpc("free_memory")  # to ask from here would take memory there
+        # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
+        self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
+        self._engine.sleep(level=level)
+        return sum(self._engine.collective_rpc("free_memory")) - sum(before)
+
+    def _allocate(self, tags: Set[str]) -> list[str]:
+        """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
+        asleep = sorted(tags & self._core.model_executor.sleeping_tags)
+        if asleep:
+            self._engine.wake_up(asleep)
+        return asleep
+
+    def _serve(self, version: int) -> None:
+        self._serve_synced_adapter()
+        self._version = version
+        self._core.set_weight_version(str(version))
+        self._forget_prompts()
+
+    def _end(self) -> None:
+        """End vLLM's processes; requests are aborted."""
         try:
-            self._engine.step()
-            self._deliver()
-        except Exception as error:
-            self._accelerator.examine()
-            self._fail(EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}"))
+            self._abort(None)
+            self._engine.collective_rpc("weights", args=("close",))
+        finally:
+            self._engine.engine_core.shutdown()
+            self._adapters.close()
+
+    # -- requests on the thread --------------------------------------------------------------------------------------
+
+    def _all_entries(self) -> list[VLLMRequest]:
+        return [*self._entries.values(), *self._waiting]
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
-        self._check_serving()
+        self.lifecycle.check_serving()
         under_way = (entry.id for entry in self._all_entries())
         check_new_ids(self.name, (entry.request for entry in entries), under_way)
         self._waiting.extend(entries)
@@ -364,7 +245,7 @@ class VLLMEngine:
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to vLLM. Their weights and cache salt are those of now, not of their submission."""
-        if self._halted() or self._draining:
+        if not self.lifecycle.admits:
             return
         entries, self._waiting = self._waiting, []
         for entry in entries:
@@ -409,8 +290,7 @@ class VLLMEngine:
 
     def _refuse(self, call: VLLMCall, error: Exception) -> None:
         """Fail a call whose requests vLLM refused when they were to begin."""
-        failed = EngineError(f"Engine {self.name!r} failed: {type(error).__name__}: {error}")
-        call.future.set_exception(error if isinstance(error, EngineError) else failed)
+        call.future.set_exception(self.lifecycle.as_engine_error(error))
         for entry in call.entries:
             self._clock.remove(entry.id)
         self._engine.abort_request([entry.id for entry in call.entries])
@@ -427,11 +307,11 @@ class VLLMEngine:
             state.detokenizer.min_tokens -= 1
         self._engine.engine_core.add_request(request)
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        ids = set(request_ids)
+    def _abort(self, request_ids: Sequence[str] | None) -> None:
+        ids = {entry.id for entry in self._all_entries()} if request_ids is None else set(request_ids)
         unread = [entry for entry in self._waiting if entry.id in ids]
         self._waiting = [entry for entry in self._waiting if entry.id not in ids]
-        self._engine.abort_request([one for one in request_ids if one in self._entries])
+        self._engine.abort_request([one for one in self._entries if one in ids])
         for entry in unread:
             entry.running_s = self._clock.remove(entry.id)
             entry.put_nothing()
@@ -458,11 +338,10 @@ class VLLMEngine:
         self._waiting = []
         if self._core.batch_queue:
             self._core.batch_queue.clear()
-        self._abort(list(self._entries))
+        self._abort(None)
 
-    def _score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        self._check_serving(only_weights=True)
-        borrowed = self._take_memory_back({"kv_cache"})
+    def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        borrowed = self._allocate({"kv_cache"})
         scheduler = self._core.scheduler
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
@@ -503,33 +382,19 @@ class VLLMEngine:
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._salt_again(request)
 
-    def _give_memory_back(self, level: int) -> int:
-        """Let vLLM sleep: it frees weights and cache at every level; at level 2 it keeps no copy of the weights."""
-        before = self._engine.collective_rpc("free_memory")  # to ask from here would take memory there
-        if level >= 2 and "weights" not in self._core.model_executor.sleeping_tags:
-            self._torn = self._weights_are_gone = True
-        self._asleep |= SLEEPING
-        self._engine.sleep(level=level)
-        return sum(self._engine.collective_rpc("free_memory")) - sum(before)
-
-    def _take_memory_back(self, wanted: Set[str]) -> list[str]:
-        """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
-        asleep = sorted(wanted & self._core.model_executor.sleeping_tags)
-        if asleep:
-            self._engine.wake_up(asleep)
-        return asleep
-
-    def _weights(self, method: str, *args: Any) -> None:
+    def _transfer(self, method: str, *args: Any) -> None:
         try:
             answers = self._engine.collective_rpc("weights", args=(method, *args))
         except Exception as error:  # of a rank's process
-            self._torn = True
-            self._accelerator.examine()
+            self.lifecycle.partially_loaded = True
+            self.accelerator.examine()
             raise EngineError(f"Engine {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
-        self._torn = self._weights_are_gone or any(torn for _, torn in answers)
+        self.lifecycle.partially_loaded = any(torn for _, torn in answers)
         for problem, _ in answers:
             if problem is not None:
                 raise WeightSyncError(problem)
+        if method == "begin":
+            self._adapters.coming = args[0].adapter is not None
 
     def _serve_synced_adapter(self) -> None:
         """Running requests can continue with a replaced adapter, but cannot begin to use one or cease to."""
@@ -538,7 +403,7 @@ class VLLMEngine:
         try:
             self._adapters.serve_synced()
         except EngineError as error:
-            self._torn = self._weights_are_gone = True
+            self.lifecycle.weights_lost = True
             raise WeightSyncError(str(error)) from error
 
     def _forget_prompts(self) -> None:
@@ -556,11 +421,6 @@ class VLLMEngine:
         """The cache salt: a part of the keys of the prompt cache."""
         return f"{self._version}.{self._generation}.{lora.lora_int_id if lora else 0}"
 
-    def _notify_drained(self) -> None:
-        waiting, self._drained = self._drained, []
-        for drained in waiting:
-            drained.set_result(None)
-
     def _decode(self, token: int) -> str | None:
         tokenizer = self._engine.renderer.tokenizer
         return None if tokenizer is None else token_text(tokenizer, token)
@@ -570,36 +430,6 @@ class VLLMEngine:
         self._generated_tokens += len(entry.output.outputs[0].token_ids)
         self._prompt_tokens += len(entry.request.token_ids)
         self._cached_tokens += entry.output.num_cached_tokens or 0
-
-    # -- checks ------------------------------------------------------------------------------------------------------
-
-    async def _ask_between_steps(self, command: Callable[[], Any]) -> Any:
-        """Like `_ask`, for a command that no step may be under way for."""
-
-        def alone() -> Any:
-            self._end_steps()
-            return command()
-
-        return await self._ask(alone)
-
-    async def _ask(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the engine's thread, which begins no step meanwhile. Raises EngineError once closed."""
-        try:
-            return await asyncio.wrap_future(self._thread.ask(lambda: self._accelerator.run(command)))
-        except (RuntimeError, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if self._closed and not (task is not None and task.cancelling()):
-                raise EngineError(f"Engine {self.name!r} is closed.") from error
-            raise
-
-    def _check_serving(self, only_weights: bool = False) -> None:
-        self._accelerator.check()
-        if self._torn:
-            raise EngineError(
-                f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
-            )
-        if "weights" in self._asleep or (self._asleep and not only_weights):
-            raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
 
 class VLLMWorkerNode:

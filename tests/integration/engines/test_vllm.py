@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.engines.in_process import Accelerator
+from skyrl_train.engines.lifecycle import EngineState
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
@@ -84,7 +85,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def running(one: Running) -> Iterator[Running]:
     yield one
-    if not one.engine._closed:
+    if one.engine.lifecycle.state is not EngineState.CLOSED:
         one.bench.run(one.bench.restore())
 
 
@@ -172,7 +173,8 @@ def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: Running, 
         raise OSError("rank 1 is gone")
 
     monkeypatch.setattr(running.engine._engine, "collective_rpc", died)
-    monkeypatch.setattr(running.engine, "_accelerator", Accelerator("particular", died))
+    monkeypatch.setattr(running.engine, "accelerator", Accelerator(running.engine.lifecycle, died))
+    monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
     with pytest.raises(EngineError, match="'particular': connect failed: OSError: rank 1 is gone"):
         running.bench.run(running.engine.connect_weights("in_process", "", 1, 2, 1.0))
     with pytest.raises(EngineError, match=r"'particular' is dead.*OSError: rank 1 is gone"):
@@ -189,8 +191,9 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     ranks: Any = running.core.model_executor.driver_worker.worker
-    fresh = Accelerator("particular", running.engine._accelerator._compute)
-    monkeypatch.setattr(running.engine, "_accelerator", fresh)
+    fresh = Accelerator(running.engine.lifecycle, running.engine.accelerator.compute)
+    monkeypatch.setattr(running.engine, "accelerator", fresh)
+    monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
     monkeypatch.setattr(running.engine._engine, "step", fails)
     if lost:
         monkeypatch.setattr(ranks, "compute", fails)

@@ -12,6 +12,7 @@ from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.in_process import Accelerator, compute
+from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
@@ -42,12 +43,12 @@ class Device:
 
 def engine_on(device: Device) -> TransformersEngine:
     engine = TransformersEngine(tiny_model(hidden_size=32), name="a")
-    engine._accelerator = Accelerator("a", device.compute)
+    engine.accelerator.compute = device.compute  # type: ignore[method-assign]
     return engine
 
 
-def request() -> SampleRequest:
-    return SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=4, ignore_eos=True), 0)
+def request(max_tokens: int = 4) -> SampleRequest:
+    return SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0)
 
 
 async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, EngineSupervisor, EngineClient]:
@@ -119,6 +120,26 @@ def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs
     asyncio.run(run())
 
 
+def test_requests_of_paused_engine_end_with_its_device():
+    device = Device()
+
+    async def run() -> None:
+        engine = engine_on(device)
+        call = asyncio.ensure_future(engine.generate([request(max_tokens=1000)]))
+        while not (await engine.health()).running:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        engine._served.score = device.illegal_access  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineError, match="'a' is dead"):
+            await engine.score([[5, 6]])
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineError, match="'a' is dead"):
+                await call
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_after_an_error_of_ours_no_device_is_asked():
     """A sync that another rank gave up may still wait on the device: it must not wait, too."""
     device = Device()
@@ -127,14 +148,15 @@ def test_after_an_error_of_ours_no_device_is_asked():
         raise WeightSyncError("the manifest is stale")
 
     with pytest.raises(WeightSyncError):
-        Accelerator("a", device.compute).run(refused)
+        Accelerator(Lifecycle("a"), device.compute).run(refused)
     assert device.asked == 0
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
 def test_a_transfer_that_fails_as_the_device_is_poisoned_is_the_engines_death():
     device = Device()
-    accelerator = Accelerator("a", device.compute, device.illegal_access)
+    lifecycle = Lifecycle("a")
+    accelerator = Accelerator(lifecycle, device.compute, device.illegal_access)
 
     def failed() -> None:
         raise WeightSyncError("a transfer of 8 bytes did not complete")
@@ -142,7 +164,7 @@ def test_a_transfer_that_fails_as_the_device_is_poisoned_is_the_engines_death():
     with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
         accelerator.run(failed)
     with pytest.raises(EngineError, match="'a' is dead"):
-        accelerator.check()
+        lifecycle.check_alive()
     assert device.asked == 0, "nobody waits for a device on which a transfer may still hang"
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from skyrl_train.engines.in_process import RunClock
+from skyrl_train.engines.lifecycle import RunClock
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")

@@ -116,7 +116,7 @@ def test_a_request_keeps_the_adapter_that_it_began_with(model: PreTrainedModel, 
     async def run() -> tuple[Completion, Completion]:
         async with _engine(model, a=first) as engine:
             call = asyncio.ensure_future(engine.generate([request]))
-            while engine._scheduler.generated_tokens < 10:
+            while (await engine.health()).generated_tokens < 10:
                 await asyncio.sleep(0.001)
             await engine.pause("retract")
             await engine.load_adapter("a", second)
@@ -233,7 +233,7 @@ def test_retracted_requests_go_on_with_the_same_tokens(model: PreTrainedModel, m
             undisturbed = await engine.generate(requests)
             call = asyncio.ensure_future(engine.generate(requests))
             for tokens in (20, 60, 130):
-                while engine._scheduler.generated_tokens < 720 + tokens:
+                while (await engine.health()).generated_tokens < 720 + tokens:
                     await asyncio.sleep(0.001)
                 await engine.pause("retract")
                 health = await engine.health()
@@ -256,7 +256,7 @@ def test_a_retracted_request_can_be_aborted_and_returns_what_it_had(model: PreTr
     async def run() -> Completion:
         async with _engine(model) as engine:
             call = asyncio.ensure_future(engine.generate([_request("r", max_tokens=2000)]))
-            while engine._scheduler.generated_tokens < 5:
+            while (await engine.health()).generated_tokens < 5:
                 await asyncio.sleep(0.001)
             await engine.pause("retract")
             await engine.abort(["r"])
