@@ -35,11 +35,10 @@ from torch import Tensor
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
-from skyrl_train.weight_sync.publish import WeightPublisher
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.broadcast import BroadcastGroup
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.store import InPlace
-from skyrl_train.weight_sync.transport import BroadcastGroup
+from skyrl_train.weight_sync.sync import WeightPublisher
 
 ROUTES = ("broadcast", "ipc", "checkpoint")
 Row = dict[str, Any]

@@ -24,7 +24,7 @@ from skyrl_train.experiment.engines import EngineSeats, WantedEngines, build_wat
 from skyrl_train.experiment.layout import weight_folder
 from skyrl_train.experiment.services import Services
 from skyrl_train.learner.learner import ANSWER_S, Learner, WorkerGroup
-from skyrl_train.weight_sync.publish import PROBE_TOLERANCE, Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import PROBE_TOLERANCE, Probe, WeightPublisher
 
 log = logging.getLogger(__name__)
 HALF_PRECISION_PROBE_TOLERANCE = 0.25

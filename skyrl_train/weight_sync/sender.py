@@ -10,19 +10,18 @@ from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
+from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
     AlternatingBuffers,
     buckets,
     buffer_bytes,
     empty_buffer,
+    inspect_parts,
     pack,
     views,
 )
-from skyrl_train.weight_sync.files import BucketFolder
-from skyrl_train.weight_sync.fingerprints import looks
-from skyrl_train.weight_sync.ipc import SharedPages
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.handover import BucketFolder, SharedPages
 from skyrl_train.weight_sync.wire import (
     AdapterSpec,
     Bucket,
@@ -70,7 +69,7 @@ class WeightSender:
     """Sends weights. Every trainer rank has one, as gathering full tensors is a collective; only rank 0 sends them.
 
     A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. For the manifest each rank
-    looks at its own part of every tensor, in the dtype that is sent: fingerprints of parts add up to that of the whole.
+    inspects its own part of every tensor, in the dtype that is sent: fingerprints of parts add up to that of the whole.
     So a tensor is gathered once, for its bucket, after the cast, and the receiver verifies that what came is what the
     ranks have. While a broadcast bucket is being sent, the next one is gathered. Memory: two buckets and one tensor.
     """
@@ -153,7 +152,7 @@ class WeightSender:
         """
         self._rehearsal = rehearsal
         follows = self._delivered if (self._weight_sync_only_changed or self._separate) and not rehearsal else None
-        specs, non_finite = self._look(self._stream(follows is not None))
+        specs, non_finite = self._specs_of(self._stream(follows is not None))
         base = None
         if follows is not None:
             base, known = follows
@@ -215,7 +214,7 @@ class WeightSender:
         if pages is not None:
             pages.close()
 
-    def _look(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
+    def _specs_of(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
         announced: list[tuple[str, tuple[int, ...], str]] = []
 
@@ -226,7 +225,7 @@ class WeightSender:
                 announced.append((name, tuple(on_wire.shape), dtype_name(local.dtype)))
                 yield on_wire.elements if on_wire.counts else local.new_empty(0), on_wire.start * local.itemsize
 
-        bits, non_finite = torch.tensor(looks(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
+        bits, non_finite = torch.tensor(inspect_parts(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
         # In halves, as sums of whole words over ranks could overflow.
         sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()

@@ -18,11 +18,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.fingerprints import fingerprint
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.buckets import buckets, fingerprint
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Bucket
 from tests.gpu_check.report import Report, Setting
 

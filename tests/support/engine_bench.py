@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import AdaptedTrainer, LocalTrainer
 

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.models.lora import adapted_linears
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
 from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
-from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest, adapter_names
 from tests.support.tiny_adapters import TARGETS
 

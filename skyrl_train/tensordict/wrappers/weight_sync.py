@@ -17,8 +17,8 @@ from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.weight_sync.publish import WeightPublisher
 from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.sync import WeightPublisher
 from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]

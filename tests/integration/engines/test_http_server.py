@@ -29,7 +29,7 @@ from skyrl_train.engines.sampling import request_seed
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from tests.support.engine_bench import BackgroundLoop
 from tests.support.weight_targets import LocalTrainer, score
 

@@ -23,7 +23,7 @@ from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightPublisher
 from skyrl_train.weight_sync.wire import Bucket
 from tests.support.weight_targets import LocalTrainer
 

@@ -24,7 +24,7 @@ from skyrl_train.listening import API_KEY
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from tests.support.engine_bench import assert_logprobs
 from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.reference_sampler import Reference

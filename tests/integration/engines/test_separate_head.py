@@ -13,7 +13,7 @@ from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.registry import load_object
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightPublisher
 from tests.support.base_models import save_with_head
 from tests.support.engine_bench import TOLERANCE, BackgroundLoop
 from tests.support.weight_targets import LocalTrainer

@@ -39,7 +39,7 @@ from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightPublisher
 from tests.support.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer

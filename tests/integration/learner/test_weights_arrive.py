@@ -20,7 +20,7 @@ from skyrl_train.experiment.publisher import score_sequences
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from tests.support.learner_specs import policy_batch, tiny_spec
 
 PROBE_IDS = [[5, 9, 77, 30, 12, 44], [8, 8, 8, 250]]

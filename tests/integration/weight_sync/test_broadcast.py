@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.fingerprints import fingerprint
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher, WeightTarget
+from skyrl_train.weight_sync.broadcast import BroadcastGroup, call_off
+from skyrl_train.weight_sync.buckets import fingerprint
 from skyrl_train.weight_sync.sender import CPU_BUCKET
-from skyrl_train.weight_sync.transport import BroadcastGroup, call_off
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher, WeightTarget
 from skyrl_train.weight_sync.wire import Bucket
 from tests.support.weight_targets import LocalTrainer, ModelTarget, score
 
@@ -211,7 +211,7 @@ def test_a_sync_that_one_engine_fails_is_called_off_for_all_long_before_its_dead
     """
     attempts = itertools.count()
     monkeypatch.setattr(
-        "skyrl_train.weight_sync.publish.call_off",
+        "skyrl_train.weight_sync.sync.call_off",
         lambda address: None if next(attempts) < lost_calls else call_off(address),
     )
     trainer = OneCallAtATime(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)

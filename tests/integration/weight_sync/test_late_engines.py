@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightPublisher
 from tests.support.weight_targets import LocalTrainer, ModelTarget
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}

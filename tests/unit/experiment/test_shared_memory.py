@@ -15,7 +15,7 @@ from skyrl_train.learner.learner import BatchSizes, Learner
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.trainer import TimeShared
 from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec
 
 PARAMETERS, MOMENTS, LEFT_BY_UPDATE, REFERENCE, WEIGHTS, CACHE = 4, 8, 3, 2, 6, 16

@@ -16,7 +16,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.experiment import publisher as builders
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightPublisher
 from tests.support.weight_targets import LocalTrainer
 
 

@@ -14,7 +14,7 @@ import torch
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 from tests.support.weight_targets import AdaptedTrainer, ModelTarget, score
 

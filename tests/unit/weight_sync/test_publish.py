@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import NonFiniteWeights, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightPublisher
 from tests.support.weight_targets import LocalTrainer, ModelTarget, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}

@@ -15,8 +15,8 @@ import numpy as np
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.tasks import gather_all
+from skyrl_train.weight_sync.broadcast import call_off
 from skyrl_train.weight_sync.buckets import buckets, num_bytes
-from skyrl_train.weight_sync.transport import call_off
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
