@@ -68,7 +68,6 @@ class EngineClient:
         self._remembered = _REMEMBERED
         self._limiter = _ConcurrencyLimiter(max_calls)
         self._background: set[asyncio.Task[Any]] = set()
-        self._ended_first: list[Callable[[], Awaitable[None]]] = []
         self._reviving: asyncio.Task[None] | None = None
         self._came_back = asyncio.Event()
         """Set when an engine takes requests again."""
@@ -501,14 +500,8 @@ class EngineClient:
         if self._reviving is not None:
             await self._cancel([self._reviving])
 
-    def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have `close` first end what adds engines and removes them."""
-        self._ended_first.append(end)
-
     async def close(self) -> None:
         """Close every living engine; raises the first error after it has tried all."""
-        for end in self._ended_first:
-            await end()
         await self._cancel(self._background)
         await self._each("close")
 

@@ -19,7 +19,7 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.predicates import Uses, cpus_of_hosts, num_hosts, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
-from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp
+from skyrl_train.engines.target_count import ENGINES_FILE, count_locked, read_target, stamp
 from skyrl_train.errors import ClusterLost, ConfigError, NoRoom, RewardModelLost, Stopped, WorkerDied
 from skyrl_train.experiment.engines import why_number_is_fixed
 from skyrl_train.learner.learner import ANSWER_S, Learner
@@ -66,7 +66,7 @@ async def with_restarts(
                 cause = f"{type(error).__name__}: {error}"
                 keep_locked(folder)
             restarts += 1
-            with changing(folder):
+            with count_locked(folder):
                 if _asked(config) != unasked:
                     goes_on = as_wanted(goes_on, running)
                 # It holds for the attempt that is over: who asks before the next has written its own is told to wait.
@@ -112,7 +112,7 @@ def as_wanted(config: Config, running: Config) -> Config:
     """
     with suppress(ConfigError, OSError):
         if why_number_is_fixed(running) is None:
-            wanted = read_wanted(working_folder(running.trainer.ckpt_path))
+            wanted = read_target(working_folder(running.trainer.ckpt_path))
             if wanted != running.generator.num_inference_engines:
                 return with_value_at(config, "generator.num_inference_engines", wanted)
     return config
