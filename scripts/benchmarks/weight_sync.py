@@ -79,7 +79,7 @@ def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
 
 
 class Engine:
-    """The other process as a WeightTarget."""
+    """The other process as an engine that takes weights."""
 
     def __init__(self, gb: float, count: int, threads: int):
         context = multiprocessing.get_context("spawn")

@@ -41,6 +41,16 @@ _tickets = count()
 T = TypeVar("T")
 
 
+def engine_name(index: int) -> str:
+    """The name of a run's engine of this index."""
+    return f"engine {index}"
+
+
+def engine_index(name: str) -> int:
+    """The index of the engine with this `engine_name`."""
+    return int(name.removeprefix("engine "))
+
+
 class EngineClient:
     """Routes requests to InferenceEngines, in this process or remote, which are identified by their `name`.
 
@@ -61,7 +71,7 @@ class EngineClient:
             max_calls: The largest number of calls of `generate` that an engine has at a time; None for no limit.
         """
         self._looks_every_s = looks_every_s
-        self._all = [self._record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
+        self._all = [self._record(one, getattr(one, "name", engine_name(index))) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
         """The routing table: ("session" or "group", its name) -> its engine."""

@@ -26,7 +26,7 @@ from skyrl_train.config.choices import ENGINES, WORKER_NODES
 from skyrl_train.config.machine import INSTALL
 from skyrl_train.config.predicates import Uses, count_slots, cpus_of_hosts, wants_adapter
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
-from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.client import EngineClient, engine_index, engine_name
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
@@ -38,7 +38,6 @@ from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLos
 from skyrl_train.experiment.layout import Layout, RoleSlots, place, threads_per_process, weight_folder
 from skyrl_train.listening import API_KEY
 from skyrl_train.tasks import gather_all
-from skyrl_train.trainer.scaler import engine_name
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Backends that have a server of their own."""
@@ -184,11 +183,6 @@ def server_urls(generator: GeneratorConfig) -> list[str]:
     return list(generator.external_server_urls or generator.remote_inference_engine_urls)
 
 
-def engine_index(name: str) -> int:
-    """The index of the engine with this `engine_name`."""
-    return int(name.removeprefix("engine "))
-
-
 def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:
     """The constructor arguments of an engine."""
     common = {
@@ -243,7 +237,7 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
 class EngineSlots:
     """The slots of the run's own engines: those of its layout, and groups of their own for engines beyond these.
 
-    See EngineStarter for its methods. Engines that run elsewhere have no slots: one that died is connected again.
+    Engines that run elsewhere have no slots: to them it connects.
     """
 
     def __init__(self, cfg: Config, cluster: Cluster, layout: Layout):
@@ -252,6 +246,13 @@ class EngineSlots:
         self._num_slots = layout.num_slots
         self._first = layout.engines
         self._added: dict[int, RoleSlots] = {}
+
+    async def start_all(self) -> Sequence[Any]:
+        """Start the run's own engines in their slots, or connect to those that run elsewhere."""
+        cfg, generator = self._cfg, engine_settings(self._cfg)
+        if self._first is None:
+            return await gather_all(connect_engine(url, cfg) for url in server_urls(generator))
+        return await build_engines(self._cluster, generator, cfg.trainer.timeouts, self._first, cfg.device)
 
     async def restart(self, name: str, wait_for_node: bool) -> Any:
         """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.

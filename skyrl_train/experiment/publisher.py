@@ -13,12 +13,11 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.messages import template_kwargs_of
-from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.layout import weight_folder
-from skyrl_train.experiment.services import Services
+from skyrl_train.experiment.services import RunningServices
 from skyrl_train.learner.learner import Learner
-from skyrl_train.trainer.publisher import EngineStarter, WeightPublisher
+from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.weight_sync.sync import PROBE_TOLERANCE, Probe, WeightSync
 
 log = logging.getLogger(__name__)
@@ -31,14 +30,13 @@ PROBE_TOKENS = 64
 """Tokens per sequence of the log-prob probe, whose sequences are the beginnings of the first training prompts."""
 
 
-def build_publisher(
-    base: Services, client: EngineClient, starter: EngineStarter, tokenizer: Any, train_dataset: PromptDataset
-) -> WeightPublisher:
+def build_publisher(running: RunningServices, tokenizer: Any, train_dataset: PromptDataset) -> WeightPublisher:
     """Return the weight syncs that generator.weight_sync_* configure, with the restarts of engines.
 
     Raises:
         ConfigError: An engine cannot take adapters apart from the model, pause as configured, or share memory.
     """
+    base, client = running.base, running.client
     cfg, learner = base.cfg, base.learner
     assert learner is not None
     weight_sync = WeightSync(
@@ -54,7 +52,7 @@ def build_publisher(
         learner,
         client,
         weight_sync,
-        starter,
+        running.engine_slots,
         max_engine_restarts=cfg.generator.max_engine_restarts,
         pause_mode=pause_mode(cfg, client.engines),
         time_shared=base.layout.time_shared,

@@ -18,7 +18,7 @@ from skyrl_train.engines.sampling import normalise, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.experiment.algorithm import build_advantage_step, build_correction_steps, compared_rewards
 from skyrl_train.experiment.data import template_of
-from skyrl_train.experiment.engines import EngineSlots, why_number_is_fixed
+from skyrl_train.experiment.engines import why_number_is_fixed
 from skyrl_train.experiment.publisher import build_publisher
 from skyrl_train.experiment.services import RunningServices, Services
 from skyrl_train.learner.reward_worker import RewardModel
@@ -73,12 +73,11 @@ def build_trainer(
     residency = Residency()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
-    starter = EngineSlots(cfg, base.cluster, base.layout)
-    publisher = build_publisher(base, running.client, starter, tokenizer, train_dataset)
+    publisher = build_publisher(running, tokenizer, train_dataset)
     scaler = EngineScaler(
         running.client,
         publisher,
-        starter,
+        running.engine_slots,
         folder=base.directory,
         drain_s=trainer.timeouts.drain_s,
         fixed=why_number_is_fixed(cfg),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient
@@ -14,27 +14,6 @@ from skyrl_train.learner.learner import ANSWER_S, Learner
 from skyrl_train.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
-
-
-class EngineStarter(Protocol):
-    """Whatever starts and ends the engines of a run, or connects to them."""
-
-    async def restart(self, name: str, wait_for_node: bool) -> Any:
-        """Start the engine of that name again, and return it.
-
-        Args:
-            name: The name of a dead engine, whose process has ended.
-            wait_for_node: Wait for a node if the engine's was lost.
-
-        Raises:
-            NoRoom: No node has room for it.
-        """
-
-    async def start(self, name: str) -> Any:
-        """Find room for one more engine, which gets this name, and start it."""
-
-    async def stop(self, name: str, engine: Any) -> None:
-        """End an engine, and give back its room."""
 
 
 class WeightPublisher:
@@ -48,7 +27,7 @@ class WeightPublisher:
         learner: Learner,
         client: EngineClient,
         weight_sync: WeightSync,
-        starter: EngineStarter,
+        starter: Any,
         *,
         max_engine_restarts: int,
         pause_mode: str | None = None,
@@ -61,7 +40,8 @@ class WeightPublisher:
             learner: The weights to send.
             client: The client of the engines.
             weight_sync: The transfers from the learner to the client's engines.
-            starter: Starts engines again.
+            starter: An object with `async restart(name, wait_for_node)`, which starts a dead engine again and returns
+                it. It raises NoRoom if no node has room; `wait_for_node` tells it to wait for one.
             max_engine_restarts: How often in the whole run, failed restarts included.
             pause_mode: How rollouts are paused while weights are sent. They, and the trainer, go on while engines are
                 restarted. None if no rollouts run during a sync.

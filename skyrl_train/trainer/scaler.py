@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.clock import now
-from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.client import EngineClient, engine_name
 from skyrl_train.engines.target_count import ENGINES_FILE, read_target, stamp
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.phases import say
 from skyrl_train.tasks import unwatched
-from skyrl_train.trainer.publisher import EngineStarter, WeightPublisher
+from skyrl_train.trainer.publisher import WeightPublisher
 
 _CHECKS_EVERY_S = 1.0
 _report = partial(say, "engines")
-
-
-def engine_name(index: int) -> str:
-    return f"engine {index}"
 
 
 class EngineScaler:
@@ -37,7 +33,7 @@ class EngineScaler:
         self,
         client: EngineClient,
         publisher: WeightPublisher,
-        starter: EngineStarter,
+        starter: Any,
         *,
         folder: Path,
         drain_s: float,
@@ -49,7 +45,7 @@ class EngineScaler:
         Args:
             client: The client of the engines.
             publisher: Gives engines that join their weights.
-            starter: Starts and ends engines.
+            starter: An object with `async start(name)`, which returns a new engine, and `async stop(name, engine)`.
             folder: The run's folder, whose engines.json is followed.
             drain_s: Seconds that an engine that leaves may take for the requests that it has.
             fixed: Why the number cannot change, which is reported when the file changes; None if it can.

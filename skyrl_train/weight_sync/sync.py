@@ -39,26 +39,6 @@ class TrainerRanks(Protocol):
         """Make the same call on every rank concurrently; results are in rank order."""
 
 
-class WeightTarget(Protocol):
-    """The part of an InferenceEngine that receives weights; `receive_weights` must not block the event loop."""
-
-    capabilities: Any
-    """Has `name`, and `weight_ranks`: how many ranks of the `broadcast` group the engine occupies."""
-
-    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
-
-    async def begin_weights(self, manifest: Manifest) -> None: ...
-
-    async def receive_weights(self, bucket: Bucket) -> None: ...
-
-    async def commit_weights(self, version: int) -> None: ...
-
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]: ...
-
-    async def health(self) -> Any:
-        """Return an EngineHealth: its `name`, `version` and `torn` are read."""
-
-
 @dataclass(frozen=True)
 class Probe:
     """After a sync every engine must return the trainer's log-probs for these tokens."""
@@ -98,7 +78,7 @@ class WeightSync:
     def __init__(
         self,
         trainer: TrainerRanks,
-        engines: Callable[[], Sequence[WeightTarget]],
+        engines: Callable[[], Sequence[Any]],
         *,
         route: str,
         deadline_s: float,
@@ -110,7 +90,8 @@ class WeightSync:
 
         Args:
             trainer: The ranks that send.
-            engines: Called for every sync; if an engine was replaced, all are connected again.
+            engines: Called for every sync; if an engine was replaced, all are connected again. They have the methods of
+                an InferenceEngine that concern weights, `score` and `health`, and none of these blocks the event loop.
             route: One of `wire.ROUTES`.
             deadline_s: Seconds that a sync may take.
             probe: What to compare after a sync; None for nothing.
@@ -125,7 +106,7 @@ class WeightSync:
         self._probe = probe
         self._folder = folder
         self._adapter_only = adapter_only
-        self._connected: list[WeightTarget] = []
+        self._connected: list[Any] = []
         self._address = ""
         """Of the transfer group (broadcast)."""
         self._phase = ""
@@ -147,7 +128,7 @@ class WeightSync:
             return await self.self_test(version)
         return await self._sync(version, list(self._engines()))
 
-    async def sync_one(self, engine: WeightTarget, version: int) -> dict[str, float]:
+    async def sync_one(self, engine: Any, version: int) -> dict[str, float]:
         """Sync a single engine, which has just been started or did not complete the last sync; returns metrics."""
         # This engine may lack what the others hold: send everything, over a new connection.
         await self._disconnect()
@@ -178,17 +159,10 @@ class WeightSync:
         self.metrics = metrics | {"weights/rehearsal_gap": min(gap.largest for gap in gaps.values())}
         return self.metrics
 
-    async def check(self, version: int) -> None:
-        """Check that every engine reports to serve `version` completely; with a probe also its log-probs.
-
-        Raises WeightSyncError naming an engine that differs.
-        """
-        await self._verify(version, list(self._engines()))
-
-    async def _sync(self, version: int, engines: list[WeightTarget]) -> dict[str, float]:
+    async def _sync(self, version: int, engines: list[Any]) -> dict[str, float]:
         async with self._all_or_nothing(version, engines):
             manifest, num_buckets = await self._transfer(version, engines)
-            gap = await self._verify(version, engines)
+            gap = await self.check(version, engines)
         self.metrics = {
             "weights/version": float(version),
             "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
@@ -199,7 +173,7 @@ class WeightSync:
         return self.metrics
 
     @asynccontextmanager
-    async def _all_or_nothing(self, version: int, engines: Sequence[WeightTarget]) -> AsyncIterator[None]:
+    async def _all_or_nothing(self, version: int, engines: Sequence[Any]) -> AsyncIterator[None]:
         """Bound a sync by the deadline, disconnect the trainer if it fails, and name an engine that was lost."""
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
@@ -214,7 +188,7 @@ class WeightSync:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    async def _transfer(self, version: int, engines: list[WeightTarget], altered: bool = False) -> tuple[Manifest, int]:
+    async def _transfer(self, version: int, engines: list[Any], altered: bool = False) -> tuple[Manifest, int]:
         """Send the weights, or altered ones for a self-test; returns the manifest and the number of buckets."""
         if not engines:
             raise WeightSyncError("no inference engine is alive: there is nobody to send weights to.")
@@ -244,7 +218,7 @@ class WeightSync:
             )
         self._made_by = version, updates
 
-    async def _broadcast(self, planned: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
+    async def _broadcast(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
         """Trainer and engines take part in a collective for every bucket; nobody waits for others between them."""
         under_way = dict.fromkeys(range(len(engines) + 1), 0)
 
@@ -261,7 +235,7 @@ class WeightSync:
         acts = [send, *(engine.receive_weights for engine in engines)]
         await gather_all(take_part(who, act) for who, act in enumerate(acts))
 
-    async def _hand_over(self, planned: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
+    async def _hand_over(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
         """The trainer's answer contains a bucket or its location; it prepares the next one while engines load it."""
         offers = asyncio.ensure_future(self._offer(planned[0])) if planned else None
         try:
@@ -282,7 +256,7 @@ class WeightSync:
     def _name_bucket(self, bucket: Bucket, planned: Sequence[Bucket]) -> None:
         self._phase = f"bucket {bucket.index + 1} of {len(planned)} ({bucket.names[0]}...)"
 
-    async def _connect(self, engines: list[WeightTarget]) -> None:
+    async def _connect(self, engines: list[Any]) -> None:
         if len(engines) == len(self._connected) and all(a is b for a, b in zip(engines, self._connected, strict=True)):
             return
         self._phase = "connecting trainer and engines"
@@ -321,8 +295,11 @@ class WeightSync:
 
     # -- verifying ---------------------------------------------------------------------------------------------------
 
-    async def _verify(self, version: int, engines: Sequence[WeightTarget]) -> _Gap | None:
-        """Raise WeightSyncError unless all engines serve `version`; returns the largest gaps if the probe is due."""
+    async def check(self, version: int, engines: Sequence[Any]) -> _Gap | None:
+        """Check that these engines serve `version` completely, and compare log-probs if the probe is due.
+
+        Returns the largest gaps that the probe found. Raises WeightSyncError naming an engine that differs.
+        """
         self._phase = "engines naming their version"
         for health in await gather_all(engine.health() for engine in engines):
             if health.torn or health.version != version:
@@ -339,7 +316,7 @@ class WeightSync:
         self._probe_passed = True
         return _Gap(*(max(found) for found in zip(*gaps.values(), strict=True)))
 
-    async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, _Gap]:
+    async def _probe_gaps(self, probe: Probe, engines: Sequence[Any]) -> dict[str, _Gap]:
         """Return the gap of each engine, by its name."""
         self._phase = "the log-prob probe"
         names = [health.name for health in await gather_all(engine.health() for engine in engines)]
@@ -349,7 +326,7 @@ class WeightSync:
         return {name: _gap(expected, answer) for name, answer in zip(names, answers, strict=True)}
 
 
-async def _lost(engines: Sequence[WeightTarget]) -> str | None:
+async def _lost(engines: Sequence[Any]) -> str | None:
     """The name of an engine that does not answer: in a collective its peers fail first, and do not know which it is."""
     answers = asyncio.gather(*(engine.health() for engine in engines), return_exceptions=True)
     with suppress(TimeoutError):

@@ -312,7 +312,7 @@ def test_a_skipped_sync_is_caught_by_the_engines_name(bench: Bench, reference: R
     async def run() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
             with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or altered"):
-                await weight_sync.check((await bench.engine.health()).version)
+                await weight_sync.check((await bench.engine.health()).version, [bench.engine])
 
     bench.run(run())
 

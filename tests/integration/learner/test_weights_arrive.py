@@ -127,11 +127,11 @@ def test_separate_adapters_arrive_after_the_model_alone(tmp_path, route: str):  
 @pytest.mark.fault("F31")
 def test_a_skipped_sync_is_caught_by_name(tiny_model_path: str):
     async def run() -> None:
-        async with pair(tiny_model_path, "in_process") as (learner, _, weight_sync):
+        async with pair(tiny_model_path, "in_process") as (learner, engine, weight_sync):
             await weight_sync.sync_all(0)
-            await weight_sync.check(0)
+            await weight_sync.check(0, [engine])
             await learner.update(batch())
             with pytest.raises(WeightSyncError, match=r"engine.*(one|0).*differ.*stale"):
-                await weight_sync.check(0)
+                await weight_sync.check(0, [engine])
 
     asyncio.run(run())

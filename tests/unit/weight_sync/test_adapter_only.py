@@ -122,12 +122,12 @@ def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
         async with engines("one") as (engine,):
             weight_sync = sync_of(trainer_of(), [engine])
             await weight_sync.sync_all(0)
-            await weight_sync.check(0)
+            await weight_sync.check(0, [engine])
             adapter = engine._served.adapters.synced
             assert adapter is not None
             adapter.layers[LAYER][1].add_(0.1)
             with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
-                await weight_sync.check(0)
+                await weight_sync.check(0, [engine])
 
     asyncio.run(run())
 

@@ -76,10 +76,10 @@ def test_a_skipped_sync_fails_the_check_by_the_engines_name():
     engines = [engine_named("left"), engine_named("right")]
     trainer, weight_sync = in_process(*engines)
     asyncio.run(weight_sync.sync_all(1))
-    asyncio.run(weight_sync.check(1))
+    asyncio.run(weight_sync.check(1, engines))
     nudge(trainer.model)
     with pytest.raises(WeightSyncError, match="engine left serves version 1, but the trainer is at version 2"):
-        asyncio.run(weight_sync.check(2))
+        asyncio.run(weight_sync.check(2, engines))
 
 
 def test_the_probe_finds_an_engine_that_answers_with_other_weights_than_it_claims():
@@ -92,14 +92,14 @@ def test_the_probe_finds_an_engine_that_answers_with_other_weights_than_it_claim
     with pytest.raises(
         WeightSyncError, match=r"engine left: log-probs of the probe's tokens differ .* stale or altered"
     ):
-        asyncio.run(weight_sync.check(2))
+        asyncio.run(weight_sync.check(2, engines))
     for engine in engines:
         engine.receiver.version = 1
     asyncio.run(weight_sync.sync_all(2))
     with torch.no_grad():
         engines[1].model.get_parameter("model.norm.weight")[0] = torch.nan
     with pytest.raises(WeightSyncError, match=r"engine right: .* differ from the trainer's by nan"):
-        asyncio.run(weight_sync.check(2))
+        asyncio.run(weight_sync.check(2, engines))
 
 
 def test_an_engine_that_only_says_yes_does_not_pass():
@@ -117,7 +117,7 @@ def test_a_torn_engine_does_not_pass_whatever_version_it_names():
     asyncio.run(weight_sync.sync_all(1))
     engine.receiver.torn = True  # a later transfer of the same weights that failed halfway
     with pytest.raises(WeightSyncError, match="engine left is torn"):
-        asyncio.run(weight_sync.check(1))
+        asyncio.run(weight_sync.check(1, [engine]))
 
 
 def test_one_nan_among_the_probes_answers_does_not_pass():
