@@ -35,11 +35,10 @@ from torch import Tensor
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
-from skyrl_train.weight_sync.publish import WeightPublisher
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.broadcast import BroadcastGroup
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.store import InPlace
-from skyrl_train.weight_sync.transport import BroadcastGroup
+from skyrl_train.weight_sync.sync import WeightSync
 
 ROUTES = ("broadcast", "ipc", "checkpoint")
 Row = dict[str, Any]
@@ -80,7 +79,7 @@ def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
 
 
 class Engine:
-    """The other process as a WeightTarget."""
+    """The other process as an engine that takes weights."""
 
     def __init__(self, gb: float, count: int, threads: int):
         context = multiprocessing.get_context("spawn")
@@ -197,14 +196,14 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
     for route in ROUTES:
         with tempfile.TemporaryDirectory() as folder:
             trainer = Trainer(held, int(options.bucket_gb * 1e9))
-            publisher = WeightPublisher(trainer, lambda: [engine], route=route, deadline_s=600.0, folder=folder)
+            weight_sync = WeightSync(trainer, lambda: [engine], route=route, deadline_s=600.0, folder=folder)
 
             with asyncio.Runner() as runner:
 
-                def sync(publisher: WeightPublisher = publisher, runner: asyncio.Runner = runner) -> None:
+                def sync(weight_sync: WeightSync = weight_sync, runner: asyncio.Runner = runner) -> None:
                     nonlocal version
                     version += 1
-                    runner.run(publisher.publish(version))
+                    runner.run(weight_sync.sync_all(version))
 
                 seconds[route] = timed(sync, options.repeats)
             trainer.sender.disconnect()
@@ -219,13 +218,13 @@ def measure_engines(engines: list[Engine], held: dict[str, Tensor], route: str, 
         # Each waits in a thread of its own: in the default pool few would, and the others' parts would never begin.
         runner.get_loop().set_default_executor(ThreadPoolExecutor(len(engines) + 4))
         trainer = Trainer(held, int(options.bucket_gb * 1e9))
-        publisher = WeightPublisher(trainer, lambda: engines, route=route, deadline_s=600.0, folder=folder)
+        weight_sync = WeightSync(trainer, lambda: engines, route=route, deadline_s=600.0, folder=folder)
         seconds, trainers, others, sent = [], [], [], 0
         for _ in range(options.repeats + 1):
             version = engines[0].version + 1
             start, own, theirs = time.perf_counter(), cpu_s(None), sum(one.cpu_s for one in engines)
             before = sent_bytes()
-            runner.run(publisher.publish(version))
+            runner.run(weight_sync.sync_all(version))
             seconds.append(time.perf_counter() - start)
             trainers.append(cpu_s(None) - own)
             others.append(sum(one.cpu_s for one in engines) - theirs)

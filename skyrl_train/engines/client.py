@@ -41,6 +41,16 @@ _tickets = count()
 T = TypeVar("T")
 
 
+def engine_name(index: int) -> str:
+    """The name of a run's engine of this index."""
+    return f"engine {index}"
+
+
+def engine_index(name: str) -> int:
+    """The index of the engine with this `engine_name`."""
+    return int(name.removeprefix("engine "))
+
+
 class EngineClient:
     """Routes requests to InferenceEngines, in this process or remote, which are identified by their `name`.
 
@@ -61,14 +71,13 @@ class EngineClient:
             max_calls: The largest number of calls of `generate` that an engine has at a time; None for no limit.
         """
         self._looks_every_s = looks_every_s
-        self._all = [self._record(one, getattr(one, "name", f"engine {index}")) for index, one in enumerate(engines)]
+        self._all = [self._record(one, getattr(one, "name", engine_name(index))) for index, one in enumerate(engines)]
         self._deadline_s = deadline_s
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
         """The routing table: ("session" or "group", its name) -> its engine."""
         self._remembered = _REMEMBERED
         self._limiter = _ConcurrencyLimiter(max_calls)
         self._background: set[asyncio.Task[Any]] = set()
-        self._ended_first: list[Callable[[], Awaitable[None]]] = []
         self._reviving: asyncio.Task[None] | None = None
         self._came_back = asyncio.Event()
         """Set when an engine takes requests again."""
@@ -501,14 +510,8 @@ class EngineClient:
         if self._reviving is not None:
             await self._cancel([self._reviving])
 
-    def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have `close` first end what adds engines and removes them."""
-        self._ended_first.append(end)
-
     async def close(self) -> None:
         """Close every living engine; raises the first error after it has tried all."""
-        for end in self._ended_first:
-            await end()
         await self._cancel(self._background)
         await self._each("close")
 

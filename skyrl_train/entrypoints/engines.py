@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, why_fixed, write_wanted
+from skyrl_train.engines.target_count import ENGINES_FILE, count_locked, read_target, why_fixed, write_target
 from skyrl_train.errors import ConfigError
 from skyrl_train.messages import to_stderr
 from skyrl_train.storage.places import working_folder
@@ -54,9 +54,9 @@ def change(folder: Path, by: int) -> tuple[int, int]:
         )
     if (fixed := _why_fixed(yaml.safe_load(file.read_text()))) is not None:
         raise ConfigError(f"the number of engines of the run in {str(folder)!r} is fixed: {fixed}")
-    with changing(folder):
+    with count_locked(folder):
         try:
-            before = read_wanted(folder)
+            before = read_target(folder)
         except FileNotFoundError:
             raise ConfigError(
                 f"the run in {str(folder)!r} has no {ENGINES_FILE}: it is only starting, or does not train with "
@@ -66,7 +66,7 @@ def change(folder: Path, by: int) -> tuple[int, int]:
             raise ConfigError(
                 f"remove {-by}: {before} are wanted now, and a run has at least one. Remove at most {before - 1}."
             )
-        write_wanted(folder, before + by)
+        write_target(folder, before + by)
     return before, before + by
 
 

@@ -205,7 +205,7 @@ class Experiment:
             await stack.enter_async_context(endpoint_of_run(self.config, running.client, self.tokenizer))
             trainer = self.build_trainer(running)
             trainer.restarts = self.restarts
-            stack.push_async_callback(trainer.collector.close)
+            stack.push_async_callback(trainer.close)
             yield Session(
                 trainer=trainer,
                 learner=trainer.learner,

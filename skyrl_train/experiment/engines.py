@@ -1,4 +1,4 @@
-"""The inference engines of a run: how they are started, replaced, added while it trains, and served over HTTP."""
+"""The inference engines of a run: how they are started, restarted, added while it trains, and served over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,19 +26,17 @@ from skyrl_train.config.choices import ENGINES, WORKER_NODES
 from skyrl_train.config.machine import INSTALL
 from skyrl_train.config.predicates import Uses, count_slots, cpus_of_hosts, wants_adapter
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
-from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.client import EngineClient, engine_index, engine_name
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
 from skyrl_train.engines.http.server import ENDPOINT, HttpEndpoint
 from skyrl_train.engines.sampling import check_supported, normalise
-from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
-from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, why_fixed, write_wanted
+from skyrl_train.engines.target_count import ENGINES_FILE, why_fixed, write_target
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, SkyRLError
 from skyrl_train.experiment.layout import Layout, RoleSlots, place, threads_per_process, weight_folder
 from skyrl_train.listening import API_KEY
-from skyrl_train.report.phases import say
 from skyrl_train.tasks import gather_all
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
@@ -48,10 +45,8 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for max_lora_rank."""
 _POLL_S = 5.0
 """Seconds between health checks of engines that serve without a trainer."""
-_LOOKS_EVERY_S = 1.0
 _CLOSES_S = 10.0
 """Time for an engine that left to clean up, before it is killed."""
-_tell = partial(say, "engines")
 
 
 def require_installed(backend: str) -> None:
@@ -188,15 +183,6 @@ def server_urls(generator: GeneratorConfig) -> list[str]:
     return list(generator.external_server_urls or generator.remote_inference_engine_urls)
 
 
-def engine_name(index: int) -> str:
-    return f"engine {index}"
-
-
-def engine_index(name: str) -> int:
-    """The index of the engine with this `engine_name`."""
-    return int(name.removeprefix("engine "))
-
-
 def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[str, Any]:
     """The constructor arguments of an engine."""
     common = {
@@ -245,51 +231,50 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
     return EngineClient(engines, deadline_s=timeouts.rollout_s, max_calls=max_calls)
 
 
-# -- their number, which a file in the run's folder may change while it trains
+# -- engines that are started while the run trains
 
 
-class EngineSeats:
-    """Where the run's own engines are: in the slots of its layout, and in groups of their own those beyond them."""
+class EngineSlots:
+    """The slots of the run's own engines: those of its layout, and groups of their own for engines beyond these.
+
+    Engines that run elsewhere have no slots: to them it connects.
+    """
 
     def __init__(self, cfg: Config, cluster: Cluster, layout: Layout):
-        assert layout.engines is not None
         self._cfg = cfg
         self._cluster = cluster
         self._num_slots = layout.num_slots
         self._first = layout.engines
-        self._own: dict[int, RoleSlots] = {}
+        self._added: dict[int, RoleSlots] = {}
 
-    async def start_again(self, name: str, patience_s: float) -> Remote:
+    async def start_all(self) -> Sequence[Any]:
+        """Start the run's own engines in their slots, or connect to those that run elsewhere."""
+        cfg, generator = self._cfg, engine_settings(self._cfg)
+        if self._first is None:
+            return await gather_all(connect_engine(url, cfg) for url in server_urls(generator))
+        return await build_engines(self._cluster, generator, cfg.trainer.timeouts, self._first, cfg.device)
+
+    async def restart(self, name: str, wait_for_node: bool) -> Any:
         """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
-
-        `patience_s`: how long a new node is waited for.
 
         Ray may not know yet that the node is lost: then the first start ends when it does.
         """
-        role_slots, place = self._seat(name)
+        if self._first is None:
+            return await connect_engine(name, self._cfg)  # restarting a server is up to its operator
+        role_slots, place = self._place_of(name)
         indices = _slots_of(engine_index(name), role_slots, place)
+        wait_s = self._cfg.trainer.timeouts.placement_s if wait_for_node else 0.0
         if not self._cluster.single_machine:
-            await placed_again(role_slots.slots, indices, patience_s)
+            await placed_again(role_slots.slots, indices, wait_s)
         try:
-            return await self._start(name)
+            return await self._build(name)
         except ClusterLost:
-            await placed_again(role_slots.slots, indices, patience_s)
-        return await self._start(name)
+            await placed_again(role_slots.slots, indices, wait_s)
+        return await self._build(name)
 
-    async def _start(self, name: str) -> Remote:
-        cfg, (role_slots, place) = self._cfg, self._seat(name)
-        generator, timeouts = engine_settings(cfg), cfg.trainer.timeouts
-        return await build_engine(
-            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, place=place
-        )
-
-    def _seat(self, name: str) -> tuple[RoleSlots, int | None]:
-        """The slots in which an engine is, and its place among them: see build_engine."""
-        own = self._own.get(engine_index(name))
-        return (self._first, None) if own is None else (own, 0)
-
-    async def start_new(self, name: str) -> Remote:
-        """Find slots for an engine more, and start it there. Raises ConfigError if the cluster has no room."""
+    async def start(self, name: str) -> Remote:
+        """Find slots for one more engine, and start it there. Raises ConfigError if the cluster has no room."""
+        assert self._first is not None, "engines that run elsewhere are not started"
         index = engine_index(name)
         if index >= self._first.count:
             trainer = self._cfg.trainer
@@ -297,16 +282,16 @@ class EngineSeats:
                 self._cluster,
                 self._first.slots,
                 count=self._first.stride,
-                total_slots=self._num_slots + (len(self._own) + 1) * self._first.stride,
+                total_slots=self._num_slots + (len(self._added) + 1) * self._first.stride,
                 deadline_s=trainer.timeouts.placement_s,
                 labels=trainer.placement.engine_node_labels,
                 other_cpus=cpus_of_hosts(self._cfg, Uses()),
             )
-            self._own[index] = replace(self._first, slots=slots)
+            self._added[index] = replace(self._first, slots=slots)
         try:
-            return await self._start(name)
+            return await self._build(name)
         except BaseException:
-            self.give_back(name)
+            self._give_back(name)
             raise
 
     async def stop(self, name: str, engine: Remote) -> None:
@@ -316,85 +301,35 @@ class EngineSeats:
                 await engine.call_within(_CLOSES_S, "close")
         finally:
             engine.kill()
-            self.give_back(name)
+            self._give_back(name)
 
-    def give_back(self, name: str) -> None:
-        own = self._own.pop(engine_index(name), None)
-        if own is not None:
-            self._cluster.gives_back(own.slots.group)
+    async def _build(self, name: str) -> Remote:
+        cfg, (role_slots, place) = self._cfg, self._place_of(name)
+        generator, timeouts = engine_settings(cfg), cfg.trainer.timeouts
+        return await build_engine(
+            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, place=place
+        )
+
+    def _place_of(self, name: str) -> tuple[RoleSlots, int | None]:
+        """The slots in which an engine is, and its place among them: see build_engine."""
+        added = self._added.get(engine_index(name))
+        if added is not None:
+            return added, 0
+        assert self._first is not None
+        return self._first, None
+
+    def _give_back(self, name: str) -> None:
+        added = self._added.pop(engine_index(name), None)
+        if added is not None:
+            self._cluster.gives_back(added.slots.group)
 
 
 def announce_number(cfg: Config, folder: Path) -> None:
     """Say in the run's folder how many engines it has, where that can be changed; what an earlier run wrote is gone."""
     if why_number_is_fixed(cfg) is None:
-        write_wanted(folder, cfg.generator.num_inference_engines)
+        write_target(folder, cfg.generator.num_inference_engines)
     else:
         (folder / ENGINES_FILE).unlink(missing_ok=True)
-
-
-def build_watch(
-    cfg: Config, folder: Path, client: EngineClient, supervisor: EngineSupervisor, seats: EngineSeats | None
-) -> WantedEngines:
-    """What follows the file in the folder of this run."""
-    fixed, scaler = why_number_is_fixed(cfg), None
-    if seats is not None and fixed is None:
-        scaler = EngineScaler(
-            client,
-            supervisor,
-            start=seats.start_new,
-            stop=seats.stop,
-            drain_s=cfg.trainer.timeouts.drain_s,
-            tell=_tell,
-            name_of=engine_name,
-        )
-    return WantedEngines(folder, scaler, fixed or "")
-
-
-class WantedEngines:
-    """Follows the number of engines that is asked for in a run's folder; begins once the engines have weights."""
-
-    def __init__(self, folder: Path, scaler: EngineScaler | None, fixed: str):
-        """`scaler` is None where the number is `fixed`, for that reason: who asks for another one is told."""
-        self._folder = folder
-        self._scaler = scaler
-        self._fixed = fixed
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        """Watch the file from now on, on the running event loop."""
-        if self._task is None:
-            self._task = asyncio.ensure_future(self._watch())
-
-    async def end(self) -> None:
-        """Watch no longer, and give up what is under way."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._scaler is not None:
-            await self._scaler.end()
-
-    async def _watch(self) -> None:
-        seen: tuple[int, int] | None = None
-        while True:
-            latest = await asyncio.to_thread(stamp, self._folder)
-            if latest is not None and latest != seen:
-                await self._follow()
-            seen = latest or seen
-            await asyncio.sleep(_LOOKS_EVERY_S)
-
-    async def _follow(self) -> None:
-        if self._scaler is None:
-            _tell(f"{ENGINES_FILE} changes nothing: {self._fixed}")
-            return
-        try:
-            wanted = await asyncio.to_thread(read_wanted, self._folder)
-        except (ConfigError, OSError) as error:
-            _tell(f"their number stays as it is: {error}")
-            return
-        before = self._scaler.number
-        self._scaler.set(wanted)
-        if wanted != before:
-            _tell(f"{wanted} are wanted, there are {before}")
 
 
 def why_number_is_fixed(cfg: Config) -> str | None:

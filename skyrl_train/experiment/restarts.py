@@ -19,7 +19,7 @@ from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.predicates import Uses, cpus_of_hosts, num_hosts, slots_of, slots_per_engine
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
-from skyrl_train.engines.wanted import ENGINES_FILE, changing, read_wanted, stamp
+from skyrl_train.engines.target_count import ENGINES_FILE, count_locked, read_target, stamp
 from skyrl_train.errors import ClusterLost, ConfigError, NoRoom, RewardModelLost, Stopped, WorkerDied
 from skyrl_train.experiment.engines import why_number_is_fixed
 from skyrl_train.learner.learner import ANSWER_S, Learner
@@ -55,7 +55,7 @@ async def with_restarts(
     folder = working_folder(config.trainer.ckpt_path)
     try:
         while True:
-            unasked = _asked(config)
+            unchanged = _target_stamp(config)
             try:
                 return await attempt()
             except Exception as error:
@@ -66,9 +66,9 @@ async def with_restarts(
                 cause = f"{type(error).__name__}: {error}"
                 keep_locked(folder)
             restarts += 1
-            with changing(folder):
-                if _asked(config) != unasked:
-                    goes_on = as_wanted(goes_on, running)
+            with count_locked(folder):
+                if _target_stamp(config) != unchanged:
+                    goes_on = with_target_count(goes_on, running)
                 # It holds for the attempt that is over: who asks before the next has written its own is told to wait.
                 (folder / ENGINES_FILE).unlink(missing_ok=True)
             if last_commit(config) != found:  # there is a newest checkpoint of the run's own
@@ -105,21 +105,21 @@ async def fit_to_what_is_left(goes_on: Config, configured: Config, uses: Uses, c
     return config
 
 
-def as_wanted(config: Config, running: Config) -> Config:
-    """`config`, with as many engines as `running` has been asked for (`skyrl-train engines`) since it began.
+def with_target_count(config: Config, running: Config) -> Config:
+    """Return `config` with the number of engines that `running` was asked for (`skyrl-train engines`) since it began.
 
-    It writes its own number when it begins.
+    A run writes its own number when it begins.
     """
     with suppress(ConfigError, OSError):
         if why_number_is_fixed(running) is None:
-            wanted = read_wanted(working_folder(running.trainer.ckpt_path))
-            if wanted != running.generator.num_inference_engines:
-                return with_value_at(config, "generator.num_inference_engines", wanted)
+            target = read_target(working_folder(running.trainer.ckpt_path))
+            if target != running.generator.num_inference_engines:
+                return with_value_at(config, "generator.num_inference_engines", target)
     return config
 
 
-def _asked(config: Config) -> tuple[int, int] | None:
-    """Another value once a run has written, or was asked for, a number of engines."""
+def _target_stamp(config: Config) -> tuple[int, int] | None:
+    """Return a value that changes when a run writes, or is asked for, a number of engines."""
     return stamp(working_folder(config.trainer.ckpt_path))
 
 

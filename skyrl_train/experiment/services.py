@@ -42,14 +42,7 @@ from skyrl_train.environments.pool import EnvironmentPool, WorkerPool
 from skyrl_train.errors import SkyRLError, StorageError
 from skyrl_train.experiment import memory_plan
 from skyrl_train.experiment.algorithm import Learning, compared_rewards, policy_learning
-from skyrl_train.experiment.engines import (
-    announce_number,
-    build_engines,
-    connect_engine,
-    engine_settings,
-    require_installed,
-    server_urls,
-)
+from skyrl_train.experiment.engines import EngineSlots, announce_number, require_installed
 from skyrl_train.experiment.environments import pool_settings
 from skyrl_train.experiment.layout import Layout, place, shared_paths
 from skyrl_train.experiment.learner import build_learner, build_reward_model, start_learner
@@ -101,6 +94,7 @@ class RunningServices:
 
     base: Services
     client: EngineClient
+    engine_slots: EngineSlots
     environments: EnvironmentPool
     reward_model: RewardModel | None = None
 
@@ -137,6 +131,7 @@ async def services(
         if base.learner is not None:
             announce_number(cfg, base.directory)
         environments = await stack.enter_async_context(environments_of_run(cfg, cluster, base.directory))
+        engine_slots = EngineSlots(cfg, cluster, base.layout)
         reward_model = build_reward_model(cluster, trainer, base.layout, device=cfg.device)
         # An engine measures free memory when it starts: whatever stays on its accelerator must be there before that.
         with phase("models", "processes of trainer and engines that load them"):
@@ -144,18 +139,18 @@ async def services(
                 await reward_model.setup(trainer.timeouts.engine_start_s)
             if base.layout.time_shared and cfg.device == "cuda":
                 # For the same reason the learner loads after the engine sleeps.
-                client = build_client(await start_engines(base))
+                client = build_client(await engine_slots.start_all())
                 await client.sleep(sleep_level(cfg))
                 assert base.learner is not None  # it is what engines share time with
                 await start_learner(base.learner, trainer)
             else:
                 learner = [] if base.learner is None else [start_learner(base.learner, trainer)]
-                engines, *_ = await gather_all([start_engines(base), *learner])
+                engines, *_ = await gather_all([engine_slots.start_all(), *learner])
                 client = build_client(engines)
                 if base.layout.time_shared:
                     await client.sleep()
         stack.push_async_callback(_close, client)
-        yield RunningServices(base, client, environments, reward_model)
+        yield RunningServices(base, client, engine_slots, environments, reward_model)
 
 
 @asynccontextmanager
@@ -403,14 +398,6 @@ def build_host_pool(cfg: Config, cluster: Cluster, log: Path) -> HostPool:
         )
 
     return HostPool(environment.hosts, start, deadline_s=timeouts.environment_hosts_s)
-
-
-async def start_engines(base: Services) -> Sequence[Any]:
-    """The run's own engines in their slots, or connections to those that run elsewhere."""
-    generator, timeouts, role_slots = engine_settings(base.cfg), base.cfg.trainer.timeouts, base.layout.engines
-    if role_slots is not None:
-        return await build_engines(base.cluster, generator, timeouts, role_slots, base.cfg.device)
-    return await gather_all(connect_engine(url, base.cfg) for url in server_urls(generator))
 
 
 async def _close(client: EngineClient) -> None:

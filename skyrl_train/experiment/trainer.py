@@ -18,6 +18,7 @@ from skyrl_train.engines.sampling import normalise, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.experiment.algorithm import build_advantage_step, build_correction_steps, compared_rewards
 from skyrl_train.experiment.data import template_of
+from skyrl_train.experiment.engines import why_number_is_fixed
 from skyrl_train.experiment.publisher import build_publisher
 from skyrl_train.experiment.services import RunningServices, Services
 from skyrl_train.learner.reward_worker import RewardModel
@@ -41,6 +42,7 @@ from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.kept_rollouts import SAMPLED_GROUPS, KeptRollouts
 from skyrl_train.trainer.rollout_metrics import sample_row
 from skyrl_train.trainer.run_state import RunState
+from skyrl_train.trainer.scaler import EngineScaler
 from skyrl_train.trainer.trainer import Residency, SFTTrainer, StepProfiles, StepSchedule, TimeShared, Trainer
 
 SAMPLE_GB = 1.0
@@ -71,20 +73,28 @@ def build_trainer(
     residency = Residency()
     if base.layout.time_shared:
         residency = TimeShared(running.client, base.learner, sleep_level(cfg))
-    publisher = build_publisher(base, running.client, tokenizer, train_dataset)
+    publisher = build_publisher(running, tokenizer, train_dataset)
+    scaler = EngineScaler(
+        running.client,
+        publisher,
+        running.engine_slots,
+        folder=base.directory,
+        drain_s=trainer.timeouts.drain_s,
+        fixed=why_number_is_fixed(cfg),
+    )
     return Trainer(
         schedule=schedule,
         cfg=trainer,
         collector=collector,
         learner=base.learner,
         batch_steps=[advantage_step, *build_correction_steps(trainer.algorithm)],
-        publish=publisher.publish,
+        publisher=publisher,
+        scaler=scaler,
         residency=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
         state=build_state(base, {"kl": advantage_step, "collector": collector, "guards": guards}, tokenizer),
         trackers=base.trackers,
         guards=guards,
-        release=publisher.release,
         profiles=build_profiles(base, running.client),
         batch_dump=build_batch_dump(trainer),
         kept_rollouts=build_kept_rollouts(base, tokenizer),

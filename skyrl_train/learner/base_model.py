@@ -15,7 +15,7 @@ from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import CheckpointMismatch
 from skyrl_train.models.lora import Adapters
 from skyrl_train.models.saved_weights import SavedWeights
-from skyrl_train.weight_sync.fingerprints import fingerprint
+from skyrl_train.weight_sync.buckets import fingerprint
 
 
 @dataclass(frozen=True)

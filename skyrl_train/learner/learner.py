@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from skyrl_train.algorithms.reductions import token_mean, weigh
 from skyrl_train.algorithms.value_objective import explained_variance
 from skyrl_train.cluster.actors import Remote
 from skyrl_train.cluster.stacks import Stack, stacks
-from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.batch import Demonstration, TrainBatch, demonstration_batch
 from skyrl_train.errors import ConfigError, DeadlineExceeded, SkyRLError, WeightSyncError, WorkerDied
 from skyrl_train.learner.shards import MiniBatchShards, PassLimits, Shards, Stored
 from skyrl_train.learner.worker import LearnerWorker
@@ -265,6 +266,13 @@ class Learner:
         shards = await asyncio.to_thread(self._divided, group, batch, [range(len(batch))])
         return (await self._token_results(group, batch, "score", shards))[0]
 
+    async def sequence_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the policy's log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
+        rows = [Demonstration(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
+        batch = demonstration_batch(rows)
+        values = (await self.token_scores(self.policy, batch)).tolist()
+        return [values[start + 1 : stop] for start, stop in pairwise(batch.offsets.tolist())]
+
     async def _scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
         """The same, of the batch that is to be learnt from."""
         return (await self._token_results(group, batch, "score", await self._shards(group, batch)))[0]
@@ -439,6 +447,15 @@ class Learner:
         """Have the policy's weights on the accelerator and nothing else: what a weight sync needs."""
         others = (group.all("offload") for group in self._groups if group is not self.policy)
         await asyncio.gather(self.policy.all("keep_parameters"), *others)
+
+    @asynccontextmanager
+    async def offloaded(self) -> AsyncIterator[None]:
+        """Leave the accelerators to the engines inside: to score they wake caches as large as all that is free."""
+        await self.offload()
+        try:
+            yield
+        finally:
+            await self.keep_weights()
 
     async def close(self) -> None:
         await self._call_all_groups("close")

@@ -45,8 +45,8 @@ from skyrl_train.registry import load_object
 from skyrl_train.report.profiling import AllocationRecord, Profiler, peak_memory
 from skyrl_train.strategies.base import LearningRates
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
-from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
-from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest
+from skyrl_train.weight_sync.sender import AdaptedModel, SendingRank, WeightSender
+from skyrl_train.weight_sync.wire import AdapterSpec
 
 Objective = PolicyObjective | ValueObjective | SFTObjective
 """Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks."""
@@ -136,7 +136,7 @@ class MiniBatch:
     """The sequences of each micro-batch whose log-probs are to be returned."""
 
 
-class LearnerWorker:
+class LearnerWorker(SendingRank):
     """Rank `rank` of `world_size`. Call `address` on rank 0, then `setup` on all ranks at once, then the rest."""
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int):
@@ -243,6 +243,7 @@ class LearnerWorker:
             weight_sync_only_changed=spec.weight_sync_only_changed,
             adapted=self._adapted_model(),
             updates=lambda: self.strategy.updates,
+            device=spec.device,
             sum_over_ranks=self._sum_over_ranks,
         )
         return count
@@ -354,28 +355,6 @@ class LearnerWorker:
     def _rest(self) -> None:
         if self.spec.shares_accelerator:
             self.strategy.rest()
-
-    def connect_weights(
-        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
-    ) -> None:
-        """Join the engines' transfer group; see weight_sync.publish for the order of these calls."""
-        self.sender.connect(route, address, world_size, timeout_s, adapter_only, self.spec.device)
-
-    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-        """The manifest of a sync of `version`: what it will send."""
-        return self.sender.manifest(version, rehearsal)
-
-    def send_weights(self, index: int) -> Bucket | None:
-        """Send bucket `index` of the manifest; None on ranks that have nothing to hand to the engines."""
-        return self.sender.send(index)
-
-    def weights_delivered(self, version: int) -> None:
-        """Note that every engine has confirmed that version."""
-        self.sender.delivered(version)
-
-    def disconnect_weights(self) -> None:
-        """Leave the transfer group after a failure."""
-        self.sender.disconnect()
 
     def save(self, directory: str, in_background: bool = False) -> None:
         """Save this rank's part of weights and optimizer. There is no other state: updates are not random.

@@ -35,8 +35,10 @@ from skyrl_train.trainer.batch_dump import BatchDump
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
 from skyrl_train.trainer.kept_rollouts import KeptRollouts
+from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
 from skyrl_train.trainer.run_state import RunState, Unfinished
+from skyrl_train.trainer.scaler import EngineScaler
 
 _LEAVING_S = 30.0
 """Time for engines to fall asleep when a run ends early."""
@@ -46,8 +48,6 @@ GroupStep = Callable[[Sequence[TrajectoryGroup], Metrics], None]
 """Changes rewards or loss masks of a step's groups in place, before they become a batch."""
 BatchStep = Callable[[TrainBatch, Metrics], TrainBatch]
 """Adds to a scored batch what the update needs: advantages, off-policy corrections."""
-Publish = Callable[[int], Awaitable[dict[str, float]]]
-"""Sends the learner's weights to the engines as the given version, and proves that they arrived."""
 
 
 @dataclass(frozen=True)
@@ -113,18 +113,15 @@ class TrainingLoop(ABC):
         state: RunState,
         trackers: Trackers,
         guards: Guards | None = None,
-        release: Callable[[], Awaitable[None]] | None = None,
         profiles: StepProfiles | None = None,
     ):
-        """`cfg`: its intervals decide when the run is evaluated, saved and exported. `release`: ends what else takes
-        part in calls of the ranks, before the last step is saved. `profiles`: of some steps."""
+        """`cfg`: its intervals decide when the run is evaluated, saved and exported. `profiles`: of some steps."""
         self.schedule = schedule
         self.cfg = cfg
         self.learner = learner
         self.state = state
         self.trackers = trackers
         self.guards = guards
-        self.release = release
         self.profiles = profiles
         self.metrics = Metrics()
         self.step = 0
@@ -250,11 +247,14 @@ class TrainingLoop(ABC):
         if action in self._to_do:
             self._to_do.remove(action)
 
+    @abstractmethod
+    async def _release_ranks(self) -> None:
+        """End what else takes part in calls of the ranks, before the last step is saved."""
+
     async def _leave(self, error: BaseException, started_at: int) -> None:
         """Record and save the last whole step of a run that ends early."""
         await self.learner.explain(error)
-        if self.release is not None:
-            await self.release()
+        await self._release_ranks()
         # A rank that writes in the background takes other calls: one that is stopped would hold up the writing.
         if self.state.async_checkpoint and not await self.learner.answers(ANSWER_S):
             await self.state.give_up()
@@ -297,9 +297,10 @@ class Trainer(TrainingLoop):
         *,
         collector: RolloutCollector,
         batch_steps: Sequence[BatchStep],
-        publish: Publish,
+        publisher: WeightPublisher,
         residency: Residency,
         evaluator: Evaluator | None,
+        scaler: EngineScaler | None = None,
         batch_dump: BatchDump | None = None,
         kept_rollouts: KeptRollouts | None = None,
         group_steps: Sequence[GroupStep] = (),
@@ -310,7 +311,8 @@ class Trainer(TrainingLoop):
         self.collector = collector
         self.group_steps = group_steps
         self.batch_steps = batch_steps
-        self.publish = publish
+        self.publisher = publisher
+        self.scaler = scaler
         self.residency = residency
         self.evaluator = evaluator
         self.batch_dump = batch_dump
@@ -376,11 +378,22 @@ class Trainer(TrainingLoop):
         with self.metrics.timed("publish"):
             async with self.residency.syncing():
                 try:
-                    values = await self.publish(self.step)
+                    values = await self.publisher.publish(self.step)
                 except NonFiniteWeights as error:
                     raise NonFiniteWeights(f"{error} {self._last_good()}") from error
         self._add(values)
         self._done("publish")
+
+    async def _release_ranks(self) -> None:
+        if self.scaler is not None:
+            await self.scaler.end()
+        await self.publisher.release()
+
+    async def close(self) -> None:
+        """End the rollouts that are under way, and the engines that are starting."""
+        await self.collector.close()
+        if self.scaler is not None:
+            await self.scaler.end()
 
     async def _evaluate(self) -> None:
         evaluator = self.evaluator
@@ -397,6 +410,8 @@ class Trainer(TrainingLoop):
             async with self.residency.training():
                 self.step, unfinished = await self.state.resume()
                 await self._publish()
+        if self.scaler is not None:  # engines may join once the others have weights
+            self.scaler.begin()
         self.trackers.begin(self.step, self.schedule.total_steps)
         if self.kept_rollouts is not None:
             self.kept_rollouts.begin(self.step)
@@ -470,6 +485,9 @@ class SFTTrainer(TrainingLoop):
         """Train up to the last step; returns the exported Hugging Face folder, which is whole even if told to end."""
         await self.fit()
         return await to_its_end(self.state.export(self.step))
+
+    async def _release_ranks(self) -> None:
+        """Nothing else calls them."""
 
     async def _start(self) -> None:
         with phase("weights", "the checkpoint, if there is one"):

@@ -1,4 +1,4 @@
-"""The layout of tensors in byte buffers, for both ends of a weight sync."""
+"""The bytes of weights, for both ends of a weight sync: their layout in buckets, fingerprints, and finiteness."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.fingerprints import WORD, fingerprints
 from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_of
 
 ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype, and are whole words."""
 _LARGE = 1 << 20
 """Bytes. For smaller tensors one call per tensor costs more than summing their bytes."""
+WORD = 8
+"""Bytes of the words that a fingerprint sums."""
+_IN_CACHE = 1 << 20
+"""Bytes that a CPU looks at for one thing after the other, which are read from memory once."""
+
+# -- layout
 
 
 def num_bytes(spec: TensorSpec) -> int:
@@ -120,3 +125,94 @@ class AlternatingBuffers:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+# -- fingerprints
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """The wrapping sum of the tensor's bytes as int64 words, padded with zeros.
+
+    Any flipped bit changes it, and it is additive over shards and over fused parameters of whole words. It cannot
+    detect swapped words, nor an even number of flips of the words' highest bit; the probe can.
+    """
+    return int(_words(tensor, 0).sum().item())
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """The fingerprint of each, in their order. Tensors and accelerators are as those of `inspect_parts`."""
+    return [total for total, _ in _inspect(((tensor, 0) for tensor in tensors), also_finite=False)]
+
+
+def inspect_parts(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
+    """In their order: fingerprints of parts of tensors, and 1 for one that holds NaN or infinity, else 0.
+
+    A part is its elements [...] and the position of its first byte in the tensor. The fingerprints of all parts of a
+    tensor add up to its own. Parts may lie on several devices; accelerators are waited for once, at the end.
+    """
+    return _inspect(parts, also_finite=True)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether a floating-point tensor holds neither NaN nor infinity."""
+    if math.isfinite(tensor.sum().item()):  # neither can cancel out in a sum
+        return True
+    low, high = tensor.aminmax()  # a sum of finite values may overflow; aminmax propagates NaN, too
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _inspect(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    queued: dict[int, Tensor] = {}
+    device: torch.device | None = None
+    for elements, position in parts:
+        if elements.is_cpu:
+            found.append(_inspect_on_cpu(elements, position, also_finite))
+        else:
+            device = device or elements.device
+            queued[len(found)] = _inspect_on_device(elements, position, also_finite).to(device)
+            found.append((0, 0))
+    if queued:
+        for place, (total, *non_finite) in zip(queued, torch.stack([*queued.values()]).tolist(), strict=True):
+            found[place] = total, sum(non_finite)
+    return found
+
+
+def _inspect_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple[int, int]:
+    if not also_finite or not elements.is_floating_point():
+        return int(_words(elements, position).sum().item()), 0
+    if elements.nbytes <= _IN_CACHE:
+        return int(_words(elements, position).sum().item()), int(not all_finite(elements))
+    pieces = elements.reshape(-1).split(_IN_CACHE // elements.itemsize)
+    found = [_inspect_on_cpu(piece, position + index * _IN_CACHE, also_finite) for index, piece in enumerate(pieces)]
+    return _wrapped(sum(total for total, _ in found)), max(wrong for _, wrong in found)
+
+
+def _inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
+    """The sum of the words and, if asked for, whether something is not finite. Nothing is waited for."""
+    bits = _words(elements, position).sum()
+    if not also_finite:
+        return bits.view(1)
+    finite = torch.ones((), dtype=torch.bool, device=elements.device)
+    if elements.is_floating_point() and elements.numel():
+        finite = torch.stack(elements.aminmax()).isfinite().all()  # propagates NaN
+    return torch.stack((bits, (~finite).to(torch.int64)))
+
+
+def _words(tensor: Tensor, position: int) -> Tensor:
+    """The int64 words that a tensor's bytes lie in, from byte `position` on, among zeros."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.numel():
+        return flat.new_zeros(0, dtype=torch.int64)
+    skipped = position % WORD
+    alone = flat.numel() == 1  # may have any stride, with which it cannot be viewed as another dtype
+    if alone or skipped or flat.nbytes % WORD or flat.storage_offset() * flat.itemsize % WORD:
+        padded = torch.zeros(-(-(skipped + flat.nbytes) // WORD) * WORD, dtype=torch.uint8, device=flat.device)
+        padded[skipped : skipped + flat.nbytes].view(flat.dtype).copy_(flat)
+        flat = padded
+    return flat.view(torch.int64)
+
+
+def _wrapped(value: int) -> int:
+    """As int64 arithmetic wraps."""
+    return (value + 2**63) % 2**64 - 2**63

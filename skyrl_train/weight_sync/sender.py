@@ -10,19 +10,18 @@ from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
+from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
     AlternatingBuffers,
     buckets,
     buffer_bytes,
     empty_buffer,
+    inspect_parts,
     pack,
     views,
 )
-from skyrl_train.weight_sync.files import BucketFolder
-from skyrl_train.weight_sync.fingerprints import looks
-from skyrl_train.weight_sync.ipc import SharedPages
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.handover import BucketFolder, SharedPages
 from skyrl_train.weight_sync.wire import (
     AdapterSpec,
     Bucket,
@@ -33,10 +32,10 @@ from skyrl_train.weight_sync.wire import (
     dtype_of,
 )
 
-REHEARSAL = 1.5
-"""Factor of the weights in a rehearsal: far enough from 1 for a probe of any model to notice."""
-ADAPTER_REHEARSAL = 0.1
-"""Added to A and B of an adapter in a rehearsal: B may be 0, which no factor changes."""
+ALTERED_FACTOR = 1.5
+"""Factor of the weights in a self-test: far enough from 1 for a probe of any model to notice."""
+ALTERED_ADAPTER_BY = 0.1
+"""Added to A and B of an adapter in a self-test: B may be 0, which no factor changes."""
 CPU_BUCKET = 1 << 25
 """Bytes. This is the fastest size on CPUs: buckets are processed within the cache, and the stages overlap."""
 
@@ -46,7 +45,7 @@ class _Sync:
     """The state of one sync. A send that still hangs in an abandoned group has its own, and disturbs no later sync."""
 
     manifest: Manifest
-    cut: list[Bucket]
+    planned: list[Bucket]
     specs: dict[str, TensorSpec]
     stream: Iterator[tuple[str, ShardedTensor]]
     buffers: AlternatingBuffers
@@ -70,7 +69,7 @@ class WeightSender:
     """Sends weights. Every trainer rank has one, as gathering full tensors is a collective; only rank 0 sends them.
 
     A sync is `manifest(version)`, then `send(0)`, `send(1)`, ... in order, on all ranks. For the manifest each rank
-    looks at its own part of every tensor, in the dtype that is sent: fingerprints of parts add up to that of the whole.
+    inspects its own part of every tensor, in the dtype that is sent: fingerprints of parts add up to that of the whole.
     So a tensor is gathered once, for its bucket, after the cast, and the receiver verifies that what came is what the
     ranks have. While a broadcast bucket is being sent, the next one is gathered. Memory: two buckets and one tensor.
     """
@@ -85,6 +84,7 @@ class WeightSender:
         weight_sync_only_changed: bool = False,
         adapted: AdaptedModel | None = None,
         updates: Callable[[], int] = lambda: 0,
+        device: str = "cpu",
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
     ):
         """`parameters` yields (Hugging Face name, this rank's part or a whole tensor) in an order common to all ranks.
@@ -92,7 +92,8 @@ class WeightSender:
         Floating-point tensors are sent as `wire_dtype` ("bfloat16", "float32"), others in their own dtype. With
         `weight_sync_only_changed` a sync after a complete one leaves out tensors with unchanged bits. `adapted` is read
         instead of `parameters` if `connect` gets `adapter_only`: first the model once, then only the adapter. `updates`
-        counts the optimizer steps that made the parameters. `sum_over_ranks` adds up int64 CPU tensors of all ranks.
+        counts the optimizer steps that made the parameters. `device` ("cpu", "cuda"): of the buffers. `sum_over_ranks`
+        adds up int64 CPU tensors of all ranks.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
@@ -102,58 +103,49 @@ class WeightSender:
         self._sum_over_ranks = sum_over_ranks
         self._weight_sync_only_changed = weight_sync_only_changed
         self._route = "in_process"
-        self._device = "cpu"
+        self._device = device
         self._group: BroadcastGroup | None = None
         self._pages: SharedPages | None = None
         self._folder: BucketFolder | None = None
         self._sync: _Sync | None = None
         self._buffers = AlternatingBuffers()
-        self._rehearsal = False
+        self._altered = False
         self._adapted = adapted
         self._separate: AdaptedModel | None = None
         """`adapted`, if engines take its adapter separately."""
         self._delivered: tuple[int, dict[str, int]] | None = None
         """The version that all engines have confirmed, and its fingerprints."""
 
-    def connect(
-        self,
-        route: str,
-        address: str,
-        world_size: int,
-        timeout_s: float,
-        adapter_only: bool = False,
-        device: str = "cpu",
-    ) -> None:
+    def connect(self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False) -> None:
         """Prepare a route. For `broadcast` rank 0 is the root of the group, and engines are ranks 1 to world_size - 1.
 
         `address`: "host:port" with a free port of rank 0's machine (broadcast), or a shared folder (checkpoint).
-        `device` ("cpu", "cuda"): of the buffers. With `adapter_only` engines get the adapter separately instead of
-        merged into the model. Raises WeightSyncError if not all ranks join within `timeout_s`.
+        With `adapter_only` engines get the adapter separately instead of merged into the model. Raises WeightSyncError
+        if not all ranks join within `timeout_s`.
         """
         self.disconnect()
         if adapter_only and self._adapted is None:
             raise WeightSyncError("there is no adapter to send apart: trainer.policy.model.lora.rank is 0.")
         self._separate = self._adapted if adapter_only else None
         self._route = route
-        self._device = device
-        if route == "ipc" and self._pages is None and (self._rank == ROOT or device != "cpu"):
-            self._pages = SharedPages(device, self._rank)
+        if route == "ipc" and self._pages is None and (self._rank == ROOT or self._device != "cpu"):
+            self._pages = SharedPages(self._device, self._rank)
         if self._rank != ROOT:
             return
         if route == "broadcast":
-            self._group = BroadcastGroup(address, ROOT, world_size, device, timeout_s)
+            self._group = BroadcastGroup(address, ROOT, world_size, self._device, timeout_s)
         elif route == "checkpoint":
             self._folder = BucketFolder(address)
 
-    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
+    def manifest(self, version: int, altered: bool = False) -> Manifest:
         """Begin a sync: names, shapes, wire dtypes, fingerprints and non-finite tensors. Ends an earlier sync.
 
-        In a rehearsal every weight is sent multiplied by REHEARSAL; with a separate adapter only its tensors are
-        altered, as the probe must notice changes of the trained weights.
+        With `altered`, for a self-test, every weight is sent multiplied by ALTERED_FACTOR; with a separate adapter only
+        its tensors are altered, as the probe must notice changes of the trained weights.
         """
-        self._rehearsal = rehearsal
-        follows = self._delivered if (self._weight_sync_only_changed or self._separate) and not rehearsal else None
-        specs, non_finite = self._look(self._stream(follows is not None))
+        self._altered = altered
+        follows = self._delivered if (self._weight_sync_only_changed or self._separate) and not altered else None
+        specs, non_finite = self._specs_of(self._stream(follows is not None))
         base = None
         if follows is not None:
             base, known = follows
@@ -162,11 +154,11 @@ class WeightSender:
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
         adapter = self._separate.adapter if self._separate is not None else None
-        manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, rehearsal, adapter, self._updates())
+        manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, altered, adapter, self._updates())
         by_name = {spec.name: spec for spec in specs}
-        stream, cut = self._stream(follows is not None), buckets(manifest)
-        largest = max((buffer_bytes([by_name[name] for name in bucket.names]) for bucket in cut), default=0)
-        self._sync = _Sync(manifest, cut, by_name, stream, self._buffers, largest)
+        stream, planned = self._stream(follows is not None), buckets(manifest)
+        largest = max((buffer_bytes([by_name[name] for name in bucket.names]) for bucket in planned), default=0)
+        self._sync = _Sync(manifest, planned, by_name, stream, self._buffers, largest)
         return manifest
 
     def delivered(self, version: int) -> None:
@@ -187,7 +179,7 @@ class WeightSender:
             expected = "no manifest" if sync is None else f"bucket {sync.next} of a manifest"
             raise WeightSyncError(f"bucket {index} was asked for, but {expected} comes next.")
         sync.next += 1
-        bucket = sync.cut[index]
+        bucket = sync.planned[index]
         if self._route == "broadcast":
             return self._broadcast(sync, bucket)
         buffer = self._gather(sync, bucket)
@@ -215,7 +207,7 @@ class WeightSender:
         if pages is not None:
             pages.close()
 
-    def _look(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
+    def _specs_of(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
         announced: list[tuple[str, tuple[int, ...], str]] = []
 
@@ -226,7 +218,7 @@ class WeightSender:
                 announced.append((name, tuple(on_wire.shape), dtype_name(local.dtype)))
                 yield on_wire.elements if on_wire.counts else local.new_empty(0), on_wire.start * local.itemsize
 
-        bits, non_finite = torch.tensor(looks(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
+        bits, non_finite = torch.tensor(inspect_parts(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
         # In halves, as sums of whole words over ranks could overflow.
         sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()
@@ -246,7 +238,7 @@ class WeightSender:
         finally:
             for _ in wholes:  # those not taken: the other ranks wait for this one, even if it has no memory left
                 pass
-            if bucket.index == len(sync.cut) - 1:
+            if bucket.index == len(sync.planned) - 1:
                 sync.stream = iter(())  # it would hold the last parameter's memory, also while the model is offloaded
 
     def _packed(self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]) -> Tensor | None:
@@ -285,7 +277,7 @@ class WeightSender:
         """Rank 0 sends the bucket; meanwhile all ranks gather the next one."""
         group, version = self._group, sync.manifest.version
         buffer = sync.gathered if bucket.index else self._gather(sync, bucket)
-        following = sync.cut[bucket.index + 1 : bucket.index + 2]
+        following = sync.planned[bucket.index + 1 : bucket.index + 2]
 
         def gather_next() -> None:
             sync.gathered = self._gather(sync, following.pop()) if following else sync.gathered
@@ -318,15 +310,43 @@ class WeightSender:
 
     def _to_wire(self, name: str, tensor: ShardedTensor) -> ShardedTensor:
         def cast(held: Tensor) -> Tensor:
-            return (self._altered(name, held) if self._rehearsal else held).to(self._wire_dtype)
+            return (self._alter(name, held) if self._altered else held).to(self._wire_dtype)
 
-        as_it_is = not self._rehearsal and tensor.local.dtype == self._wire_dtype
+        as_it_is = not self._altered and tensor.local.dtype == self._wire_dtype
         return tensor if as_it_is or not tensor.local.is_floating_point() else tensor.map(cast)
 
-    def _altered(self, name: str, tensor: Tensor) -> Tensor:
+    def _alter(self, name: str, tensor: Tensor) -> Tensor:
         if self._separate is None:
-            return tensor * REHEARSAL
-        return tensor + ADAPTER_REHEARSAL if name.endswith(adapter_names("")) else tensor
+            return tensor * ALTERED_FACTOR
+        return tensor + ALTERED_ADAPTER_BY if name.endswith(adapter_names("")) else tensor
+
+
+class SendingRank:
+    """The calls that `WeightSync` makes on a trainer rank, in this order, each answered by the rank's `sender`."""
+
+    sender: WeightSender
+
+    def connect_weights(
+        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
+    ) -> None:
+        """Join the engines' transfer group: see WeightSender.connect."""
+        self.sender.connect(route, address, world_size, timeout_s, adapter_only)
+
+    def manifest(self, version: int, altered: bool = False) -> Manifest:
+        """Return what a sync of `version` will send."""
+        return self.sender.manifest(version, altered)
+
+    def send_weights(self, index: int) -> Bucket | None:
+        """Send bucket `index` of the manifest, or return it; None on ranks that have nothing to hand to the engines."""
+        return self.sender.send(index)
+
+    def weights_delivered(self, version: int) -> None:
+        """Note that every engine has confirmed that version."""
+        self.sender.delivered(version)
+
+    def disconnect_weights(self) -> None:
+        """Leave the transfer group after a failure."""
+        self.sender.disconnect()
 
 
 def _same_bytes(on_wire: Tensor, buffer: Tensor) -> bool:

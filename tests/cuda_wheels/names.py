@@ -360,10 +360,8 @@ TORCH = {
     "models/ragged_model.py": """
         torch.nn.Module._non_persistent_buffers_set
     """,
-    "weight_sync/gloo_sockets.py": """
+    "weight_sync/broadcast.py": """
         torch.distributed.ProcessGroupGloo.create_device(hostname=_, interface=_)
-    """,
-    "weight_sync/transport.py": """
         torch.distributed.TCPStore(
             host_name, port, world_size, is_master=_, timeout=_, wait_for_workers=_, master_listen_fd=_
         )
@@ -378,10 +376,10 @@ TORCH = {
         torch.distributed.Work.is_completed(self)
         torch.distributed.TCPStore.check(self, _)
     """,
-    "weight_sync/store.py": """
+    "weight_sync/receiver.py": """
         torch._foreach_copy_
     """,
-    "weight_sync/ipc.py": """
+    "weight_sync/handover.py": """
         torch.multiprocessing.reductions.reduce_tensor(tensor)
         torch.multiprocessing.reductions.rebuild_cuda_tensor(_, _, _, _, _, _, storage_device, _, _, _, _, _, _, _, _)
     """,
@@ -492,7 +490,7 @@ TRANSFORMERS = {
 }
 
 CUDA = {
-    "weight_sync/transport.py": """
+    "weight_sync/broadcast.py": """
         torch.distributed.ProcessGroupNCCL(store, rank, size, options)
         torch.distributed.ProcessGroupNCCL.Options()
         torch.distributed.ProcessGroupNCCL.Options._timeout

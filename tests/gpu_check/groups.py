@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup, _reach, _store
+from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup, _reach, _store
 from tests.gpu_check.report import Report, Setting
 
 SLACK_S = 3.0

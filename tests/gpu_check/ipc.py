@@ -18,11 +18,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.fingerprints import fingerprint
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.buckets import buckets, fingerprint
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Bucket
 from tests.gpu_check.report import Report, Setting
 
@@ -124,7 +122,9 @@ class Trainer:
         self._base = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
         self.version = 0
         self._device, self._delayed = device, delayed
-        self.sender = self.sender_type(self.parameters, wire_dtype="bfloat16", bucket_bytes=bucket_bytes, rank=0)
+        self.sender = self.sender_type(
+            self.parameters, wire_dtype="bfloat16", bucket_bytes=bucket_bytes, rank=0, device=device
+        )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._base.items():
@@ -134,7 +134,7 @@ class Trainer:
             yield name, tensor
 
     def connect(self, engine: Engine) -> None:
-        self.sender.connect("ipc", "", 2, 60.0, device=self._device)
+        self.sender.connect("ipc", "", 2, 60.0)
         engine.call("connect", "ipc", "", 1, 2, 60.0)
 
     def sync(self, engine: Engine) -> dict[str, int]:
@@ -149,7 +149,7 @@ class Trainer:
 
 
 def overlapped(cut: Sequence[Bucket], send: Callable[[int], Bucket | None], receive: Callable[[Any], Any]) -> None:
-    """As in weight_sync/publish.py: while engines read a page the other one is filled, and at once the first again."""
+    """As in weight_sync/sync.py: while engines read a page the other one is filled, and at once the first again."""
     offered = send(cut[0].index)
     for following in [*cut[1:], None]:
         coming = None if following is None else send(following.index)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.models.sharded_tensor import ShardedTensor
-from skyrl_train.weight_sync.buckets import buckets, num_bytes, packed_fingerprints
-from skyrl_train.weight_sync.fingerprints import fingerprint
+from skyrl_train.weight_sync.buckets import buckets, fingerprint, num_bytes, packed_fingerprints
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import dtype_of
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import AdaptedTrainer, LocalTrainer
 
@@ -174,8 +174,8 @@ class Bench:
     async def publish(self, model: PreTrainedModel, route: str = "", *, probed: bool = False) -> dict[str, float]:
         """One sync as the version after the one that is served."""
         self.model = model
-        async with self.syncing(route, probed=probed) as publisher:
-            return await publisher.publish(await self.next_version())
+        async with self.syncing(route, probed=probed) as weight_sync:
+            return await weight_sync.sync_all(await self.next_version())
 
     async def next_version(self) -> int:
         return (await self.engine.health()).version + 1
@@ -189,14 +189,14 @@ class Bench:
         engine: Any = None,
         probed: bool = True,
         deadline_s: float = 60.0,
-    ) -> AsyncIterator[WeightPublisher]:
-        """A publisher of `self.model`; `trainer` and `engine` may stand in between. Leaves no connection behind."""
+    ) -> AsyncIterator[WeightSync]:
+        """Syncs of `self.model`; `trainer` and `engine` may stand in between. Leaves no connection behind."""
         trainer = trainer or LocalTrainer(self.model, bucket_bytes=1 << 14)
 
         async def trainer_score(token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
             return Reference(trainer.whole()).score(token_ids)
 
-        publisher = WeightPublisher(
+        weight_sync = WeightSync(
             trainer,
             lambda: [engine or self.engine],
             route=route or self.easiest_route,
@@ -206,7 +206,7 @@ class Bench:
             adapter_only=isinstance(trainer, AdaptedTrainer),
         )
         try:
-            yield publisher
+            yield weight_sync
         finally:
             trainer.sender.close()
             await self.engine.connect_weights(self.easiest_route, str(self.folder), 1, 2, 10.0)

@@ -64,6 +64,6 @@ class LateStream(TorchDispatchMode):
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """In place of that of weight_sync/ipc.py."""
+    """In place of that of weight_sync/handover.py."""
     assert device.type == "cpu"
     LateStream.entered[-1].synchronize()

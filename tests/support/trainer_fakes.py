@@ -86,8 +86,8 @@ class Fakes:
     async def give_up(self) -> None:
         self.events.append("give up")
 
-    async def stop_reviving(self) -> None:
-        self.events.append("stop reviving")
+    async def release(self) -> None:
+        self.events.append("release ranks")
 
     async def answers(self, within_s: float) -> bool:
         self.asked_within_s.append(within_s)
@@ -146,13 +146,12 @@ def trainer_of(
         ),
         learner=fakes,
         batch_steps=[lambda batch, metrics: batch.with_tokens(advantages=batch.token_rewards)],
-        publish=fakes.publish,
+        publisher=fakes,
         residency=residency or Residency(),
         evaluator=fakes if evaluator == "fakes" else evaluator,
         state=fakes,
         trackers=Trackers({"fake": fakes}),
         batch_dump=batch_dump,
-        release=fakes.stop_reviving,
     )
 
 

@@ -14,15 +14,14 @@ from transformers import PreTrainedModel
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.models.lora import adapted_linears
-from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.sender import AdaptedModel, WeightSender
-from skyrl_train.weight_sync.store import InPlace
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
+from skyrl_train.weight_sync.sender import AdaptedModel, SendingRank, WeightSender
 from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest, adapter_names
 from tests.support.tiny_adapters import TARGETS
 
 
-class LocalTrainer:
-    """One trainer rank with a model: what `WeightPublisher` calls `TrainerRanks`."""
+class LocalTrainer(SendingRank):
+    """One trainer rank with a model: what `WeightSync` calls `TrainerRanks`."""
 
     def __init__(
         self,
@@ -55,23 +54,6 @@ class LocalTrainer:
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:
         return free_address()
-
-    def connect_weights(
-        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
-    ) -> None:
-        self.sender.connect(route, address, world_size, timeout_s, adapter_only)
-
-    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-        return self.sender.manifest(version, rehearsal)
-
-    def send_weights(self, index: int) -> Bucket | None:
-        return self.sender.send(index)
-
-    def weights_delivered(self, version: int) -> None:
-        self.sender.delivered(version)
-
-    def disconnect_weights(self) -> None:
-        self.sender.disconnect()
 
 
 class AdaptedTrainer(LocalTrainer):

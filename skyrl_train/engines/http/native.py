@@ -39,8 +39,7 @@ from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.export import name_files, save_checkpoint_tensors
 from skyrl_train.models.loading import load_tokenizer, meta_model
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
-from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.store import refuse_adapter
+from skyrl_train.weight_sync.receiver import WeightReceiver, refuse_adapter
 from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
 
 

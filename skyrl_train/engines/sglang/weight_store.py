@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.models.loading import checkpoint_names, checkpoint_tensors
 from skyrl_train.weight_sync.buckets import ALIGNMENT
-from skyrl_train.weight_sync.store import refuse_adapter
+from skyrl_train.weight_sync.receiver import refuse_adapter
 from skyrl_train.weight_sync.wire import AdapterSpec
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.adapter_folder import read_adapter
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.models.lora import adapted_linears, exported_linears
-from skyrl_train.weight_sync.store import adapter_layout
+from skyrl_train.weight_sync.receiver import adapter_layout
 from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
 
 

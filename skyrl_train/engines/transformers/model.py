@@ -19,7 +19,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.models.padding_free import KNOWN_LAYERS
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.windows import chunk_limit, drop_query_scales, windows_of
-from skyrl_train.weight_sync.store import InPlace
+from skyrl_train.weight_sync.receiver import InPlace
 from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
 
 _LOGIT_ELEMENTS = 1 << 26

@@ -29,8 +29,7 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.composite import composite_of
 from skyrl_train.models.loading import checkpoint_tensors, meta_model, served_model
 from skyrl_train.models.lora import adapted_linears, exported_linears, peft_name
-from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.store import adapter_layout, refuse_adapter
+from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, refuse_adapter
 from skyrl_train.weight_sync.wire import AdapterSpec
 
 _RELOADS = "vllm.model_executor.model_loader.reload.layerwise"

@@ -100,7 +100,7 @@ class WeightUpdaterBase(ABC):
 
 
 class EngineUpdater(WeightUpdaterBase):
-    """Sends weights to engines, each by a complete, verified sync (weight_sync/publish.py). An id is an engine's index.
+    """Sends weights to engines, each by a complete, verified sync (weight_sync/sync.py). An id is an engine's index.
 
     Engines serve the collector's version numbers if it counts them, else their own incremented by one. A push raises
     WeightSyncError naming engine and tensor, or DeadlineExceeded naming the phase: that engine is then torn, and serves

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
 
 
 class StatelessGroup:

@@ -17,9 +17,9 @@ from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.weight_sync.publish import WeightPublisher
-from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest
+from skyrl_train.weight_sync.sender import SendingRank, WeightSender
+from skyrl_train.weight_sync.sync import WeightSync
+from skyrl_train.weight_sync.wire import ROUTES
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
 """A model, a wrapper over one, or tensors by Hugging Face name; a nested tensordict's keys are joined by
@@ -102,7 +102,7 @@ def check_metadata(weights: Mapping[str, Tensor], metadata: Metadata) -> None:
 
 
 class WeightPusher:
-    """Complete, verified syncs (weight_sync/publish.py) of tensors in this process to some engines.
+    """Complete, verified syncs (weight_sync/sync.py) of tensors in this process to some engines.
 
     A sync that fails leaves the engine torn: it serves nothing until the next successful one.
     """
@@ -123,9 +123,7 @@ class WeightPusher:
             raise ConfigError(f"route={route!r} is not one of {sorted(ROUTES)}.")
         self._engines, self._timeout, self._route = list(engines), timeout, route
         self._rank = _Rank(address, wire_dtype, bucket_bytes)
-        self._publisher = WeightPublisher(
-            self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder
-        )
+        self._sync = WeightSync(self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder)
         self._lock = threading.Lock()
 
     def push(self, weights: Mapping[str, Tensor], version: int | None = None) -> int:
@@ -134,18 +132,18 @@ class WeightPusher:
         Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase.
         """
 
-        async def publish() -> int:
+        async def sync() -> int:
             chosen = version
             if chosen is None:
                 health = await asyncio.gather(*(engine.health() for engine in self._engines))
                 chosen = max(one.version for one in health) + 1
-            await self._publisher.publish(chosen)
+            await self._sync.sync_all(chosen)
             return chosen
 
         with self._lock:
             self._rank.weights = weights
             try:
-                return call(publish(), "a sync of weights", self._timeout + 5.0)
+                return call(sync(), "a sync of weights", self._timeout + 5.0)
             finally:
                 self._rank.weights = {}
 
@@ -158,13 +156,13 @@ class WeightPusher:
                     call(engine.connect_weights("in_process", "", 1, 2, _LEAVING_S), "leaving a group", _LEAVING_S)
 
 
-class _Rank:
-    """A `publish.TrainerRanks` of one."""
+class _Rank(SendingRank):
+    """The only rank of a trainer: its own `TrainerRanks`."""
 
     def __init__(self, address: tuple[str, int | None], wire_dtype: str, bucket_bytes: int):
         self.weights: Mapping[str, Tensor] = {}
         self._address = address
-        self._sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
+        self.sender = WeightSender(self._parameters, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, rank=0)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.weights.items()
@@ -176,23 +174,6 @@ class _Rank:
         """The address that the user gave, whoever must reach it."""
         host, port = self._address
         return free_address(host) if port is None else (host, port)
-
-    def connect_weights(
-        self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False
-    ) -> None:
-        self._sender.connect(route, address, world_size, timeout_s, adapter_only)
-
-    def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-        return self._sender.manifest(version, rehearsal)
-
-    def send_weights(self, index: int) -> Bucket | None:
-        return self._sender.send(index)
-
-    def weights_delivered(self, version: int) -> None:
-        self._sender.delivered(version)
-
-    def disconnect_weights(self) -> None:
-        self._sender.disconnect()
 
 
 def _check_adapter(layer: Any, name: str) -> None:

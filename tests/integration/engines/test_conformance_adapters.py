@@ -42,13 +42,13 @@ def nbytes(trainer: AdaptedTrainer) -> int:
 
 def test_after_every_sync_the_engine_serves_the_new_adapter(bench: Bench, route: str, trainer: AdaptedTrainer):
     async def run() -> None:
-        async with bench.syncing(route, trainer=trainer) as publisher:
-            metrics = await publisher.rehearse(await bench.next_version())
+        async with bench.syncing(route, trainer=trainer) as weight_sync:
+            metrics = await weight_sync.self_test(await bench.next_version())
             assert metrics["weights/bytes"] > 2 * nbytes(trainer)
             for seed in (1, 2):
                 trainer.draw(seed)
                 version = await bench.next_version()
-                metrics = await publisher.publish(version)
+                metrics = await weight_sync.sync_all(version)
                 assert metrics["weights/probe_gap"] <= TOLERANCE
                 assert metrics["weights/bytes"] == nbytes(trainer)
                 assert (await bench.engine.health()).version == version
@@ -69,8 +69,8 @@ def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: Bench, trai
         trainer = AdaptedTrainer(bench.model, rank=rank)
 
     async def run() -> None:
-        async with bench.syncing(trainer=trainer) as publisher:
-            await publisher.publish(await bench.next_version())
+        async with bench.syncing(trainer=trainer) as weight_sync:
+            await weight_sync.sync_all(await bench.next_version())
 
     with pytest.raises(WeightSyncError, match=r"trainer\.policy\.model\.lora\.sync=merged"):
         bench.run(run())
@@ -79,14 +79,14 @@ def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: Bench, trai
 
 def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: Bench, trainer: AdaptedTrainer):
     async def run(request: Any) -> tuple[Any, int]:
-        async with bench.syncing(trainer=trainer) as publisher:
+        async with bench.syncing(trainer=trainer) as weight_sync:
             first = await bench.next_version()
-            await publisher.publish(first)
+            await weight_sync.sync_all(first)
             call = bench.start(request)
             await bench.until_running()
             await bench.engine.pause("keep")
             trainer.draw(1)
-            await publisher.publish(first + 1)
+            await weight_sync.sync_all(first + 1)
             await bench.engine.resume()
             (completion,) = await call
             return completion, first
@@ -107,8 +107,8 @@ def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: Bench, t
 
 def test_a_named_adapter_acts_on_the_model_itself(bench: Bench, trainer: AdaptedTrainer, tmp_path: Any):
     async def sync() -> None:
-        async with bench.syncing(trainer=trainer) as publisher:
-            await publisher.publish(await bench.next_version())
+        async with bench.syncing(trainer=trainer) as weight_sync:
+            await weight_sync.sync_all(await bench.next_version())
 
     if lacks_it(bench):
         return

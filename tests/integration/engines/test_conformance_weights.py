@@ -62,8 +62,8 @@ class AlteringTrainer(LocalTrainer):
         self.altered = altered
         self._announced = False
 
-    def manifest(self, version: int, rehearsal: bool = False) -> Any:
-        manifest = super().manifest(version, rehearsal)
+    def manifest(self, version: int, altered: bool = False) -> Any:
+        manifest = super().manifest(version, altered)
         self._announced = True
         return manifest
 
@@ -102,11 +102,11 @@ def test_every_route_is_there_or_refused_by_name(bench: Bench):
 
 def test_after_every_sync_the_engine_serves_the_new_weights(bench: Bench, route: str, reference: Reference):
     async def run() -> None:
-        async with bench.syncing(route) as publisher:
+        async with bench.syncing(route) as weight_sync:
             for _ in range(2):
                 version = await bench.next_version()
                 nudge(bench.model)
-                metrics = await publisher.publish(version)
+                metrics = await weight_sync.sync_all(version)
                 assert metrics["weights/probe_gap"] <= TOLERANCE
                 assert metrics["weights/buckets"] > 3
                 assert (await bench.engine.health()).version == version
@@ -124,8 +124,8 @@ def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
         trainer = LocalTrainer(bench.model, bucket_bytes=bucket_bytes)
 
         async def run(trainer: LocalTrainer = trainer) -> dict[str, float]:
-            async with bench.syncing(route, trainer=trainer) as publisher:
-                return await publisher.publish(await bench.next_version())
+            async with bench.syncing(route, trainer=trainer) as weight_sync:
+                return await weight_sync.sync_all(await bench.next_version())
 
         tensors = len(list(bench.model.parameters()))
         assert bench.run(run())["weights/buckets"] == (1 if few else tensors)
@@ -140,11 +140,11 @@ def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: Bench, re
     )
 
     async def run() -> tuple[float, float]:
-        async with bench.syncing(trainer=trainer) as publisher:
-            everything = await publisher.publish(await bench.next_version())
+        async with bench.syncing(trainer=trainer) as weight_sync:
+            everything = await weight_sync.sync_all(await bench.next_version())
             with torch.no_grad():
                 bench.model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(-1)
-            part = await publisher.publish(await bench.next_version())
+            part = await weight_sync.sync_all(await bench.next_version())
             return everything["weights/bytes"], part["weights/bytes"]
 
     if not bench.capabilities.partial_weights:
@@ -155,13 +155,13 @@ def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: Bench, re
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_rehearsal_opens_a_gap_and_the_true_weights_close_it(bench: Bench, route: str, reference: Reference):
+def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: Bench, route: str, reference: Reference):
     bench.model = bench.random_model(6)
 
     async def run() -> tuple[int, dict[str, float]]:
         version = await bench.next_version()
-        async with bench.syncing(route) as publisher:
-            return version, await publisher.rehearse(version)
+        async with bench.syncing(route) as weight_sync:
+            return version, await weight_sync.self_test(version)
 
     version, metrics = bench.run(run())
     assert metrics["weights/rehearsal_gap"] > 0.1
@@ -179,9 +179,9 @@ def failing_sync(
     """Weights that are not served yet fail to arrive as the next version."""
 
     async def run() -> None:
-        async with bench.syncing(route, **between) as publisher:
+        async with bench.syncing(route, **between) as weight_sync:
             with pytest.raises(error, match=match):
-                await publisher.publish(await bench.next_version())
+                await weight_sync.sync_all(await bench.next_version())
 
     bench.run(run())
 
@@ -195,8 +195,8 @@ def assert_old_or_torn_then_repaired(bench: Bench, route: str, old: Reference) -
         assert_torn(bench)
 
     async def repair() -> None:
-        async with bench.syncing(route) as publisher:
-            await publisher.publish(await bench.next_version())
+        async with bench.syncing(route) as weight_sync:
+            await weight_sync.sync_all(await bench.next_version())
 
     bench.run(repair())
     assert not bench.run(bench.engine.health()).torn
@@ -236,12 +236,12 @@ def test_a_stale_version_is_refused_and_the_weights_stay(bench: Bench, route: st
 
     async def run() -> None:
         version = await bench.next_version()
-        async with bench.syncing(route, trainer=trainer) as publisher:
-            await publisher.publish(version)
+        async with bench.syncing(route, trainer=trainer) as weight_sync:
+            await weight_sync.sync_all(version)
             nudge(trainer.model)
             stale = version - behind
             with pytest.raises(WeightSyncError, match=f"version {stale} is stale: version {version} is being"):
-                await publisher.publish(stale)
+                await weight_sync.sync_all(stale)
 
     bench.run(run())
     assert_serves(bench, reference)
@@ -251,8 +251,8 @@ def test_another_trainer_may_begin_at_any_version(bench: Bench, route: str, refe
     async def run() -> None:
         version = (await bench.engine.health()).version
         trainer = LocalTrainer(bench.random_model(12))
-        async with bench.syncing(route, trainer=trainer) as publisher:
-            await publisher.publish(version - 1)
+        async with bench.syncing(route, trainer=trainer) as weight_sync:
+            await weight_sync.sync_all(version - 1)
         assert (await bench.engine.health()).version == version - 1
 
     bench.serve(bench.random_model(0))
@@ -297,9 +297,9 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
             yield from parameters(self)
 
     async def run() -> None:
-        async with bench.syncing(trainer=Misfit(bench.random_model(13))) as publisher:
+        async with bench.syncing(trainer=Misfit(bench.random_model(13))) as weight_sync:
             with pytest.raises(WeightSyncError, match=message):
-                await publisher.publish(await bench.next_version())
+                await weight_sync.sync_all(await bench.next_version())
 
     bench.run(run())
     assert not bench.run(bench.engine.health()).torn
@@ -310,9 +310,9 @@ def test_a_skipped_sync_is_caught_by_the_engines_name(bench: Bench, reference: R
     trainer = LocalTrainer(bench.random_model(14))
 
     async def run() -> None:
-        async with bench.syncing(trainer=trainer) as publisher:
+        async with bench.syncing(trainer=trainer) as weight_sync:
             with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or altered"):
-                await publisher.check((await bench.engine.health()).version)
+                await weight_sync.check((await bench.engine.health()).version, [bench.engine])
 
     bench.run(run())
 

@@ -29,7 +29,7 @@ from skyrl_train.engines.sampling import request_seed
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from tests.support.engine_bench import BackgroundLoop
 from tests.support.weight_targets import LocalTrainer, score
 
@@ -186,14 +186,14 @@ def test_weights_arrive_over_http(served: Served, tmp_path: Path, route: str):
         try:
             before = (await remote.health()).version
             probe = Probe(ids, trainer_score)
-            publisher = WeightPublisher(
+            weight_sync = WeightSync(
                 trainer, lambda: [remote], route=route, deadline_s=30, probe=probe, folder=str(tmp_path)
             )
             for version in (before + 1, before + 2):
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.add_(0.01 * version)
-                metrics = await publisher.publish(version)
+                metrics = await weight_sync.sync_all(version)
                 assert metrics["weights/probe_gap"] < 1e-4
                 assert (await remote.health()).version == version
                 done = (
@@ -203,7 +203,7 @@ def test_weights_arrive_over_http(served: Served, tmp_path: Path, route: str):
             with torch.no_grad():
                 model.get_parameter("model.norm.weight")[0] = float("nan")
             with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
-                await publisher.publish(before + 3)
+                await weight_sync.sync_all(before + 3)
             assert (await remote.health()).version == before + 2
             await remote.score(ids)
             await remote.connect_weights("checkpoint", "", 1, 2, 5)  # leaves the transfer group

@@ -23,7 +23,7 @@ from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightSync
 from skyrl_train.weight_sync.wire import Bucket
 from tests.support.weight_targets import LocalTrainer
 
@@ -113,14 +113,14 @@ def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_go
     async def run() -> None:
         remote = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(60)
         doomed = KilledAtTheSecondBucket(remote, process.pid)
-        publisher = WeightPublisher(trainer, lambda: [doomed], route=route, deadline_s=60, folder=folder)
+        weight_sync = WeightSync(trainer, lambda: [doomed], route=route, deadline_s=60, folder=folder)
         request = SampleRequest("r", token_array((5, 6)), SamplingParams(max_tokens=1_000, ignore_eos=True), seed=1)
         under_way = asyncio.ensure_future(remote.generate([request]))
         while not (await remote.health()).running:
             await asyncio.sleep(0.01)
         await remote.pause("keep")
         with pytest.raises(EngineError, match="'far'"):
-            await publisher.publish(1)
+            await weight_sync.sync_all(1)
         with pytest.raises(EngineError, match="'far'"):
             await under_way
         assert doomed.killed_at and time.monotonic() - doomed.killed_at < 40
@@ -128,7 +128,7 @@ def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_go
 
         survivor = TransformersEngine(tiny_model("qwen3"), name="near")
         try:
-            await WeightPublisher(trainer, lambda: [survivor], route=route, deadline_s=60, folder=folder).publish(2)
+            await WeightSync(trainer, lambda: [survivor], route=route, deadline_s=60, folder=folder).sync_all(2)
             assert (await survivor.health()).version == 2
         finally:
             trainer.disconnect_weights()

@@ -24,7 +24,7 @@ from skyrl_train.listening import API_KEY
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from tests.support.engine_bench import assert_logprobs
 from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.reference_sampler import Reference
@@ -147,12 +147,12 @@ def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
 
     async def use(engine: NativeEngine) -> None:
         probe = Probe(IDS, trainer_score)
-        publisher = WeightPublisher(trainer, lambda: [engine], route="in_process", deadline_s=60, probe=probe)
+        weight_sync = WeightSync(trainer, lambda: [engine], route="in_process", deadline_s=60, probe=probe)
         if server.kind == "vllm":
             with pytest.raises(WeightSyncError, match=rf"{server.process.address}.*stale or altered"):
-                await publisher.publish(1)
+                await weight_sync.sync_all(1)
             return
-        assert (await publisher.publish(1))["weights/probe_gap"] <= 1e-4
+        assert (await weight_sync.sync_all(1))["weights/probe_gap"] <= 1e-4
         folders = list((server.folder / "weight_sync" / "served").glob("*/*"))
         assert [folder.name for folder in folders] == ["weights_000001"]
 

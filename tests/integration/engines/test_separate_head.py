@@ -13,7 +13,7 @@ from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.registry import load_object
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightSync
 from tests.support.base_models import save_with_head
 from tests.support.engine_bench import TOLERANCE, BackgroundLoop
 from tests.support.weight_targets import LocalTrainer
@@ -39,8 +39,8 @@ def test_separate_head_is_served_and_synced(kind: str, tmp_path: Path):
     async def scores(engine: InferenceEngine) -> list[list[float]]:
         """Return log-probs before and after a sync."""
         (before,) = await engine.score(IDS)
-        publisher = WeightPublisher(LocalTrainer(trained), lambda: [engine], route="in_process", deadline_s=60.0)
-        await publisher.publish(1)
+        weight_sync = WeightSync(LocalTrainer(trained), lambda: [engine], route="in_process", deadline_s=60.0)
+        await weight_sync.sync_all(1)
         (after,) = await engine.score(IDS)
         await engine.close()
         return [before, after]

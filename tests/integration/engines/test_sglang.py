@@ -39,7 +39,7 @@ from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightSync
 from tests.support.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer
@@ -450,11 +450,11 @@ def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running:
                     await asyncio.sleep(0.01)
 
     async def run() -> Completion:
-        publisher = WeightPublisher(
+        weight_sync = WeightSync(
             LocalTrainer(running.model), lambda: [Impatient()], route="in_process", deadline_s=60.0
         )
         (call,) = await under_way(running.engine, request(max_tokens=300))
-        await publisher.publish(1)
+        await weight_sync.sync_all(1)
         await asyncio.wait_for(call, 20)
         (completion,) = await asyncio.wait_for(running.engine.generate([request()]), 20)
         return completion

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from skyrl_train.engines.wanted import read_wanted
+from skyrl_train.engines.target_count import read_target
 from skyrl_train.entrypoints.engines import main as engines
 from skyrl_train.experiment.base import Experiment, start
 from skyrl_train.trainer.batch_dump import read_batch
@@ -37,11 +37,11 @@ class Elastic(Experiment):
 
     def build_trainer(self, running: Any, schedule: Any = None) -> Any:
         trainer = super().build_trainer(running, schedule)
-        publish, client, folder = trainer.publish, running.client, str(self.config.trainer.ckpt_path)
+        publish, client, folder = trainer.publisher.publish, running.client, str(self.config.trainer.ckpt_path)
 
         async def steered(version: int) -> dict[str, float]:
             if version - 1 in self.asks:
-                await until(lambda: len(client.names) == engine_processes() == read_wanted(Path(folder)))
+                await until(lambda: len(client.names) == engine_processes() == read_target(Path(folder)))
             if version == 2 and self.newcomer_dies:
                 client.engines[1].kill()
                 await until(lambda: engine_processes() == 1)
@@ -57,7 +57,7 @@ class Elastic(Experiment):
             self.seen[version] = list(client.names)
             return values  # type: ignore[no-any-return]
 
-        trainer.publish = steered
+        trainer.publisher.publish = steered  # type: ignore[method-assign]
         return trainer
 
 
@@ -101,7 +101,7 @@ def test_a_run_whose_engines_come_and_go_learns_the_same_bits(
     assert "engine 1 left after" in said
     assert "with all requests answered: 1 now" in said
     assert all(tokens > 0 for tokens in Elastic.sampled)
-    assert read_wanted(changing / "ckpts") == 1
+    assert read_target(changing / "ckpts") == 1
     rows, others = metrics_of(plain), metrics_of(changing)
     assert [others[step]["engines/count"] for step in range(STEPS + 1)] == [1, 1, 2, 2, 1, 1, 1]
     for step in range(1, STEPS + 1):

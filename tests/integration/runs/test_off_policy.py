@@ -21,12 +21,12 @@ from skyrl_train.experiment.base import Experiment, run_experiment
 class EverySecond(Experiment):
     def build_trainer(self, running):
         trainer = super().build_trainer(running)
-        publish = trainer.publish
+        publish = trainer.publisher.publish
 
         async def every_second(version):
             return await publish(version) if version % 2 == 0 else {}
 
-        trainer.publish = every_second
+        trainer.publisher.publish = every_second
         return trainer
 
 

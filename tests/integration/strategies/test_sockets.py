@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from skyrl_train.cluster.sockets import free_address
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
 from tests.support.machine import network_address
 from tests.support.rank_processes import run_ranks
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.fingerprints import fingerprint
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher, WeightTarget
+from skyrl_train.weight_sync.broadcast import BroadcastGroup, call_off
+from skyrl_train.weight_sync.buckets import fingerprint
 from skyrl_train.weight_sync.sender import CPU_BUCKET
-from skyrl_train.weight_sync.transport import BroadcastGroup, call_off
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from skyrl_train.weight_sync.wire import Bucket
 from tests.support.weight_targets import LocalTrainer, ModelTarget, score
 
@@ -65,8 +65,8 @@ def nudge(model: PreTrainedModel) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-def publisher_of(trainer: LocalTrainer, engines: Sequence[WeightTarget], deadline_s: float = 30) -> WeightPublisher:
-    return WeightPublisher(trainer, lambda: engines, route="broadcast", deadline_s=deadline_s)
+def sync_of(trainer: LocalTrainer, engines: Sequence[Any], deadline_s: float = 30) -> WeightSync:
+    return WeightSync(trainer, lambda: engines, route="broadcast", deadline_s=deadline_s)
 
 
 def holds_trainers_weights(trainer: LocalTrainer, engine: ModelTarget) -> bool:
@@ -84,13 +84,13 @@ def close(trainer: LocalTrainer, *engines: ModelTarget) -> None:
 def test_two_engines_get_every_version_over_one_connection(tied):
     trainer = LocalTrainer(tiny_model(seed=1, tied=tied, **SMALL), bucket_bytes=20_000)
     engines = [ModelTarget(tiny_model(seed=seed, tied=tied, **SMALL), f"engine-{seed}") for seed in (2, 3)]
-    publisher = publisher_of(trainer, engines)
+    weight_sync = sync_of(trainer, engines)
 
     async def syncs() -> None:
         groups = set()
         for version in (0, 1, 2):
             nudge(trainer.model)
-            await publisher.publish(version)
+            await weight_sync.sync_all(version)
             assert all(holds_trainers_weights(trainer, engine) for engine in engines)
             groups.add(engines[0].receiver._group)
         assert len(groups) == 1
@@ -115,7 +115,7 @@ def test_tensors_that_stand_alone_arrive_bit_for_bit_however_they_lie_in_memory(
     }
     trainer = LocalTrainer(plain(**sent), bucket_bytes=1)
     engine = ModelTarget(plain(**{name: torch.zeros(tensor.shape) for name, tensor in sent.items()}), "engine-0")
-    metrics = asyncio.run(publisher_of(trainer, [engine]).publish(1))
+    metrics = asyncio.run(sync_of(trainer, [engine]).sync_all(1))
     assert metrics["weights/buckets"] >= 5
     assert all(torch.equal(engine.model.get_parameter(name), tensor.float()) for name, tensor in sent.items())
     close(trainer, engine)
@@ -132,8 +132,8 @@ def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too
         return score(trainer.model, token_ids)
 
     probe = Probe([[1, 2, 3, 4]], trainer_score)
-    publisher = WeightPublisher(trainer, lambda: [engine], route="broadcast", deadline_s=30, probe=probe)
-    asyncio.run(publisher.publish(1))
+    weight_sync = WeightSync(trainer, lambda: [engine], route="broadcast", deadline_s=30, probe=probe)
+    asyncio.run(weight_sync.sync_all(1))
     assert holds_trainers_weights(trainer, engine)
     close(trainer, engine)
 
@@ -151,23 +151,23 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
     before = set(threading.enumerate())
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
     engines = [Faulty("left"), Faulty("right")]
-    publisher = publisher_of(trainer, engines, deadline_s=15)
+    weight_sync = sync_of(trainer, engines, deadline_s=15)
 
     async def story() -> None:
-        await publisher.publish(1)
+        await weight_sync.sync_all(1)
         nudge(trainer.model)
         engines[1].action = action
         start = time.monotonic()
         with pytest.raises(error, match=message):
-            await publisher.publish(2)
+            await weight_sync.sync_all(2)
         assert time.monotonic() - start < 30
         if action == "hang":  # else it may end before left has loaded anything
             assert engines[0].receiver.torn
         assert engines[0].receiver.version == 1
         engines[1].dead = False  # restarted
         with pytest.raises(WeightSyncError, match=r"engine left (is torn|serves version 1)"):
-            await publisher.check(2)
-        await publisher.publish(2)
+            await weight_sync.check(2, engines)
+        await weight_sync.sync_all(2)
         for engine in engines:
             assert holds_trainers_weights(trainer, engine)
             assert (engine.receiver.torn, engine.receiver.version) == (False, 2)
@@ -211,19 +211,19 @@ def test_a_sync_that_one_engine_fails_is_called_off_for_all_long_before_its_dead
     """
     attempts = itertools.count()
     monkeypatch.setattr(
-        "skyrl_train.weight_sync.publish.call_off",
+        "skyrl_train.weight_sync.sync.call_off",
         lambda address: None if next(attempts) < lost_calls else call_off(address),
     )
     trainer = OneCallAtATime(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
     engines = [Unwilling("left"), Unwilling("right", action)]
-    publisher = publisher_of(trainer, engines, deadline_s=120)
+    weight_sync = sync_of(trainer, engines, deadline_s=120)
 
     async def story() -> None:
         start = time.monotonic()
         with pytest.raises(EngineError, match=r"right (refuses|does not connect)"):
-            await publisher.publish(1)
+            await weight_sync.sync_all(1)
         assert time.monotonic() - start < 30
-        await publisher.publish(1)
+        await weight_sync.sync_all(1)
         assert all(holds_trainers_weights(trainer, engine) for engine in engines)
 
     asyncio.run(story())
@@ -258,16 +258,16 @@ def test_a_tensor_that_arrives_altered_is_named_though_the_next_bucket_is_on_its
     trainer = Forgetful(tiny_model(seed=1, **SMALL), altered)
     engines = [ModelTarget(tiny_model(seed=seed, **SMALL), f"engine-{seed}") for seed in (2, 3)]
     before = {name: tensor.detach().clone() for name, tensor in engines[0].model.named_parameters()}
-    publisher = publisher_of(trainer, engines)
+    weight_sync = sync_of(trainer, engines)
     with pytest.raises(WeightSyncError, match=f"engine-[23]: {altered} arrived altered"):
-        asyncio.run(publisher.publish(1))
+        asyncio.run(weight_sync.sync_all(1))
     for engine in engines:
         assert (engine.receiver.version, engine.receiver.torn) == (0, torn)
     held = dict(engines[0].model.named_parameters())
     assert torch.equal(held[altered], before[altered])
     assert all(torch.equal(held[name], before[name]) for name in held) != torn
     trainer.altered = ""
-    asyncio.run(publisher.publish(1))
+    asyncio.run(weight_sync.sync_all(1))
     assert all(holds_trainers_weights(trainer, engine) for engine in engines)
     close(trainer, *engines)
 
@@ -276,7 +276,7 @@ def test_buckets_of_a_broadcast_between_cpus_fit_the_cache():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=1 << 30)
     engine = ModelTarget(tiny_model(seed=2, **SMALL), "engine-0")
     assert trainer.manifest(0).bucket_bytes == 1 << 30
-    asyncio.run(publisher_of(trainer, [engine]).publish(1))
+    asyncio.run(sync_of(trainer, [engine]).sync_all(1))
     assert trainer.manifest(2).bucket_bytes == CPU_BUCKET
     close(trainer, engine)
 
@@ -291,7 +291,7 @@ def test_engines_that_never_connect_are_a_deadline_not_a_hang():
 
     start = time.monotonic()
     with pytest.raises((DeadlineExceeded, WeightSyncError), match=r"connecting trainer and engines|could not meet"):
-        asyncio.run(publisher_of(trainer, [Absent("absent")], deadline_s=2).publish(1))
+        asyncio.run(sync_of(trainer, [Absent("absent")], deadline_s=2).sync_all(1))
     assert time.monotonic() - start < 30
 
 
@@ -379,22 +379,22 @@ class RemoteTarget:
 def test_an_engine_process_killed_between_buckets_neither_hangs_the_trainer_nor_the_next_sync():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
     remote, local = RemoteTarget(), ModelTarget(tiny_model(seed=2, **SMALL), "local")
-    engines: list[WeightTarget] = [local, remote]
-    publisher = WeightPublisher(trainer, lambda: engines, route="broadcast", deadline_s=60)
+    engines: list[Any] = [local, remote]
+    weight_sync = WeightSync(trainer, lambda: engines, route="broadcast", deadline_s=60)
 
     async def story() -> None:
-        await publisher.publish(1)
+        await weight_sync.sync_all(1)
         held = await remote.call("fingerprints")
         assert held == {name: fingerprint(tensor) for name, tensor in trainer.model.named_parameters()}
         nudge(trainer.model)
         remote.kill_at = 2
         start = time.monotonic()
         with pytest.raises((EngineError, WeightSyncError)):
-            await publisher.publish(2)
+            await weight_sync.sync_all(2)
         assert time.monotonic() - start < 40
         assert local.receiver.torn
         engines.remove(remote)
-        await publisher.publish(2)
+        await weight_sync.sync_all(2)
         assert holds_trainers_weights(trainer, local)
 
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightSync
 from tests.support.weight_targets import LocalTrainer, ModelTarget
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
@@ -47,19 +47,19 @@ def test_a_newcomer_gets_all_weights_from_the_trainer_while_the_others_go_on(
     trainer.sender._weight_sync_only_changed = weight_sync_only_changed
     first, late = Noting("first", seed=2), Noting("late", seed=3)
     engines = [first]
-    publisher = WeightPublisher(trainer, lambda: engines, route=route, deadline_s=30, folder=str(tmp_path))
+    weight_sync = WeightSync(trainer, lambda: engines, route=route, deadline_s=30, folder=str(tmp_path))
 
     async def story() -> None:
-        await publisher.publish(1)
+        await weight_sync.sync_all(1)
         first.asked.clear()
-        await publisher.publish_to(late, 1)
+        await weight_sync.sync_one(late, 1)
         assert first.asked == []
         assert late.holds(trainer)
         engines.append(late)
         for version in (2, 3):
             with torch.no_grad():
                 trainer.model.get_parameter("model.norm.weight").add_(0.5)
-            values = await publisher.publish(version)
+            values = await weight_sync.sync_all(version)
             assert all(one.holds(trainer) and one.receiver.version == version for one in engines)
         whole = sum(tensor.nbytes for tensor in trainer.model.parameters())
         assert (values["weights/bytes"] < whole) == weight_sync_only_changed
@@ -68,7 +68,7 @@ def test_a_newcomer_gets_all_weights_from_the_trainer_while_the_others_go_on(
         late.asked.clear()
         with torch.no_grad():
             trainer.model.get_parameter("model.norm.weight").add_(0.5)
-        await publisher.publish(4)
+        await weight_sync.sync_all(4)
         assert first.holds(trainer)
         assert late.asked == []
 

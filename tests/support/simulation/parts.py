@@ -123,19 +123,19 @@ class SimulatedLearner:
         return True
 
 
-class SimulatedPublisher:
+class SimulatedWeightSync:
     """A weight sync that takes its time, and then is there at once."""
 
     def __init__(self, client: EngineClient, sync_s: float):
         self._client, self._sync_s = client, sync_s
         self.metrics: dict[str, float] = {}
 
-    async def publish(self, version: int) -> dict[str, float]:
+    async def sync_all(self, version: int) -> dict[str, float]:
         await asyncio.sleep(self._sync_s)
         await asyncio.gather(*(engine.commit_weights(version) for engine in self._client.engines))
         return self.metrics
 
-    async def publish_to(self, engine: Any, version: int) -> dict[str, float]:
+    async def sync_one(self, engine: Any, version: int) -> dict[str, float]:
         await asyncio.sleep(self._sync_s)
         await engine.commit_weights(version)
         return self.metrics

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.schema import Config
 from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
-from skyrl_train.experiment.publisher import PAUSES, SupervisedPublisher, send_whole_version
+from skyrl_train.experiment.publisher import PAUSES
 from skyrl_train.experiment.trainer import build_samplers
 from skyrl_train.rollouts.collector import RolloutCollector
+from skyrl_train.trainer.publisher import WeightPublisher
+from skyrl_train.trainer.scaler import EngineScaler
 from skyrl_train.trainer.trainer import Residency, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,
     SimulatedConversations,
     SimulatedLearner,
-    SimulatedPublisher,
     SimulatedState,
+    SimulatedWeightSync,
 )
 from tests.support.simulation.timings import Timings
 
@@ -53,7 +55,7 @@ class SimulatedRun:
     collector: RolloutCollector
     client: EngineClient
     scaler: EngineScaler
-    publisher: Any
+    weight_sync: Any
     state: SimulatedState
     learner: SimulatedLearner
     engines: list[SimulatedEngine]
@@ -91,52 +93,56 @@ def build_run(
         if shape.staleness
         else None,
     )
-    publisher: Any = SimulatedPublisher(client, timings.sync_s)
+    weight_sync: Any = SimulatedWeightSync(client, timings.sync_s)
     trackers: Any = NoTracker()
     state: Any = SimulatedState(learner, {"collector": collector}, saved)
-    publish, scaler = _publish(cfg, timings, shape, client, learner, publisher, engine)
+    starter = SimulatedStarter(timings.engine.start_s, engine)
+    publisher = WeightPublisher(
+        learner,
+        client,
+        weight_sync,
+        starter,
+        max_engine_restarts=_ANY,
+        pause_mode=PAUSES[trainer_config.fully_async.on_sync] if shape.staleness else None,
+    )
+    scaler = EngineScaler(
+        client,
+        publisher,
+        starter,
+        folder=Path(),
+        drain_s=trainer_config.timeouts.drain_s,
+        report=lambda line: None,
+    )
     trainer = Trainer(
         schedule=schedule,
         cfg=replace(trainer_config, eval_interval=0, ckpt_interval=0, eval_before_train=False),
         collector=collector,
         learner=learner,
         batch_steps=[],
-        publish=publish,
+        publisher=publisher,
         residency=Residency(),
         evaluator=None,
         state=state,
         trackers=trackers,
     )
-    return SimulatedRun(trainer, collector, client, scaler, publisher, state, learner, engines)
+    return SimulatedRun(trainer, collector, client, scaler, weight_sync, state, learner, engines)
 
 
-def _publish(
-    cfg: Config,
-    timings: Timings,
-    shape: RunShape,
-    client: EngineClient,
-    learner: Any,
-    publisher: Any,
-    engine: Callable[[str], SimulatedEngine],
-) -> tuple[Callable[[int], Awaitable[dict[str, float]]], EngineScaler]:
-    """How weights get to the engines, and what changes their number."""
+class SimulatedStarter:
+    """Engines that take their time to start."""
 
-    async def start(name: str, patient: bool = True) -> SimulatedEngine:
-        await asyncio.sleep(timings.engine.start_s)
-        return engine(name)
+    def __init__(self, start_s: float, engine: Callable[[str], SimulatedEngine]):
+        self._start_s, self._engine = start_s, engine
 
-    async def stop(name: str, one: SimulatedEngine) -> None:
-        await one.close()
+    async def restart(self, name: str, wait_for_node: bool) -> SimulatedEngine:
+        return await self.start(name)
 
-    async def sync(one: SimulatedEngine) -> None:
-        await send_whole_version(learner, publisher, one)
+    async def start(self, name: str) -> SimulatedEngine:
+        await asyncio.sleep(self._start_s)
+        return self._engine(name)
 
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=SimulatedEngine.close, max_engine_restarts=_ANY)
-    scaler = EngineScaler(
-        client, supervisor, start=start, stop=stop, drain_s=cfg.trainer.timeouts.drain_s, tell=lambda line: None
-    )
-    mode = PAUSES[cfg.trainer.fully_async.on_sync] if shape.staleness else None
-    return SupervisedPublisher(learner, client, publisher, supervisor, mode=mode).publish, scaler
+    async def stop(self, name: str, engine: SimulatedEngine) -> None:
+        await engine.close()
 
 
 def _engines(cfg: Config, timings: Timings, unit: int, made: list[SimulatedEngine]) -> Callable[[str], SimulatedEngine]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.in_process import Accelerator, compute
 from skyrl_train.engines.lifecycle import Lifecycle
-from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.trainer.publisher import WeightPublisher
+from tests.support.publishers import publisher_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
@@ -51,20 +52,20 @@ def request(max_tokens: int = 4) -> SampleRequest:
     return SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0)
 
 
-async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, EngineSupervisor, EngineClient]:
+async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Completion, WeightPublisher, EngineClient]:
     """One request to the first engine; the others are those that a restart starts."""
     client, spare = EngineClient([engines[0]], deadline_s=20), engines[1:]
 
-    async def start(name: str, patient: bool) -> TransformersEngine:
+    async def start(name: str, wait_for_node: bool) -> TransformersEngine:
         return spare.pop()
 
     async def nothing(engine: Any) -> None:
         pass
 
-    supervisor = EngineSupervisor(client, start=start, sync=nothing, stop=nothing, max_engine_restarts=1)
-    client.revive = supervisor.revive
+    cast(Any, engines[0]).kill = lambda: None  # or it would be closed before its restart
+    publisher = publisher_of(client, start, nothing, max_engine_restarts=1)
     (answer,) = await client.generate([request()])
-    return answer, supervisor, client
+    return answer, publisher, client
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
@@ -74,8 +75,8 @@ def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
     async def run() -> None:
         engines = [engine_on(device), engine_on(Device())]
         engines[0]._served.decode = device.illegal_access  # type: ignore[method-assign,assignment]
-        answer, supervisor, client = await generate_supervised(engines)
-        assert (answer.stop_reason, supervisor.restarts, client.dead) == ("length", 1, {})
+        answer, publisher, client = await generate_supervised(engines)
+        assert (answer.stop_reason, publisher.restarts, client.dead) == ("length", 1, {})
         with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
             await engines[0].health()
         with pytest.raises(EngineError, match="'a' is dead"):
@@ -96,8 +97,8 @@ def test_an_engine_whose_device_still_computes_loses_its_requests_only():
         with pytest.raises(EngineError, match="an ordinary failure"):
             await engine.generate([request()])
         engine._served.decode = decode  # type: ignore[method-assign]
-        answer, supervisor, _ = await generate_supervised([engine])
-        assert (answer.stop_reason, supervisor.restarts) == ("length", 0)
+        answer, publisher, _ = await generate_supervised([engine])
+        assert (answer.stop_reason, publisher.restarts) == ("length", 0)
         await engine.close()
 
     asyncio.run(run())

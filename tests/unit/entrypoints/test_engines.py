@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.config.hydra import save_resolved
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.wanted import ENGINES_FILE, read_wanted, stamp, write_wanted
+from skyrl_train.engines.target_count import ENGINES_FILE, read_target, stamp, write_target
 from skyrl_train.entrypoints.engines import main
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.engines import announce_number
@@ -45,13 +45,13 @@ def test_a_number_is_asked_for_in_the_folder_of_the_run(tmp_path: Path, capsys: 
     with under_way(tmp_path):
         before = stamp(tmp_path)
         main(["add", "3", str(tmp_path)])
-        assert read_wanted(tmp_path) == 5
+        assert read_target(tmp_path) == 5
         assert stamp(tmp_path) != before
         main(["remove", "1", str(tmp_path)])
-    assert read_wanted(tmp_path) == 4
+    assert read_target(tmp_path) == 4
     assert capsys.readouterr().out.splitlines()[1].startswith("5 -> 4 engines are wanted")
     with under_way(tmp_path):
-        assert read_wanted(tmp_path) == 2, "a run that is resumed has the number of its configuration"
+        assert read_target(tmp_path) == 2, "a run that is resumed has the number of its configuration"
 
 
 def test_who_ask_at_the_same_time_are_all_heard(tmp_path: Path):
@@ -59,14 +59,14 @@ def test_who_ask_at_the_same_time_are_all_heard(tmp_path: Path):
     with under_way(tmp_path):
         asking = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
         assert [one.wait(60) for one in asking] == [0] * 4
-    assert read_wanted(tmp_path) == 6
+    assert read_target(tmp_path) == 6
 
 
 def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with under_way(tmp_path):
         said = refused(capsys, "remove", "2", str(tmp_path))
     assert "remove 2: 2 are wanted now, and a run has at least one. Remove at most 1." in said
-    assert read_wanted(tmp_path) == 2
+    assert read_target(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_run_whose_engines_are_fixed_says_why_and_what_to_do(
     options: dict[str, bool], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    write_wanted(tmp_path, 7)  # an earlier attempt's
+    write_target(tmp_path, 7)  # an earlier attempt's
     with under_way(tmp_path, **options):  # type: ignore[arg-type]
         assert not (tmp_path / ENGINES_FILE).exists()
         assert says in refused(capsys, "add", "1", str(tmp_path))
@@ -111,7 +111,7 @@ def test_what_it_does_not_understand_is_said(arguments: tuple[str, ...], capsys:
 def test_a_file_that_says_no_number_is_refused_with_what_to_write(text: str, tmp_path: Path):
     (tmp_path / ENGINES_FILE).write_text(text)
     with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, with a whole N of at least 1\.'):
-        read_wanted(tmp_path)
+        read_target(tmp_path)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def by_hand() -> Callable[[Path, int], None]:
 
 def test_the_file_may_be_written_by_hand(by_hand: Callable[[Path, int], None], tmp_path: Path):
     by_hand(tmp_path, 3)
-    assert read_wanted(tmp_path) == 3
+    assert read_target(tmp_path) == 3
 
 
 @pytest.mark.parametrize("command", documented("skyrl-train engines "), ids=str)
@@ -135,4 +135,4 @@ def test_the_commands_of_the_pages(command: Command, tmp_path: Path, monkeypatch
     action, number = command.words[2:4]
     with under_way(run):
         main([os.path.expanduser(word) for word in command.words[2:]])
-    assert read_wanted(run) == 2 + (int(number) if action == "add" else -int(number))
+    assert read_target(run) == 2 + (int(number) if action == "add" else -int(number))

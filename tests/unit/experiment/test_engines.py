@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,8 @@ from skyrl_train.cluster.placement import Slots
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.schema import TimeoutsConfig
 from skyrl_train.engines.base import Capabilities
-from skyrl_train.engines.wanted import ENGINES_FILE, why_fixed, write_wanted
-from skyrl_train.experiment import engines, engines as builders
-from skyrl_train.experiment.engines import WantedEngines, build_engine
+from skyrl_train.experiment import engines
+from skyrl_train.experiment.engines import build_engine
 from skyrl_train.experiment.layout import RoleSlots
 
 
@@ -36,7 +34,7 @@ class Started:
 def test_loopback_is_no_address_for_an_engine_of_a_cluster_that_has_grown(
     monkeypatch: pytest.MonkeyPatch, single_machine: bool
 ):
-    """Ranks of a run that began on one node would give it: see test_publish.py and test_learner.py."""
+    """Ranks of a run that began on one node would give it: see test_sync.py and test_learner.py."""
     monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: Started())
     cluster: Any = SimpleNamespace(single_machine=single_machine, cpus=2.0)
     group: Any = None
@@ -77,77 +75,3 @@ def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(mo
     assert meeting.items() <= kwargs.items()
     assert kwargs_second == kwargs | {"node_rank": 1}
     assert bound == [(engine, [processes[1]])]
-
-
-class Counted:
-    """A scaler that does at once what it is asked for."""
-
-    def __init__(self) -> None:
-        self.number = 1
-        self.asked: list[int] = []
-        self.ended = False
-
-    def set(self, wanted: int) -> None:
-        self.number = wanted
-        self.asked.append(wanted)
-
-    async def end(self) -> None:
-        self.ended = True
-
-
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "_LOOKS_EVERY_S", 0.01)
-
-
-def test_what_is_asked_for_is_followed_once_the_engines_have_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    async def run() -> Counted:
-        scaler: Any = Counted()
-        wanted = WantedEngines(tmp_path, scaler, "")
-        write_wanted(tmp_path, 3)
-        await asyncio.sleep(0.05)
-        assert scaler.asked == [], "nobody may join before it begins"
-        for _ in range(2):  # after every sync
-            wanted.begin()
-        await asyncio.sleep(0.05)
-        (tmp_path / ENGINES_FILE).write_text("three")
-        await asyncio.sleep(0.05)
-        write_wanted(tmp_path, 2)
-        await asyncio.sleep(0.05)
-        write_wanted(tmp_path, 2)  # the same again: one that found no room is tried again
-        await asyncio.sleep(0.05)
-        await wanted.end()
-        write_wanted(tmp_path, 5)
-        await asyncio.sleep(0.05)
-        return scaler  # type: ignore[no-any-return]
-
-    scaler = asyncio.run(run())
-    assert scaler.asked == [3, 2, 2]
-    assert scaler.ended
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(None, 1)[1] for line in (said[0], said[2])] == [
-        "3 are wanted, there are 1",
-        "2 are wanted, there are 3",
-    ]
-    assert "their number stays as it is" in said[1]
-    assert "'three'" in said[1]
-    assert len(said) == 3
-
-
-def test_where_the_number_is_fixed_who_asks_is_told_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    async def run() -> None:
-        reason = why_fixed(colocate_all=True, run_engines_locally=True)
-        assert reason is not None
-        wanted = WantedEngines(tmp_path, None, reason)
-        wanted.begin()
-        await asyncio.sleep(0.05)
-        assert capsys.readouterr().out == ""
-        write_wanted(tmp_path, 3)
-        await asyncio.sleep(0.05)
-        await wanted.end()
-
-    asyncio.run(run())
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "engines.json changes nothing: its engines take turns with the trainer" in line

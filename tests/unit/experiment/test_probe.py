@@ -8,25 +8,27 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.hydra import load
-from skyrl_train.experiment.publisher import _probe
+from skyrl_train.experiment.publisher import build_probe
 
 PROMPTS = [[1, 2, 3], [4]]
 FLOAT32 = ["generator.model_dtype=float32", "trainer.bf16=false"]
 
 
 def probe_of(*overrides: str, prompts: Any = PROMPTS) -> Any:
-    learner: Any = type("Learner", (), {"policy": None})()
-    return _probe(load(["device=cpu", *overrides]), learner, prompts)
+    learner: Any = type("Learner", (), {"sequence_logprobs": None})()
+    return build_probe(load(["device=cpu", *overrides]), learner, prompts)
 
 
 @pytest.mark.parametrize("half", [["generator.model_dtype=bfloat16", "trainer.bf16=false"], ["trainer.bf16=true"]])
 def test_in_half_precision_the_first_sync_is_compared(half: list[str]):
     once = probe_of(*FLOAT32, *half)
     assert (once.every_sync, once.tolerance, once.mean_tolerance) == (False, math.inf, 0.1)
+    assert not once.self_test
     assert once.token_ids == [[1, 2, 3]]  # of one token there is no log-prob
     assert probe_of(*FLOAT32, *half, "generator.weight_sync_check=off") is None
     every = probe_of(*FLOAT32, *half, "generator.weight_sync_check=probe")
-    assert (every.every_sync, every.tolerance, every.mean_tolerance) == (True, 0.25, 0.1)
+    assert every.every_sync and every.self_test
+    assert (every.tolerance, every.mean_tolerance) == (0.25, 0.1)
 
 
 def test_in_float32_only_a_probe_is_asked():

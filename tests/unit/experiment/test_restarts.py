@@ -16,7 +16,7 @@ from skyrl_train.config.hydra import load
 from skyrl_train.config.keys import with_value_at
 from skyrl_train.config.predicates import Uses, slots_of
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.wanted import ENGINES_FILE, write_wanted
+from skyrl_train.engines.target_count import ENGINES_FILE, write_target
 from skyrl_train.entrypoints.engines import change
 from skyrl_train.errors import (
     ClusterLost,
@@ -202,9 +202,9 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
 
         async def attempt(self) -> str:
             if self.attempts < 2:
-                write_wanted(tmp_path, self.config.generator.num_inference_engines)
+                write_target(tmp_path, self.config.generator.num_inference_engines)
             if not self.attempts:
-                write_wanted(tmp_path, 3)
+                write_target(tmp_path, 3)
             return await super().attempt()
 
         async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
@@ -218,7 +218,7 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
     experiment.config = with_value_at(experiment.config, "trainer.placement.colocate_all", False)
     assert run(experiment) == "done"
     assert numbers == [3, 3, 3]
-    write_wanted(tmp_path, 7)  # an earlier run's
+    write_target(tmp_path, 7)  # an earlier run's
     fixed = Announces([WorkerDied("before it began")], allowed=1)
     fixed.attempts, fixed.config = 2, with_value_at(experiment.config, "generator.num_inference_engines", 1)
     assert run(fixed) == "done"
@@ -240,7 +240,7 @@ def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_
                 (folder / "config.yaml").write_text(
                     "{trainer: {placement: {colocate_all: false}}, generator: {run_engines_locally: true}}"
                 )
-                write_wanted(folder, 1)
+                write_target(folder, 1)
                 return await super().attempt()
 
         async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:

@@ -10,12 +10,11 @@ import pytest
 
 from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import EngineError
-from skyrl_train.experiment.publisher import _engines_alone
 from skyrl_train.learner.learner import BatchSizes, Learner
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.trainer import TimeShared
 from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec
 
 PARAMETERS, MOMENTS, LEFT_BY_UPDATE, REFERENCE, WEIGHTS, CACHE = 4, 8, 3, 2, 6, 16
@@ -62,9 +61,9 @@ class Ranks:
         self.device.free("moments", "left")
         self.device.take(parameters=PARAMETERS)
 
-    def manifest(self, version: int, rehearsal: bool) -> Manifest:
+    def manifest(self, version: int, altered: bool) -> Manifest:
         assert "parameters" in self.device.held
-        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), rehearsal=rehearsal)
+        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), rehearsal=altered)
         return self.announced
 
     def send_weights(self, index: int) -> Bucket:
@@ -73,7 +72,7 @@ class Ranks:
 
 
 class Engine(ScriptedEngine):
-    """As vLLM: it wakes its cache to score, and frees it again. A rehearsal's weights score differently."""
+    """As vLLM: it wakes its cache to score, and frees it again. Weights of a self-test score differently."""
 
     def __init__(self, device: Device):
         super().__init__(name="shared")
@@ -98,7 +97,7 @@ class Engine(ScriptedEngine):
         return EngineHealth(name=self.name, version=self.version, asleep=self.asleep)
 
 
-def shared(device: Device) -> tuple[TimeShared, WeightPublisher, Engine, Learner]:
+def shared(device: Device) -> tuple[TimeShared, WeightSync, Engine, Learner]:
     policy: Any = Ranks(device, policy=True)
     reference: Any = Ranks(device, policy=False)
     engine, learner = Engine(device), Learner(policy, reference, BatchSizes(1))
@@ -107,30 +106,29 @@ def shared(device: Device) -> tuple[TimeShared, WeightPublisher, Engine, Learner
         assert "parameters" in device.held
         return [[-1.0] * (len(ids) - 1) for ids in token_ids]
 
-    publisher = WeightPublisher(
+    weight_sync = WeightSync(
         policy,
         lambda: [engine],
         route="in_process",
         deadline_s=5,
-        probe=Probe([[1, 2, 3]], trainer_score, engines_alone=_engines_alone(learner)),
-        rehearse_first=True,
+        probe=Probe([[1, 2, 3]], trainer_score, self_test=True, engines_alone=learner.offloaded),
     )
-    return TimeShared(engine, learner), publisher, engine, learner
+    return TimeShared(engine, learner), weight_sync, engine, learner
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_two_steps_with_a_rehearsal_and_a_probe_fit():
+def test_two_steps_with_a_self_test_and_a_probe_fit():
     device = Device()
 
     async def run() -> None:
-        residency, publisher, engine, _ = shared(device)
+        residency, weight_sync, engine, _ = shared(device)
         await engine.sleep()
         for version in range(2):
             async with residency.training():
                 device.take(left=LEFT_BY_UPDATE)
                 async with residency.syncing():
-                    await publisher.publish(version)
+                    await weight_sync.sync_all(version)
                     assert device.held == {"parameters": PARAMETERS, "weights": WEIGHTS}
             async with residency.generating():
                 assert device.held == {"weights": WEIGHTS, "cache": CACHE}
@@ -143,12 +141,12 @@ def test_a_probe_that_fails_leaves_the_weights_to_be_sent_to_another_engine():
     device = Device()
 
     async def run() -> None:
-        _, publisher, engine, learner = shared(device)
+        _, weight_sync, engine, learner = shared(device)
         await learner.onload()
         await learner.keep_weights()
         engine.failures = {"score": EngineError("gone")}
         with pytest.raises(EngineError, match="gone"):
-            await publisher.publish(0)
+            await weight_sync.sync_all(0)
         assert device.held == {"parameters": PARAMETERS}
 
     asyncio.run(run())

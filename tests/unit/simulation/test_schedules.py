@@ -134,7 +134,7 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
 @pytest.fixture(autouse=True, scope="module")
 def deaths_are_not_said() -> Iterator[None]:
     """Engines die all the time here."""
-    logger = logging.getLogger("skyrl_train.engines.supervisor")
+    logger = logging.getLogger("skyrl_train.trainer.publisher")
     before = logger.level
     logger.setLevel(logging.ERROR)
     yield
@@ -178,7 +178,7 @@ class Watched:
 
     def _want(self, number: int) -> None:
         self.wanted = number
-        self.run.scaler.set(number)
+        self.run.scaler.set_target(number)
 
     async def close(self) -> None:
         await self.run.scaler.end()
@@ -203,19 +203,19 @@ class Watched:
 
     def _whole_versions_alone(self) -> None:
         """No weights leave the learner while an update makes the next ones."""
-        learner, publisher = self.run.learner, self.run.publisher
-        publish_to = publisher.publish_to
+        learner, weight_sync = self.run.learner, self.run.weight_sync
+        sync_one = weight_sync.sync_one
 
         async def sends(engine: SimulatedEngine, version: int) -> dict[str, float]:
             self.torn |= learner.updating
-            sent = await publish_to(engine, version)
+            sent = await sync_one(engine, version)
             self.torn |= learner.updating or version != learner.version
             return sent  # type: ignore[no-any-return]
 
-        publisher.publish_to = sends
+        weight_sync.sync_one = sends
 
     def _fail_a_sync(self, number: int) -> None:
-        publish, syncs = self.run.publisher.publish, 0
+        sync_all, syncs = self.run.weight_sync.sync_all, 0
 
         async def failing(version: int) -> dict[str, float]:
             nonlocal syncs
@@ -223,9 +223,9 @@ class Watched:
             if syncs == number and len(self.run.client.engines) > 1:
                 self.run.client.engines[0].die()
                 raise WeightSyncError("an engine was lost")
-            return await publish(version)  # type: ignore[no-any-return]
+            return await sync_all(version)  # type: ignore[no-any-return]
 
-        self.run.publisher.publish = failing
+        self.run.weight_sync.sync_all = failing
 
 
 def stall(engine: SimulatedEngine, at: float, seconds: float) -> None:

@@ -159,7 +159,7 @@ def stopped_in(
 def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
     fakes = Fakes()
     stopped_in(trainer_of(fakes).fit(), fakes, "update")
-    assert fakes.events[-3:] == ["update 4", "stop reviving", "save 1"]
+    assert fakes.events[-3:] == ["update 4", "release ranks", "save 1"]
     assert fakes.saved_with is not None and fakes.saved_with.actions == ("publish",)
     assert set(fakes.logged) == {0, 1}
 
@@ -197,7 +197,7 @@ def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_
 
     fakes.give_up = give_up  # type: ignore[method-assign]
     stopped_in(trainer.fit(), trainer.collector, "next_groups", hang)
-    assert fakes.events[-2:] == ["stop reviving", "give up"]
+    assert fakes.events[-2:] == ["release ranks", "give up"]
 
 
 def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
@@ -205,11 +205,11 @@ def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
     trainer = trainer_of(fakes)
 
     async def answers(within_s: float) -> bool:
-        return "stop reviving" in fakes.events
+        return "release ranks" in fakes.events
 
     fakes.answers = answers  # type: ignore[method-assign]
     stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
-    assert fakes.events[-2:] == ["stop reviving", "save 1"]
+    assert fakes.events[-2:] == ["release ranks", "save 1"]
 
 
 def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
@@ -269,7 +269,7 @@ def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gav
 def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named():
     fakes = Fakes()
     trainer = trainer_of(fakes)
-    fails_at(trainer, "", "publish", 3, NonFiniteWeights("NaN in lm_head"))
+    fails_at(trainer, "publisher", "publish", 3, NonFiniteWeights("NaN in lm_head"))
     with pytest.raises(NonFiniteWeights, match=r"NaN in lm_head.*global_step_2"):
         asyncio.run(trainer.fit())
     assert fakes.saved_step == 2

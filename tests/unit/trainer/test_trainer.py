@@ -237,7 +237,7 @@ def test_a_sync_that_fails_stops_the_run_before_anything_is_sampled_from_old_wei
     fakes.fail_at_version = 1
     with pytest.raises(WeightSyncError):
         asyncio.run(trainer_of(fakes).fit())
-    assert fakes.events[-3:] == ["update 4", "stop reviving", "save 1"]
+    assert fakes.events[-3:] == ["update 4", "release ranks", "save 1"]
     assert fakes.version == 0
 
 
@@ -336,3 +336,40 @@ def test_a_step_that_fails_has_no_profile_and_raises_its_own_error(tmp_path: Pat
     with pytest.raises(ValueError, match="of the step"):
         asyncio.run(run())
     assert list((tmp_path / "step_1").iterdir()) == []
+
+
+def test_engines_may_join_from_the_first_sync_until_the_trainer_closes():
+    class Scaler:
+        def begin(self) -> None:
+            fakes.events.append("scaler begins")
+
+        async def end(self) -> None:
+            fakes.events.append("scaler ends")
+
+    fakes = Fakes()
+    trainer = trainer_of(fakes)
+    trainer.scaler = cast(Any, Scaler())
+
+    async def run() -> None:
+        await trainer.fit()
+        await trainer.close()
+
+    asyncio.run(run())
+    assert fakes.events[:2] == ["publish 0", "scaler begins"]
+    assert fakes.events[-1] == "scaler ends"
+
+
+def test_no_engine_joins_while_the_last_step_of_a_failed_run_is_saved():
+    class Scaler:
+        def begin(self) -> None: ...
+
+        async def end(self) -> None:
+            fakes.events.append("scaler ends")
+
+    fakes = Fakes()
+    fakes.fail_at_version = 1
+    trainer = trainer_of(fakes)
+    trainer.scaler = cast(Any, Scaler())
+    with pytest.raises(WeightSyncError):
+        asyncio.run(trainer.fit())
+    assert fakes.events[-3:] == ["scaler ends", "release ranks", "save 1"]

@@ -14,7 +14,7 @@ import torch
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 from tests.support.weight_targets import AdaptedTrainer, ModelTarget, score
 
@@ -34,19 +34,18 @@ async def engines(*names: str) -> AsyncIterator[list[TransformersEngine]]:
             await engine.close()
 
 
-def publisher_of(trainer: AdaptedTrainer, targets: list[Any], *, probed: bool = True) -> WeightPublisher:
+def sync_of(trainer: AdaptedTrainer, targets: list[Any], *, probed: bool = True) -> WeightSync:
     async def trainer_score(token_ids: Any) -> list[list[float]]:
         return score(trainer.whole(), token_ids)
 
-    probe = Probe(PROBE_TOKENS, trainer_score) if probed else None
-    return WeightPublisher(
+    probe = Probe(PROBE_TOKENS, trainer_score, self_test=True) if probed else None
+    return WeightSync(
         trainer,
         lambda: targets,
         route="in_process",
         deadline_s=60,
         probe=probe,
         adapter_only=True,
-        rehearse_first=probed,
     )
 
 
@@ -66,16 +65,16 @@ def test_the_model_travels_once_and_again_only_to_who_does_not_have_it():
     async def run() -> None:
         async with engines("left", "right", "new") as every:
             trainer, alive = trainer_of(), every[:2]
-            publisher, (model, adapter) = publisher_of(trainer, alive), sizes(trainer)
+            weight_sync, (model, adapter) = sync_of(trainer, alive), sizes(trainer)
 
             async def moved(version: int) -> float:
                 trainer.draw(version)
-                return (await publisher.publish(version))["weights/bytes"]
+                return (await weight_sync.sync_all(version))["weights/bytes"]
 
             assert await moved(0) == model + adapter
             assert await moved(1) == adapter
             alive[1] = every[2]
-            await publisher.publish_to(alive[1], 1)
+            await weight_sync.sync_one(alive[1], 1)
             assert score(trainer.whole(), PROBE_TOKENS)[0] == pytest.approx((await alive[1].score(PROBE_TOKENS))[0])
             assert await moved(2) == model + adapter
             assert await moved(3) == adapter
@@ -105,15 +104,15 @@ def test_a_sync_that_failed_is_followed_by_all_of_it():
     async def run() -> None:
         async with engines("one") as (engine,):
             trainer, target = trainer_of(), Lossy(engine)
-            publisher = publisher_of(trainer, [target])
-            await publisher.publish(0)
+            weight_sync = sync_of(trainer, [target])
+            await weight_sync.sync_all(0)
             trainer.draw(1)
             target.lost = True
             with pytest.raises(
                 WeightSyncError, match=r"engine one: model\.layers\.0\..*\.lora_A\.weight arrived altered"
             ):
-                await publisher.publish(1)
-            assert (await publisher.publish(2))["weights/bytes"] == sum(sizes(trainer))
+                await weight_sync.sync_all(1)
+            assert (await weight_sync.sync_all(2))["weights/bytes"] == sum(sizes(trainer))
 
     asyncio.run(run())
 
@@ -121,19 +120,19 @@ def test_a_sync_that_failed_is_followed_by_all_of_it():
 def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
     async def run() -> None:
         async with engines("one") as (engine,):
-            publisher = publisher_of(trainer_of(), [engine])
-            await publisher.publish(0)
-            await publisher.check(0)
+            weight_sync = sync_of(trainer_of(), [engine])
+            await weight_sync.sync_all(0)
+            await weight_sync.check(0, [engine])
             adapter = engine._served.adapters.synced
             assert adapter is not None
             adapter.layers[LAYER][1].add_(0.1)
             with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
-                await publisher.check(0)
+                await weight_sync.check(0, [engine])
 
     asyncio.run(run())
 
 
-def test_a_rehearsal_notices_an_engine_that_ignores_the_adapter():
+def test_a_self_test_notices_an_engine_that_ignores_the_adapter():
     class Deaf(TransformersEngine):
         """Serves the model and ignores its adapter."""
 
@@ -149,7 +148,7 @@ def test_a_rehearsal_notices_an_engine_that_ignores_the_adapter():
         engine = Deaf(tiny_model(seed=2, **SMALL), name="deaf")
         try:
             with pytest.raises(WeightSyncError, match="engine deaf: altered weights moved"):
-                await publisher_of(trainer, [engine]).publish(0)
+                await sync_of(trainer, [engine]).sync_all(0)
         finally:
             await engine.close()
 
@@ -177,13 +176,13 @@ def without(tensor: str) -> Any:
 )
 def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, message: str):
     class Spoiling(AdaptedTrainer):
-        def manifest(self, version: int, rehearsal: bool = False) -> Manifest:
-            return spoil(super().manifest(version, rehearsal))  # type: ignore[no-any-return]
+        def manifest(self, version: int, altered: bool = False) -> Manifest:
+            return spoil(super().manifest(version, altered))  # type: ignore[no-any-return]
 
     async def run() -> None:
         async with engines("one") as (engine,):
             with pytest.raises(WeightSyncError, match=message):
-                await publisher_of(Spoiling(tiny_model(seed=1, **SMALL)), [engine], probed=False).publish(1)
+                await sync_of(Spoiling(tiny_model(seed=1, **SMALL)), [engine], probed=False).sync_all(1)
             assert not (await engine.health()).torn
 
     asyncio.run(run())
@@ -192,7 +191,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, messa
 def test_an_engine_without_a_place_for_it_refuses_it():
     target = ModelTarget(tiny_model(seed=2, **SMALL), "plain")
     with pytest.raises(WeightSyncError, match=r"engine plain: .* no adapter apart.*lora\.sync=merged"):
-        asyncio.run(publisher_of(trainer_of(), [target], probed=False).publish(1))
+        asyncio.run(sync_of(trainer_of(), [target], probed=False).sync_all(1))
 
 
 def test_one_nan_in_the_adapter_stops_the_sync():
@@ -201,6 +200,6 @@ def test_one_nan_in_the_adapter_stops_the_sync():
             trainer = trainer_of()
             trainer.tensors[f"{LAYER}.lora_A.weight"][0, 0] = torch.nan
             with pytest.raises(WeightSyncError, match=rf"{LAYER}\.lora_A\.weight holds NaN"):
-                await publisher_of(trainer, [engine], probed=False).publish(1)
+                await sync_of(trainer, [engine], probed=False).sync_all(1)
 
     asyncio.run(run())

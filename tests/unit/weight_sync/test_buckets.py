@@ -10,11 +10,11 @@ from skyrl_train.weight_sync.buckets import (
     buffer_bytes,
     clear_gaps,
     empty_buffer,
+    fingerprint,
     num_bytes,
     packed_fingerprints,
     views,
 )
-from skyrl_train.weight_sync.fingerprints import fingerprint
 from skyrl_train.weight_sync.wire import Manifest, TensorSpec
 
 specs = st.lists(

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from skyrl_train.weight_sync import fingerprints as sums
-from skyrl_train.weight_sync.fingerprints import all_finite, fingerprint, fingerprints, looks
+from skyrl_train.weight_sync import buckets
+from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, inspect_parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,19 +22,19 @@ def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit(dtype: torch.dtype
 
 
 def on_cpu(elements: torch.Tensor, position: int) -> tuple[int, int]:
-    return sums._look(elements, position, True)
+    return buckets._inspect_on_cpu(elements, position, True)
 
 
 def on_device(elements: torch.Tensor, position: int) -> tuple[int, int]:
-    """A part of a tensor as an accelerator looks at it."""
-    first, second = sums._look_on_device(elements, position, True).tolist()
+    """A part of a tensor as an accelerator inspects it."""
+    first, second = buckets._inspect_on_device(elements, position, True).tolist()
     return first, second
 
 
 @pytest.mark.parametrize("look", [on_cpu, on_device])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_add_up_wherever_they_are_cut(look, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sums, "_IN_CACHE", 64)  # several looks at one part
+    monkeypatch.setattr(buckets, "_IN_CACHE", 64)  # several pieces of one part
     tensor = torch.randn(101, generator=torch.Generator().manual_seed(0)).to(dtype)
     for cuts in ((), (1,), (50,), (3, 8, 9, 77), (0, 101)):
         bounds = [0, *cuts, 101]
@@ -49,7 +49,7 @@ def test_parts_add_up_wherever_they_are_cut(look, dtype: torch.dtype, monkeypatc
             assert wrong == [int(a <= 60 < b) for a, b in pairwise(bounds)]
 
 
-def test_looks_come_in_the_order_of_their_parts_whatever_devices_they_lie_on(monkeypatch: pytest.MonkeyPatch):
+def test_results_come_in_the_order_of_their_parts_whatever_devices_they_lie_on(monkeypatch: pytest.MonkeyPatch):
     """Stand-ins for tensors on two accelerators, and one that is not."""
 
     class Elsewhere:
@@ -58,14 +58,14 @@ def test_looks_come_in_the_order_of_their_parts_whatever_devices_they_lie_on(mon
         def __init__(self, number: int):
             self.number, self.device = number, torch.device("cpu")
 
-    def look(elements: Elsewhere, position: int, also_finite: bool) -> torch.Tensor:
+    def inspect(elements: Elsewhere, position: int, also_finite: bool) -> torch.Tensor:
         return torch.tensor([elements.number, position])
 
-    monkeypatch.setattr(sums, "_look_on_device", look)
+    monkeypatch.setattr(buckets, "_inspect_on_device", inspect)
     here = torch.ones(3)
     parts = [(Elsewhere(5), 1), (here, 0), (Elsewhere(6), 0), (Elsewhere(7), 1)]
-    assert looks(parts) == [(5, 1), (fingerprint(here), 0), (6, 0), (7, 1)]  # type: ignore[arg-type]
-    assert looks([]) == []
+    assert inspect_parts(parts) == [(5, 1), (fingerprint(here), 0), (6, 0), (7, 1)]  # type: ignore[arg-type]
+    assert inspect_parts([]) == []
     assert fingerprints([part for part, _ in parts]) == [5, fingerprint(here), 6, 7]  # type: ignore[misc]
 
 
@@ -90,8 +90,8 @@ def test_non_finite_values_are_told_from_sums_that_overflow(dtype: torch.dtype):
 
 
 def test_sums_wrap_as_int64_does_also_those_of_several_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sums, "_IN_CACHE", 64)
+    monkeypatch.setattr(buckets, "_IN_CACHE", 64)
     largest = torch.full((101,), torch.finfo(torch.float64).max, dtype=torch.float64)
-    assert looks([(largest, 0)]) == [(fingerprint(largest), 0)]
+    assert inspect_parts([(largest, 0)]) == [(fingerprint(largest), 0)]
     assert abs(fingerprint(largest)) < 2**63 < 101 * int(largest.view(torch.int64)[0])
     assert fingerprints([torch.full((4,), 2**63 - 1)]) == [-4]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.ipc import MappedPages, SharedPages
+from skyrl_train.weight_sync.handover import MappedPages, SharedPages
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.wire import SharedHandle
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.store import InPlace
 from skyrl_train.weight_sync.wire import Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}

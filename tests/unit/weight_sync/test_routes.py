@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.files import BucketFolder
-from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.sender import REHEARSAL, WeightSender
-from skyrl_train.weight_sync.store import InPlace
+from skyrl_train.weight_sync.handover import BucketFolder
+from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
+from skyrl_train.weight_sync.sender import ALTERED_FACTOR, WeightSender
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
@@ -47,8 +46,8 @@ class Pair:
         assert None not in found
         return found  # type: ignore[return-value]
 
-    def sync(self, version: int, *, rehearsal: bool = False) -> Manifest:
-        manifest = self.sender.manifest(version, rehearsal)
+    def sync(self, version: int, *, altered: bool = False) -> Manifest:
+        manifest = self.sender.manifest(version, altered)
         self.receiver.begin(manifest)
         for bucket in buckets(manifest):
             offered = self.sender.send(bucket.index)
@@ -268,14 +267,14 @@ def test_a_sync_that_nobody_confirmed_is_no_base(pair_of):
         pair.sender.delivered(1)
 
 
-# -- rehearsals -------------------------------------------------------------------------------------------------------
+# -- self-tests --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rehearsal_sends_altered_weights_and_the_same_version_may_follow(pair_of):
+def test_a_self_test_sends_altered_weights_and_the_same_version_may_follow(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
-    assert pair.sync(0, rehearsal=True).rehearsal
+    assert pair.sync(0, altered=True).rehearsal
     for name, tensor in pair.trainer.named_parameters():
-        assert torch.equal(pair.engine.get_parameter(name), REHEARSAL * tensor), name
+        assert torch.equal(pair.engine.get_parameter(name), ALTERED_FACTOR * tensor), name
     true = pair.sync(0)
     assert true.base_version is None
     assert len(true.tensors) == len(list(pair.trainer.parameters()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.supervisor import EngineScaler, EngineSupervisor
+from skyrl_train.engines.target_count import ENGINES_FILE, why_fixed, write_target
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.trainer import scaler
+from skyrl_train.trainer.scaler import EngineScaler
+from tests.support.publishers import publisher_of
 
 
 class Newcomer(ScriptedEngine):
@@ -48,7 +52,7 @@ class Newcomer(ScriptedEngine):
 class Scaled:
     """A client with `first` engines, and what changes their number."""
 
-    def __init__(self, first: int = 1, *, drain_s: float = 5.0, delay_s: float = 0.0):
+    def __init__(self, first: int = 1, *, drain_s: float = 5.0, delay_s: float = 0.0, folder: Path = Path()):
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.no_room = False
@@ -57,15 +61,15 @@ class Scaled:
         self.delay_s = delay_s
         made = [Newcomer(f"engine {index}", delay_s, synced=True) for index in range(first)]
         self.client = EngineClient(made, deadline_s=5)
-        self.supervisor = EngineSupervisor(
-            self.client, start=self.start, sync=self.sync, stop=ScriptedEngine.close, max_engine_restarts=9
-        )
-        self.client.revive = self.supervisor.revive
+        self.publisher = publisher_of(self.client, self.restart, self.sync, max_engine_restarts=9)
         self.scaler = EngineScaler(
-            self.client, self.supervisor, start=self.start, stop=self.stop, drain_s=drain_s, tell=self.said.append
+            self.client, self.publisher, self, folder=folder, drain_s=drain_s, report=self.said.append
         )
 
-    async def start(self, name: str, patient: bool = True) -> Newcomer:
+    async def restart(self, name: str, wait_for_node: bool) -> Newcomer:
+        return await self.start(name)
+
+    async def start(self, name: str) -> Newcomer:
         await self.may_start.wait()
         if self.no_room:
             raise ConfigError("no slot is free")
@@ -80,7 +84,7 @@ class Scaled:
         await engine.close()
 
     async def to(self, number: int) -> list[str]:
-        self.scaler.set(number)
+        self.scaler.set_target(number)
         await self.scaler.settled()
         return self.client.names
 
@@ -118,7 +122,7 @@ async def test_who_leaves_answers_what_it_has_and_gets_nothing_more_even_of_its_
     first = [asyncio.ensure_future(run.client.generate([request(f"a{n}", f"s{n}")])) for n in range(2)]
     await asyncio.sleep(0.05)
     leaver: Any = run.client.engines[1]
-    run.scaler.set(1)
+    run.scaler.set_target(1)
     assert leaver in run.client.engines, "it takes part in syncs until it is empty"
     assert (await run.client.metrics())["engines/count"] == 1
     later = await asyncio.gather(*(run.client.generate([request(f"b{n}", f"s{n}")]) for n in range(2)))
@@ -135,7 +139,7 @@ async def test_what_a_leaver_has_not_answered_at_its_deadline_others_answer_and_
     run = Scaled(3, drain_s=0.1, delay_s=0.4)
     waiting = [asyncio.ensure_future(run.client.generate([request(str(number))])) for number in range(3)]
     await asyncio.sleep(0.05)
-    run.scaler.set(2)
+    run.scaler.set_target(2)
     await run.scaler.settled()
     assert run.gone == ["engine 2"]
     assert "before all requests were answered" in run.said[0]
@@ -151,8 +155,8 @@ async def test_whoever_is_wanted_again_before_it_is_gone_stays():
     run = Scaled(2, delay_s=0.3)
     waiting = asyncio.ensure_future(run.client.generate([request("a"), request("b")]))
     await asyncio.sleep(0.05)
-    run.scaler.set(1)
-    run.scaler.set(2)
+    run.scaler.set_target(1)
+    run.scaler.set_target(2)
     await run.scaler.settled()
     await waiting
     assert run.client.names == ["engine 0", "engine 1"]
@@ -188,10 +192,10 @@ async def test_a_newcomer_that_finds_no_room_is_told_of_and_asked_for_again_only
 async def test_whoever_is_no_longer_wanted_before_it_has_started_never_comes():
     run = Scaled(1)
     run.may_start.clear()
-    run.scaler.set(3)
+    run.scaler.set_target(3)
     await asyncio.sleep(0)
     assert run.scaler.number == 3
-    run.scaler.set(2)
+    run.scaler.set_target(2)
     run.may_start.set()
     await run.scaler.settled()
     assert run.client.names == ["engine 0", "engine 1"]
@@ -204,8 +208,8 @@ async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
     await run.client.health()
     assert list(run.client.dead) == ["engine 1"]
     run.client.retire("engine 1")
-    await run.supervisor.revive()
-    assert run.supervisor.restarts == 0
+    await run.publisher.restart_dead()
+    assert run.publisher.restarts == 0
     run.client.keep("engine 1")
     assert await run.to(1) == ["engine 0"]
     assert run.gone == ["engine 1"]
@@ -227,9 +231,9 @@ async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards
     await run.client.engines[1].close()
     await run.client.health()
     run.may_start.clear()
-    reviving = asyncio.ensure_future(run.supervisor.revive())
+    reviving = asyncio.ensure_future(run.publisher.restart_dead())
     await asyncio.sleep(0.01)
-    run.scaler.set(1)
+    run.scaler.set_target(1)
     await asyncio.sleep(0.01)
     assert run.gone == [], "its slots are not given back while it starts in them"
     run.may_start.set()
@@ -243,10 +247,10 @@ async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards
 async def test_what_is_under_way_when_the_run_ends_is_given_up():
     run = Scaled(1)
     run.may_start.clear()
-    run.scaler.set(2)
+    run.scaler.set_target(2)
     await asyncio.sleep(0)
     await run.scaler.end()
-    run.scaler.set(4)
+    run.scaler.set_target(4)
     run.may_start.set()
     await run.scaler.settled()
     assert run.client.names == ["engine 0"]
@@ -264,6 +268,70 @@ async def test_engines_that_were_not_there_yet_were_not_idle():
 def test_none_is_not_a_number_of_engines():
     async def check() -> None:
         with pytest.raises(AssertionError, match="at least one"):
-            Scaled(1).scaler.set(0)
+            Scaled(1).scaler.set_target(0)
 
     asyncio.run(check())
+
+
+# -- the file in the run's folder
+
+
+@pytest.fixture
+def checks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaler, "_CHECKS_EVERY_S", 0.01)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not done():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("checks_often")
+def test_file_is_followed_from_begin_until_end(tmp_path: Path):
+    async def check() -> None:
+        run = Scaled(1, folder=tmp_path)
+        write_target(tmp_path, 3)
+        await asyncio.sleep(0.05)
+        assert run.client.names == ["engine 0"], "nobody may join before it begins"
+        for _ in range(2):
+            run.scaler.begin()
+        await until(lambda: len(run.client.names) == 3)
+        (tmp_path / ENGINES_FILE).write_text("three")
+        await until(lambda: "their number stays as it is" in run.said[-1])
+        assert "'three'" in run.said[-1]
+        write_target(tmp_path, 2)
+        await until(lambda: len(run.client.names) == 2)
+        run.no_room = True
+        write_target(tmp_path, 3)
+        await until(lambda: "engine 2 did not join" in run.said[-1])
+        run.no_room = False
+        write_target(tmp_path, 3)  # the same again: one that found no room is tried again
+        await until(lambda: len(run.client.names) == 3)
+        await run.scaler.end()
+        write_target(tmp_path, 5)
+        await asyncio.sleep(0.05)
+        assert len(run.client.names) == 3
+        wanted = [line for line in run.said if "are wanted" in line]
+        assert wanted == ["3 are wanted, there are 1", "2 are wanted, there are 3", *["3 are wanted, there are 2"] * 2]
+
+    asyncio.run(check())
+
+
+@pytest.mark.usefixtures("checks_often")
+def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async def check() -> None:
+        client = EngineClient([ScriptedEngine(name="engine 0")], deadline_s=5)
+        nothing: Any = None
+        reason = why_fixed(colocate_all=True, run_engines_locally=True)
+        fixed = EngineScaler(client, nothing, nothing, folder=tmp_path, drain_s=5, fixed=reason)
+        fixed.begin()
+        await asyncio.sleep(0.05)
+        assert capsys.readouterr().out == ""
+        write_target(tmp_path, 3)
+        await asyncio.sleep(0.1)
+        await fixed.end()
+
+    asyncio.run(check())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "engines.json changes nothing: its engines take turns with the trainer" in line

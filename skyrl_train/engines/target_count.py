@@ -1,4 +1,4 @@
-"""The file in a run's folder that says how many engines the run should have: both ends of it."""
+"""engines.json in a run's folder, which holds the number of engines that the run should have."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ENGINES_FILE = "engines.json"
 _KEY = "num_inference_engines"
 
 
-def write_wanted(folder: Path, number: int) -> None:
-    """Ask the run in `folder` for this many engines; what reads the file finds the old number or the new one."""
+def write_target(folder: Path, number: int) -> None:
+    """Ask the run in `folder` for this many engines. Readers find the old number or the new one."""
     write_durably(folder / ENGINES_FILE, json.dumps({_KEY: number}) + "\n")
 
 
-def read_wanted(folder: Path) -> int:
-    """The number that was asked for. Raises ConfigError for a file that does not say one, FileNotFoundError."""
+def read_target(folder: Path) -> int:
+    """Return the number that was asked for. Raises ConfigError for a file without a valid one, FileNotFoundError."""
     file = folder / ENGINES_FILE
     text = file.read_text(errors="replace")
     try:
@@ -36,7 +36,7 @@ def read_wanted(folder: Path) -> int:
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:
-    """Another one whenever the file was written, with the same number too; None if there is no file."""
+    """Return a value that changes whenever the file is written, even with the same number; None if there is no file."""
     try:
         found = (folder / ENGINES_FILE).stat()
     except OSError:
@@ -45,8 +45,8 @@ def stamp(folder: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def changing(folder: Path) -> Iterator[None]:
-    """Inside, no other process that asks so changes the number: two who add one engine each add two."""
+def count_locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the number inside: two that add one engine each add two."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -56,7 +56,7 @@ def changing(folder: Path) -> Iterator[None]:
 
 
 def why_fixed(*, colocate_all: bool, run_engines_locally: bool) -> str | None:
-    """Why the number of engines of a run cannot change, and what to do; None if it can."""
+    """Return why the number of engines of a run cannot change, and what to do; None if it can."""
     if not run_engines_locally:
         return (
             "its engines are servers elsewhere (generator.run_engines_locally=false), which it neither starts nor "

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import NonFiniteWeights, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import Probe, WeightPublisher
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from tests.support.weight_targets import LocalTrainer, ModelTarget, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
@@ -25,14 +25,14 @@ def nudge(model: PreTrainedModel, by: float = 0.05) -> None:
             parameter.add_(by * torch.randn_like(parameter))
 
 
-def in_process(*engines: ModelTarget, probed: bool = False, **probe: Any) -> tuple[LocalTrainer, WeightPublisher]:
+def in_process(*engines: ModelTarget, probed: bool = False, **probe: Any) -> tuple[LocalTrainer, WeightSync]:
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
 
     async def trainer_score(token_ids):
         return score(trainer.model, token_ids)
 
     asked = Probe(PROBE_TOKENS, trainer_score, **probe) if probed else None
-    return trainer, WeightPublisher(trainer, lambda: engines, route="in_process", deadline_s=30, probe=asked)
+    return trainer, WeightSync(trainer, lambda: engines, route="in_process", deadline_s=30, probe=asked)
 
 
 def engine_named(name: str, seed: int = 2) -> ModelTarget:
@@ -41,10 +41,10 @@ def engine_named(name: str, seed: int = 2) -> ModelTarget:
 
 def test_every_engine_gets_the_trainers_weights_and_the_metrics_say_how_much_moved():
     engines = [engine_named("left"), engine_named("right", seed=3)]
-    trainer, publisher = in_process(*engines, probed=True)
+    trainer, weight_sync = in_process(*engines, probed=True)
     for version in (0, 1, 2):
         nudge(trainer.model)
-        metrics = asyncio.run(publisher.publish(version))
+        metrics = asyncio.run(weight_sync.sync_all(version))
         for engine in engines:
             for name, tensor in trainer.model.named_parameters():
                 assert torch.equal(engine.model.get_parameter(name), tensor), name
@@ -65,7 +65,7 @@ def test_a_trainer_is_asked_for_an_address_that_its_engines_reach(other_machine:
     near, far = engine_named("near"), engine_named("far")
     far.capabilities = replace(far.capabilities, other_machine=other_machine)
     trainer = Trainer(tiny_model(seed=1, **SMALL))
-    asyncio.run(WeightPublisher(trainer, lambda: [near, far], route="broadcast", deadline_s=30).publish(1))
+    asyncio.run(WeightSync(trainer, lambda: [near, far], route="broadcast", deadline_s=30).sync_all(1))
     assert asked == [other_machine]
     trainer.sender.close()
     for engine in (near, far):
@@ -74,50 +74,50 @@ def test_a_trainer_is_asked_for_an_address_that_its_engines_reach(other_machine:
 
 def test_a_skipped_sync_fails_the_check_by_the_engines_name():
     engines = [engine_named("left"), engine_named("right")]
-    trainer, publisher = in_process(*engines)
-    asyncio.run(publisher.publish(1))
-    asyncio.run(publisher.check(1))
+    trainer, weight_sync = in_process(*engines)
+    asyncio.run(weight_sync.sync_all(1))
+    asyncio.run(weight_sync.check(1, engines))
     nudge(trainer.model)
     with pytest.raises(WeightSyncError, match="engine left serves version 1, but the trainer is at version 2"):
-        asyncio.run(publisher.check(2))
+        asyncio.run(weight_sync.check(2, engines))
 
 
 def test_the_probe_finds_an_engine_that_answers_with_other_weights_than_it_claims():
     engines = [engine_named("left"), engine_named("right")]
-    trainer, publisher = in_process(*engines, probed=True)
-    asyncio.run(publisher.publish(1))
+    trainer, weight_sync = in_process(*engines, probed=True)
+    asyncio.run(weight_sync.sync_all(1))
     nudge(trainer.model)
     for engine in engines:
         engine.receiver.version = 2  # a sync that was claimed and never happened
     with pytest.raises(
         WeightSyncError, match=r"engine left: log-probs of the probe's tokens differ .* stale or altered"
     ):
-        asyncio.run(publisher.check(2))
+        asyncio.run(weight_sync.check(2, engines))
     for engine in engines:
         engine.receiver.version = 1
-    asyncio.run(publisher.publish(2))
+    asyncio.run(weight_sync.sync_all(2))
     with torch.no_grad():
         engines[1].model.get_parameter("model.norm.weight")[0] = torch.nan
     with pytest.raises(WeightSyncError, match=r"engine right: .* differ from the trainer's by nan"):
-        asyncio.run(publisher.check(2))
+        asyncio.run(weight_sync.check(2, engines))
 
 
 def test_an_engine_that_only_says_yes_does_not_pass():
     class YesMan(ModelTarget):
         async def commit_weights(self, version: int) -> None: ...
 
-    _, publisher = in_process(YesMan(tiny_model(seed=2, **SMALL), "yes"))
+    _, weight_sync = in_process(YesMan(tiny_model(seed=2, **SMALL), "yes"))
     with pytest.raises(WeightSyncError, match="engine yes is torn"):
-        asyncio.run(publisher.publish(1))
+        asyncio.run(weight_sync.sync_all(1))
 
 
 def test_a_torn_engine_does_not_pass_whatever_version_it_names():
     engine = engine_named("left")
-    _, publisher = in_process(engine)
-    asyncio.run(publisher.publish(1))
+    _, weight_sync = in_process(engine)
+    asyncio.run(weight_sync.sync_all(1))
     engine.receiver.torn = True  # a later transfer of the same weights that failed halfway
     with pytest.raises(WeightSyncError, match="engine left is torn"):
-        asyncio.run(publisher.check(1))
+        asyncio.run(weight_sync.check(1, [engine]))
 
 
 def test_one_nan_among_the_probes_answers_does_not_pass():
@@ -127,9 +127,9 @@ def test_one_nan_among_the_probes_answers_does_not_pass():
             answers[-1][-1] = float("nan")
             return answers
 
-    _, publisher = in_process(Broken(tiny_model(seed=2, **SMALL), "broken"), probed=True)
+    _, weight_sync = in_process(Broken(tiny_model(seed=2, **SMALL), "broken"), probed=True)
     with pytest.raises(WeightSyncError, match=r"engine broken: .* by nan nats"):
-        asyncio.run(publisher.publish(1))
+        asyncio.run(weight_sync.sync_all(1))
 
 
 def test_an_unlikely_token_may_be_off_by_a_share_of_its_log_prob():
@@ -142,17 +142,17 @@ def test_an_unlikely_token_may_be_off_by_a_share_of_its_log_prob():
             return [[value * (1 + self.share) for value in row] for row in await super().score(token_ids, temperature)]
 
     engine = Rounded(tiny_model(seed=2, **SMALL), "rounded")
-    _, publisher = in_process(engine, probed=True, tolerance=0.25)
-    assert asyncio.run(publisher.publish(1))["weights/probe_gap"] > 0.5
+    _, weight_sync = in_process(engine, probed=True, tolerance=0.25)
+    assert asyncio.run(weight_sync.sync_all(1))["weights/probe_gap"] > 0.5
     engine.share = 0.3
     with pytest.raises(WeightSyncError, match=r"by 1\.\d+ nats, and by 0\.3 of a token's log-prob .*allowed: 0\.25"):
-        asyncio.run(publisher.publish(2))
+        asyncio.run(weight_sync.sync_all(2))
 
 
-def test_a_rehearsal_ends_with_the_true_weights_as_the_same_version():
+def test_a_self_test_ends_with_the_true_weights_as_the_same_version():
     engines = [engine_named("left"), engine_named("right")]
-    trainer, publisher = in_process(*engines, probed=True)
-    metrics = asyncio.run(publisher.rehearse(0))
+    trainer, weight_sync = in_process(*engines, probed=True)
+    metrics = asyncio.run(weight_sync.self_test(0))
     assert metrics["weights/rehearsal_gap"] > 0.1
     assert metrics["weights/probe_gap"] <= 1e-5
     for engine in engines:
@@ -161,7 +161,7 @@ def test_a_rehearsal_ends_with_the_true_weights_as_the_same_version():
 
 
 @pytest.mark.fault("F31")
-def test_a_rehearsal_notices_an_engine_that_ignores_what_it_is_sent():
+def test_a_self_test_notices_an_engine_that_ignores_what_it_is_sent():
     class Deaf(ModelTarget):
         """Answers with weights that happen to be the trainer's, and takes no others."""
 
@@ -169,10 +169,10 @@ def test_a_rehearsal_notices_an_engine_that_ignores_what_it_is_sent():
             return score(tiny_model(seed=1, **SMALL), token_ids, temperature)
 
     engines = [engine_named("left"), Deaf(tiny_model(seed=2, **SMALL), "deaf")]
-    _, publisher = in_process(*engines, probed=True)
-    asyncio.run(publisher.publish(0))  # a probe alone does not see it
+    _, weight_sync = in_process(*engines, probed=True)
+    asyncio.run(weight_sync.sync_all(0))  # a probe alone does not see it
     with pytest.raises(WeightSyncError, match=r"engine deaf: altered weights moved .* does not load what it is sent"):
-        asyncio.run(publisher.rehearse(1))
+        asyncio.run(weight_sync.self_test(1))
 
 
 class Shifted(ModelTarget):
@@ -187,12 +187,12 @@ class Shifted(ModelTarget):
 ONCE: dict[str, Any] = {"tolerance": math.inf, "mean_tolerance": 0.1, "every_sync": False}
 
 
-def test_a_probe_of_the_first_sync_is_asked_once_and_needs_no_rehearsal():
+def test_probe_of_the_first_sync_is_asked_once():
     engine = engine_named("only")
-    _, publisher = in_process(engine, probed=True, **ONCE)
-    first = asyncio.run(publisher.rehearse(0))
+    _, weight_sync = in_process(engine, probed=True, **ONCE)
+    first = asyncio.run(weight_sync.sync_all(0))
     assert 0.0 <= first["weights/probe_gap_mean"] <= first["weights/probe_gap"] <= 1e-5
-    assert asyncio.run(publisher.publish(1)).keys() == {"weights/version", "weights/bytes", "weights/buckets"}
+    assert asyncio.run(weight_sync.sync_all(1)).keys() == {"weights/version", "weights/bytes", "weights/buckets"}
 
 
 @pytest.mark.parametrize(
@@ -206,28 +206,29 @@ def test_a_probe_of_the_first_sync_is_asked_once_and_needs_no_rehearsal():
 def test_an_engine_that_computes_another_model_is_named_at_the_first_sync_and_asked_again(by: float, says: str):
     engine = Shifted(tiny_model(seed=2, **SMALL), "shifted")
     engine.by = by
-    _, publisher = in_process(engine_named("right"), engine, probed=True, **ONCE)
+    _, weight_sync = in_process(engine_named("right"), engine, probed=True, **ONCE)
     for version in range(2):
         with pytest.raises(WeightSyncError, match=rf"engine shifted: .*{says}"):
-            asyncio.run(publisher.publish(version))
+            asyncio.run(weight_sync.sync_all(version))
     engine.by = 0.05
-    assert asyncio.run(publisher.publish(2))["weights/probe_gap_mean"] == pytest.approx(0.05, abs=1e-4)
+    assert asyncio.run(weight_sync.sync_all(2))["weights/probe_gap_mean"] == pytest.approx(0.05, abs=1e-4)
 
 
-def test_without_a_probe_a_rehearsal_is_a_sync():
+def test_self_test_precedes_the_first_sync_alone():
     engine = engine_named("only")
-    trainer, publisher = in_process(engine)
-    assert asyncio.run(publisher.rehearse(0)).keys() == {"weights/version", "weights/bytes", "weights/buckets"}
+    trainer, weight_sync = in_process(engine, probed=True, self_test=True)
+    assert asyncio.run(weight_sync.sync_all(0))["weights/rehearsal_gap"] > 0.1
     assert torch.equal(engine.model.get_parameter("model.norm.weight"), trainer.model.model.norm.weight)
+    assert "weights/rehearsal_gap" not in asyncio.run(weight_sync.sync_all(1))
 
 
 @pytest.mark.fault("F30")
 def test_one_engine_that_refuses_the_manifest_keeps_all_engines_on_their_old_weights():
     engines = [engine_named("left"), ModelTarget(tiny_model(vocab_size=65, hidden_size=32), "right")]
-    _, publisher = in_process(*engines)
+    _, weight_sync = in_process(*engines)
     before = engines[0].model.get_parameter("model.embed_tokens.weight").clone()
     with pytest.raises(WeightSyncError, match=r"engine right: model\.embed_tokens\.weight is announced as \[64, 32\]"):
-        asyncio.run(publisher.publish(1))
+        asyncio.run(weight_sync.sync_all(1))
     assert torch.equal(engines[0].model.get_parameter("model.embed_tokens.weight"), before)
     assert not any(engine.receiver.torn for engine in engines)
 
@@ -235,34 +236,34 @@ def test_one_engine_that_refuses_the_manifest_keeps_all_engines_on_their_old_wei
 @pytest.mark.fault("F31")
 def test_a_version_going_backwards_is_raised():
     engine = engine_named("only")
-    _, publisher = in_process(engine)
-    asyncio.run(publisher.publish(5))
+    _, weight_sync = in_process(engine)
+    asyncio.run(weight_sync.sync_all(5))
     with pytest.raises(WeightSyncError, match="engine only: version 4 is stale"):
-        asyncio.run(publisher.publish(4))
+        asyncio.run(weight_sync.sync_all(4))
     assert engine.receiver.version == 5
 
 
 @pytest.mark.defect("half-updated-weights-under-an-old-version")
 def test_an_engine_that_comes_back_never_gets_other_weights_under_a_version_that_others_have():
     left, right = engine_named("left"), engine_named("right")
-    trainer, publisher = in_process(left)
-    asyncio.run(publisher.publish(1))
+    trainer, weight_sync = in_process(left)
+    asyncio.run(weight_sync.sync_all(1))
     nudge(trainer.model)
     trainer.updates += 1
     before = {name: tensor.clone() for name, tensor in right.model.named_parameters()}
     with pytest.raises(WeightSyncError, match=r"version 1: 1 optimizer steps made them, 0 when"):
-        asyncio.run(publisher.publish_to(right, 1))
+        asyncio.run(weight_sync.sync_one(right, 1))
     assert all(torch.equal(right.model.get_parameter(name), tensor) for name, tensor in before.items())
-    asyncio.run(publisher.publish_to(right, 2))
-    asyncio.run(publisher.publish(2))
+    asyncio.run(weight_sync.sync_one(right, 2))
+    asyncio.run(weight_sync.sync_all(2))
 
 
 @pytest.mark.fault("F30")
 def test_weights_that_are_not_finite_are_the_trainer_s_fault_and_no_engine_s():
     engine = engine_named("left")
-    trainer, publisher = in_process(engine)
+    trainer, weight_sync = in_process(engine)
     with torch.no_grad():
         trainer.model.get_parameter("model.norm.weight")[0] = torch.inf
     with pytest.raises(NonFiniteWeights, match=r"model\.norm\.weight holds NaN .* version 1 of the trainer's"):
-        asyncio.run(publisher.publish(1))
+        asyncio.run(weight_sync.sync_all(1))
     assert not engine.receiver.torn

@@ -18,9 +18,9 @@ from torch import Tensor
 from skyrl_train.cluster import sockets
 from skyrl_train.cluster.sockets import configured_interface, free_address
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync import transport
+from skyrl_train.weight_sync import broadcast
+from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.transport import ROOT, BroadcastGroup
 
 
 def address() -> str:
@@ -83,9 +83,9 @@ def failed() -> None:
 
 @pytest.mark.defect("transfers-that-end-as-their-wait-does")
 def test_a_transfer_that_ends_as_a_wait_for_it_does_has_not_failed():
-    assert transport._ends_within(Work(lambda: None), 0.2, torch.device("cpu"))
+    assert broadcast._ends_within(Work(lambda: None), 0.2, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        transport._ends_within(Work(failed), 0.2, torch.device("cpu"))
+        broadcast._ends_within(Work(failed), 0.2, torch.device("cpu"))
 
 
 @pytest.mark.defect("transfers-that-closing-does-not-end")
@@ -109,7 +109,7 @@ def test_closing_ends_what_a_rank_and_its_peers_wait_for(closes_first: int):
 
 @pytest.mark.defect("engines-that-wait-for-a-root-that-failed")
 def test_a_root_that_never_listens_is_not_waited_for_as_long_as_a_transfer_may_take(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transport, "_ROOT_LISTENS_S", 0.5)
+    monkeypatch.setattr(broadcast, "_ROOT_LISTENS_S", 0.5)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="rank 1 of 2 could not meet the others"):
         BroadcastGroup(address(), 1, 2, "cpu", 600.0)

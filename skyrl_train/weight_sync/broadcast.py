@@ -6,19 +6,20 @@ import json
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.cluster.sockets import configured_interface, listen, own_address
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.gloo_sockets import Address, end_connections, new_device
 
 ROOT = 0
 _CALLED_OFF = "called off"
@@ -29,6 +30,9 @@ _CALL_S = 5.0
 _ROOT_LISTENS_S = 60.0
 """Within this time the root listens: it does so before all else, but may be asked later than the others."""
 _POLLS_EVERY_S = 0.0005
+Address = tuple[str, int]
+"""(IP address, port)"""
+_one_at_a_time = threading.Lock()
 
 
 class BroadcastGroup:
@@ -254,3 +258,39 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:300]
+
+
+# -- the sockets of gloo
+#
+# torch's own `abort` does nothing for gloo, and its destructor waits, too. A gloo device listens at a port of its own,
+# and ranks connect to each other's. Shutting these connections down makes transfers under way fail, at both ends.
+
+
+def new_device(host: str, interface: str) -> tuple[Any, Address]:
+    """A gloo device, and where it listens: at `host`, or at an interface's address, with port 0 if that is unknown."""
+    gloo: Any = dist.ProcessGroupGloo  # whose methods are not typed
+    with _one_at_a_time:
+        before = _listening()
+        device = gloo.create_device(hostname="" if interface else host, interface=interface)
+        new = _listening() - before
+    return device, new.pop() if len(new) == 1 else (host, 0)
+
+
+def end_connections(own: Address, others: Sequence[Address]) -> None:
+    """Shut down this process's connections between these devices; no error for those that are gone."""
+    for one in psutil.Process().net_connections("tcp"):
+        if not one.raddr or not (one.laddr.port == own[1] or _plain(one.raddr) in others):
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
+            if connection.getsockname()[1] == one.laddr.port:  # or another thread has the descriptor by now
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _listening() -> set[Address]:
+    found = psutil.Process().net_connections("tcp")
+    return {_plain(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def _plain(address: Any) -> Address:
+    """IPv4 addresses as such, also if the socket is one of IPv6."""
+    return str(address.ip).removeprefix("::ffff:"), int(address.port)

@@ -11,9 +11,10 @@ import pytest
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.supervisor import EngineSupervisor
 from skyrl_train.errors import ClusterLost, EngineError, EnginesLost, NoRoom, WorkerDied
 from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.trainer.publisher import WeightPublisher
+from tests.support.publishers import publisher_of
 
 
 class Mortal(ScriptedEngine):
@@ -36,28 +37,28 @@ class Mortal(ScriptedEngine):
         return await super().health()
 
 
+async def give_weights(engine: Mortal) -> None:
+    engine.synced = True
+
+
 def supervised(
-    engines: list[Mortal], budget: int, may_start: asyncio.Event | None = None, started: list[str] | None = None
-) -> tuple[EngineClient, EngineSupervisor]:
+    engines: list[Mortal],
+    budget: int,
+    may_start: asyncio.Event | None = None,
+    started: list[str] | None = None,
+    pause_mode: str | None = None,
+) -> tuple[EngineClient, WeightPublisher]:
     """Engines start once they may; the names of those that begin to are added to `started`."""
     client = EngineClient(engines, deadline_s=5)
 
-    async def start(name: str, patient: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> Mortal:
         if started is not None:
             started.append(name)
         if may_start is not None:
             await may_start.wait()
         return Mortal(name, lives=True)
 
-    async def sync(engine: Mortal) -> None:
-        engine.synced = True
-
-    async def stop(engine: Mortal) -> None:
-        await engine.close()
-
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, max_engine_restarts=budget)
-    client.revive = supervisor.revive
-    return client, supervisor
+    return client, publisher_of(client, start, give_weights, max_engine_restarts=budget, pause_mode=pause_mode)
 
 
 def request(name: str) -> SampleRequest:
@@ -66,11 +67,11 @@ def request(name: str) -> SampleRequest:
 
 @pytest.mark.fault("F29")
 def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
-    client, supervisor = supervised([Mortal("a"), Mortal("b")], budget=4)
+    client, publisher = supervised([Mortal("a"), Mortal("b")], budget=4)
     answers = asyncio.run(client.generate([request("r1"), request("r2")]))
     assert [answer.request_id for answer in answers] == ["r1", "r2"]
     assert client.dead == {}
-    assert supervisor.restarts == 2
+    assert publisher.restarts == 2
 
 
 @pytest.mark.fault("F29")
@@ -85,7 +86,7 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
     client = EngineClient([Mortal("a")], deadline_s=5)
     started: list[Mortal] = []
 
-    async def start(name: str, patient: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> Mortal:
         started.append(Mortal(name, lives=True))
         return started[-1]
 
@@ -94,14 +95,10 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
             raise EngineError("half of it arrived")
         engine.synced = True
 
-    async def stop(engine: Mortal) -> None:
-        await engine.close()
-
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=stop, max_engine_restarts=3)
-    client.revive = supervisor.revive
+    publisher = publisher_of(client, start, sync, max_engine_restarts=3)
     (answer,) = asyncio.run(client.generate([request("r1")]))
     assert answer.request_id == "r1"
-    assert supervisor.restarts == 3
+    assert publisher.restarts == 3
     assert [engine.closed for engine in started] == [True, True, False]
 
 
@@ -109,7 +106,7 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
 def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(caplog: pytest.LogCaptureFixture):
     client, _ = supervised([Mortal("a")], budget=4)
     asyncio.run(client.generate([request("r1")]))
-    (line,) = [record.message for record in caplog.records if record.name == "skyrl_train.engines.supervisor"]
+    (line,) = [record.message for record in caplog.records if record.name == "skyrl_train.trainer.publisher"]
     assert re.fullmatch(
         r"a died \(EngineError: a was killed\) and was restarted with the current weights in \d+\.\d s, restart 1 of "
         r"the 4 of generator\.max_engine_restarts\.",
@@ -121,7 +118,7 @@ def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(
 def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_it():
     started: list[str] = []
 
-    async def start(name: str, patient: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> Mortal:
         started.append(name)
         raise ClusterLost("a node with slots of this run died.")
 
@@ -129,7 +126,7 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
         raise AssertionError("there is no engine")
 
     client = EngineClient([Mortal("a")], deadline_s=5)
-    client.revive = EngineSupervisor(client, start=start, sync=never, stop=never, max_engine_restarts=3).revive
+    publisher_of(client, start, never, max_engine_restarts=3)
     with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node with slots of this run died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
@@ -139,18 +136,15 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
 def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
     started: list[str] = []
 
-    async def start(name: str, patient: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> Mortal:
         started.append(name)
         return Mortal(name, lives=True)
 
     async def sync(engine: Mortal) -> None:
         raise WorkerDied("rank 0 died during connect_weights")
 
-    async def stop(engine: Mortal) -> None:
-        await engine.close()
-
     client = EngineClient([Mortal("a")], deadline_s=5)
-    client.revive = EngineSupervisor(client, start=start, sync=sync, stop=stop, max_engine_restarts=3).revive
+    publisher_of(client, start, sync, max_engine_restarts=3)
     with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: rank 0 died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
@@ -159,7 +153,7 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
 @pytest.mark.fault("F29")
 def test_whoever_hangs_up_in_a_restart_does_not_end_it():
     may_start = asyncio.Event()
-    client, supervisor = supervised([Mortal("a")], 1, may_start)
+    client, publisher = supervised([Mortal("a")], 1, may_start)
 
     async def run() -> None:
         for name in ("r1", "r2"):
@@ -171,38 +165,58 @@ def test_whoever_hangs_up_in_a_restart_does_not_end_it():
         await client.generate([request("r3")])
 
     asyncio.run(run())
-    assert supervisor.restarts == 1
+    assert publisher.restarts == 1
 
 
 @pytest.mark.fault("F31")
 def test_no_engine_comes_back_in_the_middle_of_a_sync():
-    client, supervisor = supervised([Mortal("a")], budget=1)
+    survivor, may_start, may_load = Mortal("b", lives=True), asyncio.Event(), asyncio.Event()
+    client = EngineClient([Mortal("a"), survivor], deadline_s=5)
+    order: list[str] = []
+
+    async def start(name: str, wait_for_node: bool) -> Mortal:
+        await may_start.wait()
+        order.append(f"{name} starts")
+        return Mortal(name, lives=True)
+
+    async def sync(engine: Mortal) -> None:
+        await may_load.wait()
+        await give_weights(engine)
+        order.append(f"{engine.name} has weights")
+
+    publisher = publisher_of(client, start, sync, max_engine_restarts=1, pause_mode="keep")
 
     async def run() -> None:
-        async with supervisor.syncing():
-            waiting = asyncio.ensure_future(client.generate([request("r1")]))
-            await asyncio.sleep(0.02)
-            assert list(client.dead) == ["a"]
-        await waiting
-        assert supervisor.restarts == 1
+        await client.health()  # finds the dead engine
+        client.revive_dead()
+        publishing = asyncio.ensure_future(publisher.publish(1))
+        await asyncio.sleep(0.02)
+        may_start.set()
+        await asyncio.sleep(0.02)
+        assert (order, list(client.dead)) == (["a starts"], ["a"])
+        may_load.set()
+        await publishing
+        await client.revived()
 
     asyncio.run(run())
+    assert order == ["a starts", "b has weights", "a has weights"]
+    assert (client.dead, publisher.restarts) == ({}, 1)
 
 
 def test_the_living_are_left_alone():
     alive = Mortal("a", lives=True)
     alive.synced = True
-    client, supervisor = supervised([alive, Mortal("b")], budget=1)
+    client, publisher = supervised([alive, Mortal("b")], budget=1)
 
     async def run() -> None:
         await client.generate([request("r1"), request("r2")])
         assert list(client.dead) == ["b"]
-        await supervisor.revive()
+        await publisher.restart_dead()
 
     asyncio.run(run())
     assert client.engines[0] is alive
     assert len(client.engines) == 2
-    assert supervisor.restarts == 1
+    assert publisher.restarts == 1
 
 
 @pytest.mark.defect("one-restart-holds-up-all")
@@ -210,16 +224,16 @@ def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_to
     second, survivor, may_start = Mortal("b", lives=True), Mortal("c", lives=True), asyncio.Event()
     second.synced = survivor.synced = True
     started: list[str] = []
-    client, supervisor = supervised([Mortal("a"), second, survivor], 4, may_start, started)
-    client.revives_at_once = True
+    client, publisher = supervised([Mortal("a"), second, survivor], 4, may_start, started, pause_mode="keep")
 
     async def run() -> None:
         await client.generate([request("r1")])  # goes to a, and then to another
         second.lives = False
         await client.generate([request("r2"), request("r3")])  # one of them goes to b
         assert started == ["a"] and list(client.dead) == ["a", "b"]
-        async with asyncio.timeout(1), supervisor.syncing():
-            assert client.engines == [survivor]
+        async with asyncio.timeout(1):
+            await publisher.publish(1)
+        assert client.engines == [survivor]
         may_start.set()
         async with asyncio.timeout(5):
             while client.dead:
@@ -234,8 +248,7 @@ def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_ne
     async def run() -> None:
         other = Mortal("b", lives=True)
         other.synced = True
-        client, _ = supervised([Mortal("a"), other], budget=0)
-        client.revives_at_once = True
+        client, _ = supervised([Mortal("a"), other], budget=0, pause_mode="keep")
         client.revive_dead()
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.02)
@@ -250,11 +263,11 @@ def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_g
     async def run() -> tuple[dict[str, str], int]:
         other = Mortal("b", lives=True)
         other.synced = True
-        client, supervisor = supervised([Mortal("a"), other], budget=4)
-        client.revives_at_once = at_once
+        mode = "keep" if at_once else None
+        client, publisher = supervised([Mortal("a"), other], budget=4, pause_mode=mode)
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.05)
-        return client.dead, supervisor.restarts
+        return client.dead, publisher.restarts
 
     dead, restarts = asyncio.run(run())
     assert (list(dead), restarts) == (([], 1) if at_once else (["a"], 0))
@@ -266,16 +279,12 @@ def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_
         client = EngineClient([Mortal("a"), Mortal("b")], deadline_s=5)
         others_may_start = asyncio.Event()
 
-        async def start(name: str, patient: bool) -> Mortal:
+        async def start(name: str, wait_for_node: bool) -> Mortal:
             if name == "b":
                 await others_may_start.wait()
             return Mortal(name, lives=True)
 
-        async def sync(engine: Mortal) -> None:
-            engine.synced = True
-
-        supervisor = EngineSupervisor(client, start=start, sync=sync, stop=Mortal.close, max_engine_restarts=4)
-        client.revive, client.revives_at_once = supervisor.revive, True
+        publisher_of(client, start, give_weights, max_engine_restarts=4, pause_mode="keep")
         for record in client._all:
             client._mark_dead(record, EngineError("killed"))
         async with asyncio.timeout(2):
@@ -295,39 +304,35 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
 ):
     room = False
 
-    async def start(name: str, patient: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> Mortal:
         if not room:
             raise NoRoom("the others have no room.")
         return Mortal(name, lives=True)
 
-    async def sync(engine: Mortal) -> None:
-        engine.synced = True
-
     client = EngineClient([Mortal("a"), *([Mortal("b", lives=True)] if others else [])], deadline_s=5)
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, max_engine_restarts=1)
+    publisher = publisher_of(client, start, give_weights, max_engine_restarts=1)
 
     async def run() -> None:
         nonlocal room
         await client.health() if others else None
         if not others:
-            client.revive = supervisor.revive
             with pytest.raises(EnginesLost, match=r"no engine is left, and it cannot be restarted: the others have"):
                 await client.generate([request("r1")])
             return
         for _ in range(3):
-            await supervisor.revive()
-        assert (list(client.dead), supervisor.restarts) == (["a"], 0), "no restart is spent on it"
-        supervisor.restarts = 1  # others spend them all
-        await supervisor.revive()
+            await publisher.restart_dead()
+        assert (list(client.dead), publisher.restarts) == (["a"], 0), "no restart is spent on it"
+        publisher.restarts = 1  # others spend them all
+        await publisher.restart_dead()
         assert list(client.dead) == ["a"], "it stays away as before"
-        supervisor.restarts = 0
+        publisher.restarts = 0
         room = True
-        await supervisor.revive()
-        assert (client.dead, supervisor.restarts) == ({}, 1)
+        await publisher.restart_dead()
+        assert (client.dead, publisher.restarts) == ({}, 1)
 
     asyncio.run(run())
     if others:
-        away, back = [one.message for one in caplog.records if one.name == "skyrl_train.engines.supervisor"]
+        away, back = [one.message for one in caplog.records if one.name == "skyrl_train.trainer.publisher"]
         assert "a was killed) and stays away: the others have no room." in away
         assert "was restarted" in back
 
@@ -337,32 +342,28 @@ def test_of_engines_without_a_node_one_waits_for_another_node_and_none_ends_a_ru
     told: list[tuple[str, bool]] = []
     homes = {"d"}
 
-    async def start(name: str, patient: bool) -> Mortal:
-        told.append((name, patient))
+    async def start(name: str, wait_for_node: bool) -> Mortal:
+        told.append((name, wait_for_node))
         if name not in homes:
             raise NoRoom("the others have no room.")
         return Mortal(name, lives=True)
 
-    async def sync(engine: Mortal) -> None:
-        engine.synced = True
-
     last = Mortal("d", lives=True)
     client = EngineClient([Mortal("a"), Mortal("b"), Mortal("c"), last], deadline_s=5)
-    supervisor = EngineSupervisor(client, start=start, sync=sync, stop=sync, max_engine_restarts=9)
-    client.revive = supervisor.revive
+    publisher = publisher_of(client, start, give_weights, max_engine_restarts=9)
 
     async def run() -> None:
         await client.health()
-        await supervisor.revive()
+        await publisher.restart_dead()
         assert told == [("a", True), ("b", False), ("c", False)]
         told.clear()
         last.lives = False
         await client.health()
-        await supervisor.revive()
+        await publisher.restart_dead()
         assert (told[0], list(client.dead)) == (("d", True), ["a", "b", "c"])
         told.clear()
         homes.update("abc")
-        await supervisor.revive()
+        await publisher.restart_dead()
         assert client.dead == {}
 
     asyncio.run(run())

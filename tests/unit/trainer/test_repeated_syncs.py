@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +11,12 @@ import pytest
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EngineError
-from skyrl_train.experiment import publisher as builders
+from skyrl_train.experiment import engines as builders
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.publish import WeightPublisher
+from skyrl_train.trainer.publisher import WeightPublisher
+from skyrl_train.weight_sync.sync import WeightSync
+from tests.support.publishers import LearnerAtRest
 from tests.support.weight_targets import LocalTrainer
 
 
@@ -32,26 +32,6 @@ class Dying(ScriptedEngine):
         await super().receive_weights(bucket)
 
 
-class AtRest:
-    """A learner that is."""
-
-    @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[int]:
-        yield 2
-
-    async def answers(self, seconds: float) -> bool:
-        return True
-
-
-class Followed:
-    """A number of engines that is followed from the moment that `begin` is called."""
-
-    begun = 0
-
-    def begin(self) -> None:
-        self.begun += 1
-
-
 @pytest.mark.fault("F29")
 @pytest.mark.defect("syncs-that-were-repeated-are-in-no-row")
 @pytest.mark.parametrize("dying", [1, 2])
@@ -59,10 +39,10 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
     engines = [Dying(name=f"engine {index}") for index in range(2)]
     client = EngineClient(engines, deadline_s=5)
     trainer = LocalTrainer(tiny_model(vocab_size=64, hidden_size=32))
-    publisher = WeightPublisher(trainer, lambda: client.engines, route="in_process", deadline_s=5)
-    base: Any = SimpleNamespace(
-        cfg=Config(), learner=AtRest(), layout=SimpleNamespace(engines=None, time_shared=False), cluster=None
-    )
+    weight_sync = WeightSync(trainer, lambda: client.engines, route="in_process", deadline_s=5)
+    learner: Any = LearnerAtRest()
+    cluster: Any = None
+    layout: Any = SimpleNamespace(engines=None, num_slots=0)
 
     async def connect(name: str, cfg: Config) -> ScriptedEngine:
         return ScriptedEngine(name=name)
@@ -70,15 +50,12 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
     monkeypatch.setattr(builders, "connect_engine", connect)
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
-        supervisor = builders.build_supervisor(base, client, publisher, None)
-        wanted: Any = Followed()
-        publish = builders.SupervisedPublisher(base.learner, client, publisher, supervisor, wanted=wanted).publish
-        assert not wanted.begun, "no engine may join before the others have weights"
-        first = await publish(1)
-        assert wanted.begun
+        starter = builders.EngineSlots(Config(), cluster, layout)
+        publisher = WeightPublisher(learner, client, weight_sync, starter, max_engine_restarts=4)
+        first = await publisher.publish(1)
         for engine in engines[:dying]:
             engine.dies = True
-        return first, await publish(2)
+        return first, await publisher.publish(2)
 
     first, second = asyncio.run(run())
     assert second["engines/restarts"] == dying

@@ -1,4 +1,9 @@
-"""A complete weight sync: sends the trainer's weights to all engines and proves that they arrived."""
+"""One weight sync: sends the trainer's weights to the engines and verifies that they arrived.
+
+`WeightSync.sync_all` makes the calls of both ends in order: each trainer rank's `WeightSender` (sender.py) announces a
+manifest and sends buckets on a route (broadcast.py, handover.py), and each engine's `WeightReceiver` (receiver.py)
+verifies and loads them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,8 @@ import numpy as np
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.tasks import gather_all
+from skyrl_train.weight_sync.broadcast import call_off
 from skyrl_train.weight_sync.buckets import buckets, num_bytes
-from skyrl_train.weight_sync.transport import call_off
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
@@ -28,42 +33,10 @@ _ANSWER_S = 5.0
 
 
 class TrainerRanks(Protocol):
-    """All ranks of the trainer's policy.
-
-    Each rank has the methods address() -> (host, free port), connect_weights(route, address, world_size, timeout_s,
-    adapter_only), manifest(version, rehearsal), send_weights(index), weights_delivered(version) and
-    disconnect_weights(); all but the first call its WeightSender.
-    """
+    """All ranks of the trainer's policy. Each has `address() -> (host, free port)` and the calls of a `SendingRank`."""
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on every rank concurrently; results are in rank order."""
-
-
-class WeightHealth(Protocol):
-    """The part of an EngineHealth that concerns weights."""
-
-    name: str
-    version: int
-    torn: bool
-
-
-class WeightTarget(Protocol):
-    """The part of an InferenceEngine that receives weights; `receive_weights` must not block the event loop."""
-
-    capabilities: Any
-    """Has `name`, and `weight_ranks`: how many ranks of the `broadcast` group the engine occupies."""
-
-    async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None: ...
-
-    async def begin_weights(self, manifest: Manifest) -> None: ...
-
-    async def receive_weights(self, bucket: Bucket) -> None: ...
-
-    async def commit_weights(self, version: int) -> None: ...
-
-    async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]: ...
-
-    async def health(self) -> WeightHealth: ...
 
 
 @dataclass(frozen=True)
@@ -79,12 +52,14 @@ class Probe:
     """Allowed of the mean difference, in nats."""
     every_sync: bool = True
     """False: after the first sync alone, which shows whether engine and trainer compute the same."""
+    self_test: bool = False
+    """Before the first sync, altered weights are sent, which the probe must notice: see `WeightSync.self_test`."""
     engines_alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     """Engines score inside this context, which on a shared accelerator takes the trainer out of their way."""
 
 
 class _Gap(NamedTuple):
-    """Of an engine's log-probs from the trainer's, in nats."""
+    """The difference between an engine's log-probs and the trainer's, in nats."""
 
     largest: float
     mean: float
@@ -93,30 +68,36 @@ class _Gap(NamedTuple):
     20 below the others', which bfloat16 rounds to a multiple of 1/8."""
 
 
-class WeightPublisher:
-    """Syncs weights from the trainer to the engines, and keeps them connected.
+class WeightSync:
+    """Verified transfers of the trainer's weights to engines, over connections that last.
 
     A failed sync is not repeated here: the transfer group is destroyed, engines with half of the weights stay torn, and
-    the next `publish` reconnects and sends everything.
+    the next sync reconnects and sends everything.
     """
 
     def __init__(
         self,
         trainer: TrainerRanks,
-        engines: Callable[[], Sequence[WeightTarget]],
+        engines: Callable[[], Sequence[Any]],
         *,
         route: str,
         deadline_s: float,
         probe: Probe | None = None,
         folder: str = "",
-        rehearse_first: bool = False,
         adapter_only: bool = False,
     ):
-        """`engines` is called for every sync; if an engine was replaced, the group is connected again.
+        """Create the syncs of these ranks and engines; nothing is connected yet.
 
-        `folder`: for the `checkpoint` route; every engine must see it at the same path. `rehearse_first`: the first
-        publish is a `rehearse`. `adapter_only`: engines get the model once and later only its adapter; otherwise the
-        model with the adapter merged into it.
+        Args:
+            trainer: The ranks that send.
+            engines: Called for every sync; if an engine was replaced, all are connected again. They have the methods of
+                an InferenceEngine that concern weights, `score` and `health`, and none of these blocks the event loop.
+            route: One of `wire.ROUTES`.
+            deadline_s: Seconds that a sync may take.
+            probe: What to compare after a sync; None for nothing.
+            folder: For the `checkpoint` route; every engine must see it at the same path.
+            adapter_only: Engines get the model once and later only its adapter. Otherwise they get the model with the
+                adapter merged into it.
         """
         self._trainer = trainer
         self._engines = engines
@@ -124,42 +105,49 @@ class WeightPublisher:
         self._deadline_s = deadline_s
         self._probe = probe
         self._folder = folder
-        self._rehearses = rehearse_first
         self._adapter_only = adapter_only
-        self._connected: list[WeightTarget] = []
+        self._connected: list[Any] = []
         self._address = ""
         """Of the transfer group (broadcast)."""
         self._phase = ""
-        self.metrics: dict[str, float] = {}
-        """Of the last sync that succeeded."""
-        self._compared = False
-        """Whether the probe has passed once."""
+        """What a sync is at, for the error if its deadline passes."""
+        self._self_test_due = probe is not None and probe.self_test
+        self._probe_passed = False
         self._made_by: tuple[int, int] | None = None
         """A version that was announced, and the optimizer steps that made it."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last sync that succeeded."""
 
-    async def publish(self, version: int) -> dict[str, float]:
-        """Sync the weights as `version`; returns metrics.
+    async def sync_all(self, version: int) -> dict[str, float]:
+        """Send the weights to all engines as `version`, and verify them; returns metrics.
 
         Raises WeightSyncError naming engine and tensor, DeadlineExceeded naming the phase, or the engine's own error.
         """
-        if self._rehearses:
-            self._rehearses = False
-            return await self.rehearse(version)
-        return await self._publish(version, list(self._engines()))
+        if self._self_test_due:
+            self._self_test_due = False
+            return await self.self_test(version)
+        return await self._sync(version, list(self._engines()))
 
-    async def rehearse(self, version: int) -> dict[str, float]:
-        """Test the probe before the first step: altered weights must change its log-probs, true ones must restore them.
+    async def sync_one(self, engine: Any, version: int) -> dict[str, float]:
+        """Sync a single engine, which has just been started or did not complete the last sync; returns metrics."""
+        # This engine may lack what the others hold: send everything, over a new connection.
+        await self._disconnect()
+        metrics = await self._sync(version, [engine])
+        self._connected = []
+        return metrics
 
-        Ends with the true weights live as `version`. Without a probe of every sync it is a `publish`. Raises
-        WeightSyncError if the probe does not notice altered weights, as then it would not notice a failed sync either.
+    async def self_test(self, version: int) -> dict[str, float]:
+        """Test the probe: altered weights must change the engines' log-probs, and true ones must restore them.
+
+        Ends with the true weights live as `version`; returns the metrics of that sync. Raises WeightSyncError if the
+        probe does not notice altered weights: then it would not notice a failed sync either.
         """
-        if self._probe is None or not self._probe.every_sync:
-            return await self.publish(version)
+        assert self._probe is not None and self._probe.every_sync, "it tests a probe of every sync"
         engines = list(self._engines())
         async with self._all_or_nothing(version, engines):
-            await self._transfer(version, engines, rehearsal=True)
+            await self._transfer(version, engines, altered=True)
             gaps = await self._probe_gaps(self._probe, engines)
-        metrics = await self.publish(version)
+        metrics = await self._sync(version, engines)
         parity, mean = metrics["weights/probe_gap"], metrics["weights/probe_gap_mean"]
         for name, gap in gaps.items():
             if not (gap.largest > 10 * parity or gap.mean > 10 * mean):  # one unlikely token may be far off as it is
@@ -171,30 +159,22 @@ class WeightPublisher:
         self.metrics = metrics | {"weights/rehearsal_gap": min(gap.largest for gap in gaps.values())}
         return self.metrics
 
-    async def publish_to(self, engine: WeightTarget, version: int) -> dict[str, float]:
-        """Sync a single engine, which has just been started or did not complete the last sync; returns metrics."""
-        # This engine may lack what the others hold: send everything, over a new connection.
-        await self._disconnect()
-        metrics = await self._publish(version, [engine])
-        self._connected = []
-        return metrics
-
-    async def _publish(self, version: int, engines: list[WeightTarget]) -> dict[str, float]:
+    async def _sync(self, version: int, engines: list[Any]) -> dict[str, float]:
         async with self._all_or_nothing(version, engines):
-            manifest, count = await self._transfer(version, engines)
-            gap = await self._check(version, engines)
-        metrics = {
+            manifest, num_buckets = await self._transfer(version, engines)
+            gap = await self.check(version, engines)
+        self.metrics = {
             "weights/version": float(version),
             "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
-            "weights/buckets": float(count),
+            "weights/buckets": float(num_buckets),
         }
         if gap is not None:
-            metrics |= {"weights/probe_gap": gap.largest, "weights/probe_gap_mean": gap.mean}
-        self.metrics = metrics
+            self.metrics |= {"weights/probe_gap": gap.largest, "weights/probe_gap_mean": gap.mean}
         return self.metrics
 
     @asynccontextmanager
-    async def _all_or_nothing(self, version: int, engines: Sequence[WeightTarget]) -> AsyncIterator[None]:
+    async def _all_or_nothing(self, version: int, engines: Sequence[Any]) -> AsyncIterator[None]:
+        """Bound a sync by the deadline, disconnect the trainer if it fails, and name an engine that was lost."""
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
                 yield
@@ -206,49 +186,24 @@ class WeightPublisher:
                 raise EngineError(f"engine {lost!r} was lost at {self._phase}: {error}") from error
             raise
 
-    async def check(self, version: int) -> None:
-        """Check that every engine reports to serve `version` completely; with a probe also its log-probs.
+    # -- sending -----------------------------------------------------------------------------------------------------
 
-        Raises WeightSyncError naming an engine that differs.
-        """
-        await self._check(version, list(self._engines()))
-
-    async def _check(self, version: int, engines: Sequence[WeightTarget]) -> _Gap | None:
-        """Returns what the probe found, if it was asked."""
-        self._phase = "engines naming their version"
-        health = await gather_all(engine.health() for engine in engines)
-        for one in health:
-            if one.torn or one.version != version:
-                state = "is torn" if one.torn else f"serves version {one.version}"
-                raise WeightSyncError(
-                    f"engine {one.name} {state}, but the trainer is at version {version}: sync it first."
-                )
-        probe = self._probe
-        if probe is None or (self._compared and not probe.every_sync):
-            return None
-        gaps = await self._probe_gaps(probe, engines)
-        for name, gap in gaps.items():
-            _check_gap(name, gap, probe, version)
-        self._compared = True
-        return _Gap(*(max(found) for found in zip(*gaps.values(), strict=True)))
-
-    async def _transfer(
-        self, version: int, engines: list[WeightTarget], rehearsal: bool = False
-    ) -> tuple[Manifest, int]:
+    async def _transfer(self, version: int, engines: list[Any], altered: bool = False) -> tuple[Manifest, int]:
+        """Send the weights, or altered ones for a self-test; returns the manifest and the number of buckets."""
         if not engines:
             raise WeightSyncError("no inference engine is alive: there is nobody to send weights to.")
         await self._connect(engines)
         self._phase = "the trainer's manifest"
-        manifest: Manifest = (await self._trainer.all("manifest", version, rehearsal))[0]
+        manifest: Manifest = (await self._trainer.all("manifest", version, altered))[0]
         self._check_trainer(manifest)
         self._phase = "engines checking the manifest"
         await gather_all(engine.begin_weights(manifest) for engine in engines)
-        cut = buckets(manifest)
-        await (self._broadcast(cut, engines) if self._route == "broadcast" else self._hand_over(cut, engines))
+        planned = buckets(manifest)
+        await (self._broadcast(planned, engines) if self._route == "broadcast" else self._hand_over(planned, engines))
         self._phase = "engines checking what they hold"
         await gather_all(engine.commit_weights(version) for engine in engines)
         await self._trainer.all("weights_delivered", version)
-        return manifest, len(cut)
+        return manifest, len(planned)
 
     def _check_trainer(self, manifest: Manifest) -> None:
         """Raises WeightSyncError for weights that are not finite, or not those that this version had before."""
@@ -263,14 +218,14 @@ class WeightPublisher:
             )
         self._made_by = version, updates
 
-    async def _broadcast(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
+    async def _broadcast(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
         """Trainer and engines take part in a collective for every bucket; nobody waits for others between them."""
         under_way = dict.fromkeys(range(len(engines) + 1), 0)
 
         async def take_part(who: int, act: Callable[[Bucket], Awaitable[Any]]) -> None:
-            for bucket in cut:
+            for bucket in planned:
                 under_way[who] = bucket.index
-                self._name_bucket(cut[min(under_way.values())], cut)  # the slowest one's
+                self._name_bucket(planned[min(under_way.values())], planned)  # the slowest one's
                 await act(bucket)
             del under_way[who]
 
@@ -280,12 +235,12 @@ class WeightPublisher:
         acts = [send, *(engine.receive_weights for engine in engines)]
         await gather_all(take_part(who, act) for who, act in enumerate(acts))
 
-    async def _hand_over(self, cut: Sequence[Bucket], engines: Sequence[WeightTarget]) -> None:
+    async def _hand_over(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
         """The trainer's answer contains a bucket or its location; it prepares the next one while engines load it."""
-        offers = asyncio.ensure_future(self._offer(cut[0])) if cut else None
+        offers = asyncio.ensure_future(self._offer(planned[0])) if planned else None
         try:
-            for bucket, following in zip(cut, [*cut[1:], None], strict=True):
-                self._name_bucket(bucket, cut)
+            for bucket, following in zip(planned, [*planned[1:], None], strict=True):
+                self._name_bucket(bucket, planned)
                 assert offers is not None
                 offered = await offers
                 offers = asyncio.ensure_future(self._offer(following)) if following else None
@@ -298,10 +253,10 @@ class WeightPublisher:
         answers = [answer for answer in await self._trainer.all("send_weights", bucket.index) if answer is not None]
         return replace(answers[0], handles=tuple(handle for answer in answers for handle in answer.handles))
 
-    def _name_bucket(self, bucket: Bucket, cut: Sequence[Bucket]) -> None:
-        self._phase = f"bucket {bucket.index + 1} of {len(cut)} ({bucket.names[0]}...)"
+    def _name_bucket(self, bucket: Bucket, planned: Sequence[Bucket]) -> None:
+        self._phase = f"bucket {bucket.index + 1} of {len(planned)} ({bucket.names[0]}...)"
 
-    async def _connect(self, engines: list[WeightTarget]) -> None:
+    async def _connect(self, engines: list[Any]) -> None:
         if len(engines) == len(self._connected) and all(a is b for a, b in zip(engines, self._connected, strict=True)):
             return
         self._phase = "connecting trainer and engines"
@@ -338,17 +293,40 @@ class WeightPublisher:
         for task in done:
             task.exception()
 
-    async def _probe_gaps(self, probe: Probe, engines: Sequence[WeightTarget]) -> dict[str, _Gap]:
-        """By the engines' names."""
+    # -- verifying ---------------------------------------------------------------------------------------------------
+
+    async def check(self, version: int, engines: Sequence[Any]) -> _Gap | None:
+        """Check that these engines serve `version` completely, and compare log-probs if the probe is due.
+
+        Returns the largest gaps that the probe found. Raises WeightSyncError naming an engine that differs.
+        """
+        self._phase = "engines naming their version"
+        for health in await gather_all(engine.health() for engine in engines):
+            if health.torn or health.version != version:
+                state = "is torn" if health.torn else f"serves version {health.version}"
+                raise WeightSyncError(
+                    f"engine {health.name} {state}, but the trainer is at version {version}: sync it first."
+                )
+        probe = self._probe
+        if probe is None or (self._probe_passed and not probe.every_sync):
+            return None
+        gaps = await self._probe_gaps(probe, engines)
+        for name, gap in gaps.items():
+            _check_gap(name, gap, probe, version)
+        self._probe_passed = True
+        return _Gap(*(max(found) for found in zip(*gaps.values(), strict=True)))
+
+    async def _probe_gaps(self, probe: Probe, engines: Sequence[Any]) -> dict[str, _Gap]:
+        """Return the gap of each engine, by its name."""
         self._phase = "the log-prob probe"
-        names = [one.name for one in await gather_all(engine.health() for engine in engines)]
-        wanted = await probe.trainer_score(probe.token_ids)
+        names = [health.name for health in await gather_all(engine.health() for engine in engines)]
+        expected = await probe.trainer_score(probe.token_ids)
         async with probe.engines_alone():
             answers = await gather_all(engine.score(probe.token_ids) for engine in engines)
-        return {name: _gap(wanted, answer) for name, answer in zip(names, answers, strict=True)}
+        return {name: _gap(expected, answer) for name, answer in zip(names, answers, strict=True)}
 
 
-async def _lost(engines: Sequence[WeightTarget]) -> str | None:
+async def _lost(engines: Sequence[Any]) -> str | None:
     """The name of an engine that does not answer: in a collective its peers fail first, and do not know which it is."""
     answers = asyncio.gather(*(engine.health() for engine in engines), return_exceptions=True)
     with suppress(TimeoutError):
@@ -359,9 +337,9 @@ async def _lost(engines: Sequence[WeightTarget]) -> str | None:
     return None
 
 
-def _gap(wanted: list[list[float]], got: list[list[float]]) -> _Gap:
+def _gap(expected: list[list[float]], found: list[list[float]]) -> _Gap:
     """A NaN anywhere makes both NaN, which no tolerance allows."""
-    pairs = [pair for mine, theirs in zip(wanted, got, strict=True) for pair in zip(mine, theirs, strict=True)]
+    pairs = [pair for mine, theirs in zip(expected, found, strict=True) for pair in zip(mine, theirs, strict=True)]
     trainers, engines = np.array(pairs).T
     differences = np.abs(trainers - engines)
     relative = differences / np.maximum(np.abs(trainers), 1)

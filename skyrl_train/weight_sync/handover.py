@@ -1,23 +1,34 @@
-"""The `ipc` route: a bucket is in memory that trainer and engine, on one machine, both map. Both ends are here.
+"""The routes that hand a bucket over, with both of their ends.
 
-Accelerators copy when they get to it. Neither process waits for the other's queue, so each end waits for its own copies
-before it lets the other one have a page: the trainer for what fills it, the engine for what reads it.
+`ipc`: it is in memory that trainer and engine, on one machine, both map. `checkpoint`: it is a safetensors file in a
+folder that they share.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.wire import SharedHandle
 
 _NAME = "skyrl-weights"
+
+# -- ipc
+#
+# Accelerators copy when they get to it. Neither process waits for the other's queue, so each end waits for its own
+# copies before it lets the other one have a page: the trainer for what fills it, the engine for what reads it.
 
 
 @dataclass
@@ -67,8 +78,6 @@ class SharedPages:
     def _new(self, place: int, size: int) -> _Page:
         handle = SharedHandle(self._slot, size, place=place, key=uuid4().hex)
         if self._device.type == "cuda":
-            from torch.multiprocessing.reductions import reduce_tensor
-
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             return _Page(buffer, replace(handle, cuda=reduce_tensor(buffer)), None)
         file = _memory_file()
@@ -105,12 +114,16 @@ class MappedPages:
             self._pages[handle.place] = handle.key, page
         return page[: handle.size]
 
+    def wait_until_read(self) -> None:
+        """Wait for this process's copies out of the pages, which the trainer may then fill again."""
+        wait_for_copies(self._device)
+
     def close(self) -> None:
         self._pages = {}
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Returns once all that this thread has queued on the device is done."""
+    """Wait for everything that this thread has queued on the device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -149,3 +162,43 @@ def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, .
     mine = list(arguments)
     mine[device_index] = torch.cuda.current_device() if device.index is None else device.index
     return tuple(mine)
+
+
+# -- checkpoint
+
+
+class BucketFolder:
+    """The trainer's end: one folder per version, deleted when the next one begins or the sender closes."""
+
+    def __init__(self, folder: str):
+        self._root = Path(folder)
+        self._current: Path | None = None
+
+    def write(self, version: int, index: int, tensors: Sequence[tuple[str, Tensor]]) -> str:
+        """Write a bucket; returns the file's path. Raises WeightSyncError if it cannot be written."""
+        folder = self._root / f"version_{version}"
+        if folder != self._current:
+            self.close()
+            shutil.rmtree(folder, ignore_errors=True)
+        path = folder / f"bucket_{index:05d}.safetensors"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._current = folder
+            save_file({name: tensor.contiguous() for name, tensor in tensors}, path)
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"bucket {index} could not be written to {path}: {error}") from error
+        return str(path)
+
+    def close(self) -> None:
+        """Delete the current folder."""
+        if self._current is not None:
+            shutil.rmtree(self._current, ignore_errors=True)
+            self._current = None
+
+
+def read_bucket(path: str, device: torch.device) -> dict[str, Tensor]:
+    """The engine's end: read a bucket. Raises WeightSyncError for a missing or incomplete file."""
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"{path} cannot be read: {error}") from error
