@@ -263,6 +263,11 @@ class RunClock:
         self._start()
         return max(0.0, time.monotonic() - started)
 
+    def clear(self) -> None:
+        """No request is under way any more."""
+        self._waiting.clear()
+        self._running.clear()
+
     def late(self) -> list[str]:
         """The requests whose deadline has passed."""
         now = time.monotonic()

@@ -251,8 +251,7 @@ class Scheduler:
 
     def fail(self, error: Exception) -> None:
         """Drop all running and queued requests: their callers get `error`."""
-        for row in (*self._rows, *self._queue):
-            self._clock.remove(row.request.request_id)
+        self._clock.clear()  # also of those that were being admitted, which are in neither list
         self._rows, self._batch = [], None
         self._queue.clear()
         self._transcript = Transcript()

@@ -496,6 +496,23 @@ def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
     assert asyncio.run(run())[0].stop_reason == "length"
 
 
+def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
+    late = replace(_request(max_tokens=4000), deadline_s=0.2)
+
+    async def run():
+        async with _engine(max_num_seqs=1) as engine:
+            prefill = engine._served.prefill
+            engine._served.prefill = _broken  # type: ignore[method-assign,assignment]
+            with pytest.raises(EngineError, match=r"'transformers' failed: ZeroDivisionError"):
+                await engine.generate([late])
+            engine._served.prefill = prefill  # type: ignore[method-assign]
+            return await engine.generate([late])
+
+    (completion,) = asyncio.run(run())
+    assert completion.stop_reason == "abort"
+    assert completion.running_s >= 0.2
+
+
 def test_weights_that_are_not_finite_are_an_error_not_tokens():
     model = tiny_model(hidden_size=32)
 
