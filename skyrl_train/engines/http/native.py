@@ -233,7 +233,7 @@ class NativeEngine:
 
     def _landed(self, entry: _NativeRequest) -> None:
         entry.flight = None
-        if self.lifecycle.state is EngineState.DRAINING and not any(other.flight for other in self._entries.values()):
+        if not any(other.flight for other in self._entries.values()):
             self.lifecycle.finish_draining()
 
     def _room(self, entry: _NativeRequest) -> int:

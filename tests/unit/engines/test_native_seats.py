@@ -1,8 +1,9 @@
-"""A server's seats, of which requests that end while they get one leave none taken."""
+"""A server's seats, and pauses that wait for the requests in them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine, _NativeRequest
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, Lifecycle
 
 SEATS = 2
 
@@ -39,5 +41,38 @@ def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(ticks: int, end: str):
         async with asyncio.timeout(1):
             for _ in range(SEATS):
                 await engine._seats.acquire()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lifecycle: None,
+        Lifecycle.pause,
+        lambda lifecycle: lifecycle.sleep(MEMORY_TAGS),
+        lambda lifecycle: setattr(lifecycle, "partially_loaded", True),
+        Lifecycle.close,
+    ],
+    ids=["nothing", "pause", "sleep", "weights", "close"],
+)
+def test_pause_wait_ends_with_the_last_request_whatever_happens_to_the_engine_meanwhile(
+    change: Callable[[Lifecycle], object],
+):
+    server: Any = SimpleNamespace(connection=SimpleNamespace(name="native"), max_model_len=64)
+
+    async def run() -> None:
+        engine = NativeEngine(server, model="m", dtype="float32", device="cpu", folder="f")
+        engine._checks = SimpleNamespace(pause=lambda mode: None)  # type: ignore[assignment]
+        entry = _NativeRequest(SampleRequest("r", token_array((1, 2)), SamplingParams(max_tokens=4), 0))
+        engine._entries["r"] = entry
+        entry.flight = asyncio.ensure_future(asyncio.sleep(0, None))  # type: ignore[arg-type]
+        pausing = asyncio.ensure_future(engine.pause("wait"))
+        await asyncio.sleep(0.01)
+        assert not pausing.done()
+        change(engine.lifecycle)
+        engine._landed(entry)
+        async with asyncio.timeout(1):
+            await pausing
 
     asyncio.run(run())
