@@ -72,7 +72,7 @@ class Traffic:
         self._scheduler = asyncio.Lock()
         """Held while the scheduler's state changes, or must not change."""
         self._memory_changes = asyncio.Lock()
-        """Held while memory is freed or allocated."""
+        """Held while memory is freed or allocated, or must not be; before `_scheduler`."""
 
     @property
     def running(self) -> int:
@@ -237,8 +237,8 @@ class Traffic:
 
     async def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of all tokens but the first of each sequence, even while paused."""
-        self._lifecycle.check_serving(only_weights=True)
-        async with self._scheduler:
+        async with self._memory_changes, self._scheduler:
+            self._lifecycle.check_serving(only_weights=True)
             borrows = "kv_cache" in self._lifecycle.asleep and not self._on_cpu
             if borrows:
                 await self._memory("resume", {"kv_cache"})
@@ -272,7 +272,7 @@ class Traffic:
         drained = self._lifecycle.pause(busy=mode == "wait" and self.running > 0)
         if mode == "abort":
             await self.abort(list(self._entries))
-        elif mode != "wait":
+        elif drained.done():
             await self._stop("retract" if mode == "retract" else "in_place")
         await result_of(drained)
 
