@@ -391,9 +391,11 @@ class Trainer(TrainingLoop):
 
     async def close(self) -> None:
         """End the rollouts that are under way, and the engines that are starting."""
-        await self.collector.close()
-        if self.scaler is not None:
-            await self.scaler.end()
+        try:
+            await self.collector.close()
+        finally:
+            if self.scaler is not None:
+                await self.scaler.end()
 
     async def _evaluate(self) -> None:
         evaluator = self.evaluator
