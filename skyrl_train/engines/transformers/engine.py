@@ -137,6 +137,7 @@ class TransformersEngine(SteppedEngine):
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
+        self.lifecycle.check_alive()  # a lost device must not be asked for its memory
         return self.lifecycle.health(
             self._receiver.version,
             running=self._scheduler.running,
