@@ -65,7 +65,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class SharedHandle:
-    """Memory of another process on this machine; see ipc.py."""
+    """Memory of another process on this machine; see handover.py."""
 
     slot: int
     """The slot of the trainer rank that offers it: an engine takes the one in its own slot."""
