@@ -39,6 +39,7 @@ from skyrl_train.models.composite import checkpoint_config
 from skyrl_train.models.export import name_files, save_checkpoint_tensors
 from skyrl_train.models.loading import load_tokenizer, meta_model
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
+from skyrl_train.tasks import unwatched
 from skyrl_train.weight_sync.receiver import WeightReceiver, refuse_adapter
 from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
 
@@ -418,6 +419,10 @@ class NativeEngine:
         await self._transfer(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
+        """See InferenceEngine. It completes even if its caller is cancelled: no request runs while the server loads."""
+        await asyncio.shield(unwatched(asyncio.ensure_future(self._commit(version))))
+
+    async def _commit(self, version: int) -> None:
         async with self._idle():
             await self._transfer(self._receiver.commit, version)
             self.lifecycle.weights_loaded()

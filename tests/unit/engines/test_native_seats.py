@@ -1,8 +1,9 @@
-"""A server's seats, and pauses that wait for the requests in them."""
+"""A server's seats, pauses that wait for the requests in them, and commits that nobody waits for any more."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine, _NativeRequest
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, Lifecycle
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle
 
 SEATS = 2
 
@@ -74,5 +75,37 @@ def test_pause_wait_ends_with_the_last_request_whatever_happens_to_the_engine_me
         engine._landed(entry)
         async with asyncio.timeout(1):
             await pausing
+
+    asyncio.run(run())
+
+
+def test_a_commit_whose_caller_is_gone_holds_requests_to_its_end():
+    server: Any = SimpleNamespace(connection=SimpleNamespace(name="native"), max_model_len=64)
+    may_load = threading.Event()
+
+    class Receiver:
+        torn, version = False, 0
+
+        def commit(self, version: int) -> None:
+            self.torn = True
+            may_load.wait()
+            self.torn, self.version = False, version
+
+    async def run() -> None:
+        engine = NativeEngine(server, model="m", dtype="float32", device="cpu", folder="f")
+        receiver: Any = Receiver()
+        engine._receiver = receiver
+        engine._settle()
+        committing = asyncio.ensure_future(engine.commit_weights(1))
+        await asyncio.sleep(0.02)
+        committing.cancel()
+        with suppress(asyncio.CancelledError):
+            await committing
+        await asyncio.sleep(0.02)
+        assert not engine._open.is_set()
+        may_load.set()
+        async with asyncio.timeout(1):
+            await engine._open.wait()
+        assert (engine.lifecycle.state, receiver.version) == (EngineState.RUNNING, 1)
 
     asyncio.run(run())
