@@ -88,7 +88,7 @@ def test_a_commit_whose_caller_is_gone_holds_requests_to_its_end():
 
         def commit(self, version: int) -> None:
             self.torn = True
-            may_load.wait()
+            may_load.wait(5)
             self.torn, self.version = False, version
 
     async def run() -> None:
