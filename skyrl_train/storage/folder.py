@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skyrl_train.config.sources import is_relative_name
-from skyrl_train.durable import replacing
+from skyrl_train.durable import open_new, replacing
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.places import check_address, storage_errors
 
@@ -193,10 +193,14 @@ class StoredFolder:
 
     def _create(self, target: Path, content: bytes) -> bool:
         """Write a file of a disk; False if it exists."""
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._files.pipe_file(str(target), content, mode="create")
+            file = open_new(target)  # fsspec looks first and creates then: two processes could take one lock
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(content)
         except BaseException:
             target.unlink(missing_ok=True)
             raise

@@ -176,6 +176,7 @@ def upload(
                     raise
                 arrived[f"{name}/{key}"] = wanted
         keys.add(key)
+        content["files"][file].pop("key", None)  # of where it was downloaded from
         if key != file:
             content["files"][file]["key"] = key
     stored = json.dumps(content, indent=1).encode()

@@ -120,6 +120,7 @@ class Mirror:
                 if self._has_place(name):
                     self.store.get(name, self.local / name)
         self._remember(*stored.values())
+        there = self.store.find()  # again: a manifest that was on its way may have arrived during the downloads
         for folder in {folder for name in there if _STEP.fullmatch(folder := name.partition("/")[0])}:
             if not {f"{folder}/{MANIFEST_FILE}", f"{folder}/{SET_ASIDE_FILE}"} & there.keys():
                 # What an interrupted upload left: nobody can read it.
@@ -201,11 +202,11 @@ class Mirror:
             _log.warning("%s/global_step_%d is from before this run went back to an earlier step: its manifest is "
                          "now %s.", self.store.address, other, SET_ASIDE_FILE)  # fmt: skip
         with self._turn:
-            if left:  # more may have been left behind meanwhile
-                more = {one: version for one, version in self._left_behind().items() if left.get(one) != version}
+            # more may have been left behind meanwhile
+            more = {one: version for one, version in self._left_behind().items() if left.get(one) != version}
+            if left:
                 write_durably(self.local / LEFT_BEHIND_FILE, json.dumps(more))
-                there = {one: version for one, version in there.items() if more.get(one) != version}
-            self._stored = there
+            self._stored = there = {one: version for one, version in there.items() if more.get(one) != version}
         self.store.write(LATEST_FILE, str(max(there, default=step)).encode())
         for old in [*there][: -self._max_ckpts_to_keep] if self._max_ckpts_to_keep > 0 else ():
             discard(self.store, f"global_step_{old}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
@@ -129,6 +130,21 @@ def test_one_of_those_who_have_seen_the_same_writes(address: str):
     seen = store.version("name")
     store.delete(["name"])
     assert not store.write_if("name", b"third", seen) and store.version("name") is None
+
+
+def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
+    barrier = threading.Barrier(16)
+    stores = [StoredFolder(f"file://{tmp_path}/run") for _ in range(barrier.parties)]
+
+    def create(number: int) -> bool:
+        barrier.wait()
+        return stores[number].write_if(".lock", b"%d" % number, None)
+
+    with ThreadPoolExecutor(barrier.parties) as threads:
+        for _ in range(20):
+            written = list(threads.map(create, range(barrier.parties)))
+            assert sum(written) == 1 and stores[0].read(".lock") == b"%d" % written.index(True)
+            stores[0].delete([".lock"])
 
 
 @pytest.mark.usefixtures("quick_leases")
