@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
-from skyrl_train.engines.http.schema import Body
+from skyrl_train.engines.http.schema import FEW, Body
 
 
 class Unsupported:
@@ -116,7 +116,7 @@ class CompletionBody(Body):
 class ChatBody(CompletionBody):
     """POST /v1/chat/completions"""
 
-    messages: list[Annotated[ChatMessage, BeforeValidator(_without_empty)]]
+    messages: Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], FEW]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     # Beyond OpenAI's, under vLLM's names.
@@ -130,7 +130,7 @@ class ChatBody(CompletionBody):
 class TextBody(CompletionBody):
     """POST /v1/completions"""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[int] | list[str] | Annotated[list[list[int]], FEW]
     logprobs: int | None = None
     """0 gives the sampled tokens' own; more are refused."""
     echo: bool = False

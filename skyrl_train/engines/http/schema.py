@@ -13,11 +13,13 @@ from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator, to_json
 
 MAX_MEMBERS = 4096
 """Members of one JSON object. Every unknown member costs an error of its own."""
+FEW = Field(max_length=1 << 16)
+"""Annotation of a list of lists or objects: pydantic lets no other thread run while it makes a million of them."""
 
 
 class Body:
@@ -146,13 +148,17 @@ _EXPECTED = {
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
+    "too_long": "at most {max_length} items",
     "literal_error": "one of {expected}",
 }
 
 
 def _malformed(error: ValidationError, kind: Any, given: Any) -> Malformed:
     """Describe the first member that is wrong; one that is not known comes first, as it explains more."""
+    if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
+        return Malformed("", f"is not JSON: {error.errors()[0]['ctx']['error']}.")  # Python is less strict
     details = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")
+    details = [one for one in details if one["type"] == "too_long"] or details  # it was refused for nothing else
     member = details[0]["loc"][:1]
     placed = [(_path(one["loc"], given, one["type"] == "missing"), one) for one in details if one["loc"][:1] == member]
     param = max((path for path, _ in placed), key=len)  # of several alternatives the one that fits furthest

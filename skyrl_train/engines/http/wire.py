@@ -19,7 +19,7 @@ from pydantic_core import core_schema
 
 from skyrl_train.data.arrays import JsonList, Tokens
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest, SamplingParams
-from skyrl_train.engines.http.schema import Body, Malformed, below
+from skyrl_train.engines.http.schema import FEW, Body, Malformed, below
 from skyrl_train.engines.sampling import normalise
 from skyrl_train.errors import (
     ConfigError,
@@ -95,7 +95,7 @@ class NoArguments(Arguments):
 
 @dataclass(frozen=True, slots=True)
 class Generate(Arguments):
-    requests: list[SampleRequest]
+    requests: Annotated[list[SampleRequest], FEW]
 
     def checked(self, limits: Limits) -> Generate:
         count = within(len(self.requests), limits.requests, "requests", "requests in one call", least=0)
@@ -115,7 +115,7 @@ class Generate(Arguments):
 
 @dataclass(frozen=True, slots=True)
 class Score(Arguments):
-    token_ids: list[list[int]]
+    token_ids: Annotated[list[list[int]], FEW]
     temperature: Annotated[float, Field(gt=0)] = 1.0
 
     def checked(self, limits: Limits) -> Score:

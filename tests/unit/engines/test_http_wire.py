@@ -183,6 +183,12 @@ def test_numbers_that_are_not_finite_travel_as_null():
     assert np.array_equal(_result(Completion, completion).logprobs, numbers, equal_nan=True)
 
 
+@pytest.mark.parametrize("answer", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
+def test_an_answer_that_is_none_is_malformed(answer: str):
+    with pytest.raises(Malformed):
+        read(REMOTE_METHODS["generate"].answer, answer.encode())
+
+
 def test_tensors_do_not_travel():
     with pytest.raises(PydanticSerializationError, match="Tensor"):
         write_json(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
