@@ -12,8 +12,9 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from skyrl_train.config.secrets import redact
 from skyrl_train.environments.pool import CLOSE_GRACE_S, EnvironmentPool, Episode, WorkerPool
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, EnvironmentHostsLost, SkyRLError
 from skyrl_train.tasks import unwatched, within
@@ -50,11 +51,19 @@ class EnvironmentHost(WorkerPool):
 
     async def call_episode(
         self, number: int, env_class: str, history: Sequence[bytes], op: str, frame: bytes
-    ) -> dict[str, Any]:
-        """Return the answer to a packed call. `history` rebuilds an episode that is new to this host."""
+    ) -> dict[str, Any] | EnvironmentFailure | ConfigError:
+        """Return the answer to a packed call. `history` rebuilds an episode that is new to this host.
+
+        A failure is returned, too: Ray cannot carry an error that is raised if its text holds a lone surrogate.
+        """
         if number not in self._episodes:
             self._episodes[number] = Episode(self, number, env_class, history=list(history))
-        return await self.send(self._episodes[number], op, frame)
+        try:
+            return await self.send(self._episodes[number], op, frame)
+        except (EnvironmentFailure, ConfigError) as failure:
+            return failure.with_traceback(None)
+        except Exception as error:  # each call is answered, whatever goes wrong with one
+            return EnvironmentFailure(type(error).__name__, str(error))
 
     async def end_episode(self, number: int) -> None:
         """Queue the environment's `close`."""
@@ -186,17 +195,11 @@ class HostPool(EnvironmentPool):
                 episode.place, history = host, tuple(episode.history)
             self._refuse_failed(episode)
             host = episode.place
-            call = host.remote.call_within(
-                math.inf, "call_episode", episode.number, episode.env_class, history, op, frame
-            )
-            episode.under_way = unwatched(asyncio.ensure_future(call))
-            await asyncio.wait([episode.under_way])  # it goes on if this is cancelled
+            call = unwatched(asyncio.ensure_future(self._call(host, episode, history, op, frame)))
+            episode.under_way = call
+            await asyncio.wait([call])  # it goes on if this is cancelled
             try:
-                reply: dict[str, Any] = episode.under_way.result()
-            except EnvironmentFailure as failure:
-                episode.fail(self._failure(failure.kind, failure.detail))
-            except ConfigError as failure:
-                episode.fail(failure)
+                reply = call.result()
             except (Exception, asyncio.CancelledError) as error:  # the latter from `_Host.lose`
                 self._lose(host, error)
                 episode.lost_calls += 1
@@ -204,9 +207,26 @@ class HostPool(EnvironmentPool):
                     detail = f"{episode.env_class} in {op}: its host was lost {MAX_LOST_CALLS} times"
                     episode.fail(EnvironmentFailure("environment_died", detail))
             else:
-                episode.history.append(frame)
-                episode.replayable = reply.get("replayable", episode.replayable)
-                return reply
+                if reply is not None:
+                    return reply
+
+    async def _call(
+        self, host: _Host, episode: Episode, history: Sequence[bytes], op: str, frame: bytes
+    ) -> dict[str, Any] | None:
+        """Return the answer of a host, and record it; None if the episode has failed."""
+        reply = await host.remote.call_within(
+            math.inf, "call_episode", episode.number, episode.env_class, history, op, frame
+        )
+        if isinstance(reply, EnvironmentFailure):
+            episode.fail(self._failure(reply.kind, reply.detail))
+            return None
+        if isinstance(reply, ConfigError):
+            episode.fail(reply)
+            return None
+        if episode.place is host:
+            episode.history.append(frame)
+            episode.replayable = reply.get("replayable", episode.replayable)
+        return cast(dict[str, Any], reply)
 
     async def _choose(self, episode: Episode) -> _Host:
         """Return the host with the fewest episodes. Raises EnvironmentHostsLost if there is none for `deadline_s`."""
@@ -235,17 +255,20 @@ class HostPool(EnvironmentPool):
                     opened.set_result(None)
                 while True:
                     for warning in await self._beat(host):
-                        log.warning("%s: %s", host.remote.name, warning)
+                        # the host knows only the secrets of its own node
+                        log.warning("%s: %s", host.remote.name, redact(warning))
             except asyncio.CancelledError:
                 if host is not None and host not in self.hosts:  # else `close` ends it
                     host.remote.kill()
                 raise
             except Exception as error:
-                if host is not None:
-                    self._lose(host, error)
                 if not opened.done():  # what is wrong now is wrong for ever
+                    if host is not None:
+                        host.lose()
                     opened.set_exception(error)
                     return
+                if host is not None:
+                    self._lose(host, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_RESTART_S)
 

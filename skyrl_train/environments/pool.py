@@ -68,7 +68,7 @@ class Episode:
     """Calls that were answered, as they were sent."""
     failure: Exception | None = None
     """What every later call raises."""
-    under_way: asyncio.Task[dict[str, Any]] | None = None
+    under_way: asyncio.Task[Any] | None = None
     """The last call to a host."""
     lost_calls: int = 0
     """Calls that were under way in a host when it was lost."""

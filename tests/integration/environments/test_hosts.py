@@ -84,7 +84,7 @@ def test_episodes_fail_hang_and_go_on_in_hosts_as_they_do_beside_the_driver(clus
         neighbour = await opened(pool, "Counter", name="Bo")
         assert neighbour.messages[-1]["content"] == "start Bo"
         await neighbour.step("one")
-        texts = ["raises", "nan", "list", "text observations", "dies", "hangs"]
+        texts = ["raises", "nan", "list", "text observations", "dies", "hangs", "no \ud800"]
         found: list[Any] = list(await asyncio.gather(*(outcome(pool, "Misbehaving", text) for text in texts)))
         found += [await outcome(pool, "BadStart", ""), await outcome(pool, "Printing", "fine")]
         found.append((await neighbour.step("two")).metadata["actions"])
@@ -103,7 +103,7 @@ def test_episodes_fail_hang_and_go_on_in_hosts_as_they_do_beside_the_driver(clus
     assert there == here
     assert there == [
         *("LookupError", "bad_reward", "bad_reward", "bad_step_output", "environment_died", "timeout"),
-        *("PermissionError", 1.0, ["one", "two"]),
+        *("AttributeError", "PermissionError", 1.0, ["one", "two"]),
     ]
     assert "(env " in log.read_text(), "what environments print"
 
