@@ -234,7 +234,7 @@ def _shape_of(config: PreTrainedConfig, key: str, lora: LoraConfig | None, kind:
         key_value_heads=key_value_heads,
         head_dim=head_dim,
         vocab=vocab,
-        tied=bool(text.tie_word_embeddings),
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
         normed=hidden * norms.count(hidden),
         normed_heads=(heads // parts + key_value_heads) * head_dim if set(norms) - {hidden} else 0,
@@ -480,6 +480,8 @@ class ModelRank:
         chunk = min(rows, work.scored) * shape.vocab
         size = 2 * FP32 * chunk + FP32 * min(kept * rows, work.scored) * shape.vocab
         size += work.scored * shape.hidden * self.size
+        if updates and shape.softcapped:  # the gradient of the cap needs the logits as they were
+            size += FP32 * chunk
         if updates and self.size < FP32:  # gradients before they are added up in float32
             size += self.size * (chunk + (shape.head if shape.head_trained else 0))
         note = f"chunks of {min(work.scored, rows):,} x {shape.vocab:,}" + (f", {kept} kept" if updates else "")
