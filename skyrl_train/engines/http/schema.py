@@ -75,7 +75,7 @@ def _finite(text: str) -> float:
 def _members(found: dict[str, Any]) -> dict[str, Any]:
     if len(found) > MAX_MEMBERS:
         raise Malformed("", f"holds an object of {len(found)} members; {MAX_MEMBERS} are allowed.")
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None} if None in found.values() else found
 
 
 def write_json(value: Any) -> bytes:
@@ -155,9 +155,10 @@ _EXPECTED = {
 
 def _malformed(error: ValidationError, kind: Any, given: Any) -> Malformed:
     """Describe the first member that is wrong; one that is not known comes first, as it explains more."""
-    if error.errors(include_url=False, include_input=False)[0]["type"] == "json_invalid":
-        return Malformed("", f"is not JSON: {error.errors()[0]['ctx']['error']}.")  # Python is less strict
-    details = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")
+    details: list[Any] = error.errors(include_url=False)
+    if details[0]["type"] == "json_invalid":  # Python's parser takes more than pydantic's
+        return Malformed("", f"is not JSON: {details[0]['ctx']['error']}.")
+    details.sort(key=lambda one: one["type"] != "unexpected_keyword_argument")
     details = [one for one in details if one["type"] == "too_long"] or details  # it was refused for nothing else
     member = details[0]["loc"][:1]
     placed = [(_path(one["loc"], given, one["type"] == "missing"), one) for one in details if one["loc"][:1] == member]
