@@ -497,14 +497,14 @@ def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
 
 
 def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
-    late = replace(_request(max_tokens=4000), deadline_s=0.2)
+    failing, late = (replace(_request(name, max_tokens=4000), deadline_s=0.2) for name in "ab")
 
     async def run():
         async with _engine(max_num_seqs=1) as engine:
             prefill = engine._served.prefill
             engine._served.prefill = _broken  # type: ignore[method-assign,assignment]
             with pytest.raises(EngineError, match=r"'transformers' failed: ZeroDivisionError"):
-                await engine.generate([late])
+                await engine.generate([failing])
             engine._served.prefill = prefill  # type: ignore[method-assign]
             return await engine.generate([late])
 
