@@ -351,7 +351,7 @@ class _Values:
 
 
 def _refers(value: Any) -> bool:
-    """Whether OmegaConf reads something else than what is written."""
+    """Return True if OmegaConf would read another value than the one that is written."""
     if isinstance(value, dict):
         return any(map(_refers, value.values()))
     if isinstance(value, list):

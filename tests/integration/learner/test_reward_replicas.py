@@ -41,6 +41,7 @@ async def score_on(model: RewardModel) -> None:
         await asyncio.gather(*(model.score([CONVERSATION]) for _ in range(2)))
 
 
+@pytest.mark.on_demand
 @pytest.mark.slow
 def test_replicas_agree_and_one_that_dies_stops_the_run_by_name(tmp_path: Path):
     async def run(model: RewardModel) -> None:

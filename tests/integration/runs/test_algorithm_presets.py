@@ -15,9 +15,9 @@ from .conftest import PRESETS, Run, flat, metrics_of
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml") if path.stem != "gsm8k")
 
-ALWAYS = {"dapo", "distillation"}
-"""Each stands for presets that need the same parts: samplers, a reference model. Critics: test_ppo.py. Plugins:
-test_extension.py."""
+ALWAYS = {"dapo"}
+"""With samplers. Others show the other parts: test_composites.py a reference model, test_ppo.py a critic,
+test_extension.py plugins."""
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ AHEAD = [
 ]
 
 
-@pytest.mark.parametrize("on_sync", ["recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
+@pytest.mark.on_demand
+@pytest.mark.parametrize("on_sync", ["recompute", "abort"])
 def test_a_run_learns_from_samples_of_bounded_age(
     on_sync: str, run: Run, small: Callable[[Path], list[str]], tmp_path: Path
 ):

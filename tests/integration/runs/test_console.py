@@ -109,6 +109,7 @@ def test_more_episodes_fail_than_may(shown: Callable[..., str], failing: list[st
     assert_as_kept(text, tmp_path, KEPT / "too_many_fail.txt")
 
 
+@pytest.mark.on_demand
 def test_a_run_on_a_terminal(small: Callable[[Path], list[str]], tmp_path: Path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (ROWS, COLUMNS))

@@ -45,10 +45,10 @@ def test_text_model_computes_the_composites_logits(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_model_is_made_where_the_default_device_is_meta(kind: str, tmp_path: Path) -> None:
-    """As the memory plan does it, and whether or not transformers has loaded a model before.
+    """The memory plan builds models on the meta device, which must not depend on what the process did before.
 
-    transformers replaces torch.linspace while it loads, and torch remembers at the first use of a default device which
-    functions make tensors: so only a process that used one before had the error.
+    transformers replaces torch.linspace while it loads a model, and torch looks up the functions that create tensors
+    at the first use of a default device, so only processes that had used one before raised the error.
     """
     with torch.device("meta"):
         torch.zeros(1)
