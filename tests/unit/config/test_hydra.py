@@ -10,7 +10,7 @@ import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from skyrl_train.config.hydra import compose
+from skyrl_train.config.hydra import compose, load
 from skyrl_train.errors import ConfigError
 
 
@@ -80,3 +80,28 @@ def test_presets_that_include_each_other_are_refused(tmp_path: Path):
     (tmp_path / "two.yaml").write_text("defaults: [one]\n")
     with pytest.raises(ConfigError, match="one cannot be composed: presets include each other"):
         compose([], "one", str(tmp_path))
+
+
+def test_references_to_values_and_parts_of_values_are_followed():
+    config = load(
+        [
+            "trainer.project_name=p",
+            "trainer.policy.model.path=${trainer.project_name}/${trainer.seed}",
+            "trainer.policy.model_config_kwargs={a: '${trainer.epochs}', b: 1}",
+            "trainer.logger=[console, tensorboard]",
+            "trainer.run_name=${trainer.logger.1}-${trainer.policy.model_config_kwargs.b}",
+            "trainer.critic.optimizer_config=${trainer.policy.optimizer_config}",
+            "trainer.policy.optimizer_config.lr=3e-5",
+        ]
+    )
+    assert config.trainer.policy.model.path == config.trainer.ref.model.path == "p/42"
+    assert config.trainer.policy.model_config_kwargs == {"a": 1, "b": 1}
+    assert config.trainer.run_name == "tensorboard-1"
+    assert config.trainer.critic.optimizer_config.lr == 3e-5
+
+
+def test_relative_references_are_followed():
+    config = load(
+        ["trainer.policy.optimizer_config.lr=${.weight_decay}", "trainer.policy.optimizer_config.weight_decay=0.5"]
+    )
+    assert config.trainer.policy.optimizer_config.lr == 0.5
