@@ -24,6 +24,8 @@ from skyrl_train.messages import to_stderr
 
 HEADS = ("gcs_server", "raylet")
 """Ray's processes without which a run cannot go on."""
+_MAX_STOPPED_S = 60.0
+"""A raylet that is stopped for longer than this has been declared dead by Ray."""
 _KILLS_S = 30.0
 _AT_ONCE_S = 0.1
 """The kernel kills Ray's processes when the driver's main thread ends, a moment before the driver has."""
@@ -53,6 +55,7 @@ class Guard:
         self._mark = uuid.uuid4().hex
         self._heads: list[psutil.Process] = []
         self._names: dict[int, str] = {}
+        self._stopped_s = 0.0
         command = [sys.executable, "-m", __name__, self._mark, str(os.getpid()), folder or "", str(start_s)]
         # In a new session: a signal to the driver's process group must not end its guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -84,6 +87,24 @@ class Guard:
         """The first of Ray's own processes that has died, by name and process id."""
         dead = (head.pid for head in self._heads if not _lives(head))
         return next((f"{self._names[pid]} (process {pid})" for pid in dead), None)
+
+    def kill_stopped_head(self, since_last_s: float) -> None:
+        """Kill those of Ray's own processes that have been stopped (SIGSTOP) for a minute.
+
+        Calls that wait for a stopped raylet never return: `ray.put` has no deadline.
+
+        Args:
+            since_last_s: Seconds since the previous call. They count only if the driver was running, because a
+                batch system may suspend all processes of a job at once.
+        """
+        stopped = [head for head in self._heads if _is_stopped(head)]
+        self._stopped_s = self._stopped_s + since_last_s if stopped else 0.0
+        if self._stopped_s > _MAX_STOPPED_S:
+            for head in stopped:
+                to_stderr(
+                    f"Ray's {self._names[head.pid]} (process {head.pid}) is killed: stopped for {_MAX_STOPPED_S:g} s."
+                )
+                head.kill()
 
     def family(self) -> set[psutil.Process]:
         """Ray's own processes and all that they have started."""
@@ -117,6 +138,13 @@ def leave(status: int) -> NoReturn:
 def _lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
     except psutil.NoSuchProcess:
         return False
 

@@ -504,6 +504,8 @@ class Cluster:
         """Returns when there is a `death`; else never."""
         while (death := self.death()) is None:
             await asyncio.sleep(_LOOKS_EVERY_S)
+            for guard in _guards:
+                guard.kill_stopped_head(_LOOKS_EVERY_S)
         return death
 
     @property

@@ -34,6 +34,14 @@ if sys.argv[2] == "raylet first":
         time.sleep(0.01)
     assert guard.dead_head() == f"raylet (process {raylet.pid})"
     time.sleep(0.5)
+elif sys.argv[2] == "raylet stopped":
+    raylet.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    guard.kill_stopped_head(50)
+    assert guard.dead_head() is None
+    guard.kill_stopped_head(50)
+    assert raylet.wait() == -signal.SIGKILL
+    assert guard.dead_head() == f"raylet (process {raylet.pid})"
 else:
     assert guard.dead_head() is None
 os.kill(os.getpid(), signal.SIGKILL)
@@ -45,6 +53,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 SAYS = {
     "raylet first": (-signal.SIGKILL, "Ray's raylet died"),
+    "raylet stopped": (-signal.SIGKILL, "is killed: stopped for 60 s."),
     "driver first": (-signal.SIGKILL, ""),
     "in the start": (1, "ended while Ray was starting"),
     "told in the start": (143, ""),
