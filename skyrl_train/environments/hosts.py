@@ -129,6 +129,8 @@ class _Host:
 
     async def call(self, episode: Episode, history: Sequence[bytes], op: str, frame: bytes) -> Reply:
         """Return the host's reply to a packed call. It is cancelled if the host is lost."""
+        if self.is_lost:
+            raise asyncio.CancelledError
         number = next(self._numbers)
         self._outbox.append((number, episode.number, episode.env_class, history, op, frame))
         if self._sending is None or self._sending.done():
@@ -188,8 +190,7 @@ class _Host:
     async def _close_episode(self, episode: Episode) -> None:
         if episode.under_way is not None:
             await asyncio.wait([episode.under_way])
-        if not self.is_lost:
-            await self.call(episode, (), "close", b"")
+        await self.call(episode, (), "close", b"")
 
     def lose(self) -> None:
         """Kill the actor, and have each episode that was here start elsewhere."""
