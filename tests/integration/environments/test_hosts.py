@@ -114,8 +114,7 @@ def test_concurrent_calls_to_host_share_remote_calls(monkeypatch: pytest.MonkeyP
         assert all(output.metadata["actions"] == ["one"] for output in outputs)
 
     run_with(pool, scenario)
-    assert calls["call_episodes"] <= 3, "the first call, and those that came up meanwhile"
-    assert calls["answers"] < 32
+    assert calls.total() < 32, calls
 
 
 def test_warning_of_last_close_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
