@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 """Maximum time between a host's signs of life."""
-GATHER_S = 0.01
-"""Time for answers to gather once there is one; the calls that follow them then come up together, too."""
 MAX_BATCH = 256
 """Calls, or answers, that one Ray call carries."""
 SILENCE_S = 60.0
@@ -82,7 +80,6 @@ class EnvironmentHost(WorkerPool):
             self._has_answers.clear()
             with suppress(TimeoutError):
                 await within(BEAT_S, self._has_answers.wait())
-                await asyncio.sleep(GATHER_S)
         return self._answers[:MAX_BATCH]
 
     async def end(self, num_received: int) -> list[Answer]:
