@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from skyrl_train.engines.base import Capabilities
 from skyrl_train.engines.lifecycle import EngineState, Lifecycle, RunClock, result_of
 from skyrl_train.engines.sampling import Checks
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
+from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.wire import Bucket, Manifest
 
 T = TypeVar("T")
@@ -166,21 +168,24 @@ class SteppedEngine(ABC):
         await self._run(wake_up)
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._run(lambda: self._transfer("connect", route, address, rank, world_size, timeout_s))
+        step = partial(
+            WeightReceiver.connect, route=route, address=address, rank=rank, world_size=world_size, timeout_s=timeout_s
+        )
+        await self._run(lambda: self._transfer(step))
 
     async def begin_weights(self, manifest: Manifest) -> None:
         def begin() -> None:
             self.lifecycle.check_can_load(manifest)
-            self._transfer("begin", manifest)
+            self._transfer(partial(WeightReceiver.begin, manifest=manifest))
 
         await self._run(begin)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        await self._run(lambda: self._transfer("receive", bucket))
+        await self._run(lambda: self._transfer(partial(WeightReceiver.receive, bucket=bucket)))
 
     async def commit_weights(self, version: int) -> None:
         def commit() -> None:
-            self._transfer("commit", version)
+            self._transfer(partial(WeightReceiver.commit, version=version))
             self._serve(version)
             self.lifecycle.weights_loaded()
             self._admit_waiting()
@@ -250,8 +255,8 @@ class SteppedEngine(ABC):
         """Allocate the memory that is freed under these tags."""
 
     @abstractmethod
-    def _transfer(self, method: str, *args: Any) -> None:
-        """Call this method of the engine's WeightReceiver, and note in the life cycle what state that leaves."""
+    def _transfer(self, step: partial[None]) -> None:
+        """Call `step`, a method of WeightReceiver, with that of every rank; tell the life cycle if one is torn."""
 
     @abstractmethod
     def _serve(self, version: int) -> None:

@@ -66,12 +66,10 @@ class Lifecycle:
     def __init__(self, name: str):
         """`name`: the engine's, for messages."""
         self.name = name
-        self.asleep: frozenset[str] = frozenset()
+        self._asleep: frozenset[str] = frozenset()
         """The tags of the memory that is freed."""
-        self.partially_loaded = False
-        """True from the first tensor of a weight sync until the sync is committed."""
-        self.weights_lost = False
-        """True if the weights were discarded: a sync must be complete."""
+        self._lacks_weights = False
+        """True if the model is a mixture of two versions, or was discarded."""
         self._paused = False
         self._drains: list[Future[None]] = []
         """Calls of `pause` that wait until no request runs."""
@@ -85,9 +83,9 @@ class Lifecycle:
             return EngineState.CLOSED
         if self._end is not None:
             return EngineState.BROKEN
-        if self.partially_loaded or self.weights_lost:
+        if self._lacks_weights:
             return EngineState.LOADING_WEIGHTS
-        if self.asleep:
+        if self._asleep:
             return EngineState.ASLEEP
         if self._paused:
             return EngineState.PAUSED
@@ -139,29 +137,33 @@ class Lifecycle:
 
         Returns the tags that were awake until now.
         """
-        freed = frozenset(tags) - self.asleep
-        self.weights_lost |= discards_weights and "weights" in freed
-        self.asleep |= freed
+        freed = frozenset(tags) - self._asleep
+        self._lacks_weights |= discards_weights and "weights" in freed
+        self._asleep |= freed
         return freed
 
     def asleep_among(self, tags: Sequence[str] | None) -> frozenset[str]:
         """Return those of `tags` (None: of all) whose memory is freed."""
-        return self.asleep if tags is None else self.asleep.intersection(tags)
+        return self._asleep if tags is None else self._asleep.intersection(tags)
 
     def wake_up(self, tags: frozenset[str]) -> None:
         """Note that the memory of `tags` is allocated again."""
-        self.asleep -= tags
+        self._asleep -= tags
 
     def check_can_load(self, manifest: Manifest) -> None:
-        """Raise EngineError if weights have no memory, WeightSyncError if a partial sync finds them discarded."""
-        if "weights" in self.asleep:
+        """Raise EngineError if weights have no memory, WeightSyncError if a partial sync finds no complete model."""
+        if "weights" in self._asleep:
             raise EngineError(f'Engine {self.name!r} sleeps without its weights; wake_up(["weights"]) first.')
-        if self.weights_lost and manifest.base_version is not None:
+        if self._lacks_weights and manifest.base_version is not None:
             raise WeightSyncError(f"engine {self.name} has no weights to change: a complete sync is needed.")
+
+    def invalidate_weights(self) -> None:
+        """Note that a tensor of a sync is loaded, or that one was lost: nothing is served until `weights_loaded`."""
+        self._lacks_weights = True
 
     def weights_loaded(self) -> None:
         """Note that a complete model is loaded and verified."""
-        self.partially_loaded = self.weights_lost = False
+        self._lacks_weights = False
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +207,7 @@ class Lifecycle:
             raise EngineError(
                 f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
             )
-        if "weights" in self.asleep or (self.asleep and not only_weights):
+        if "weights" in self._asleep or (self._asleep and not only_weights):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
     def as_engine_error(self, error: Exception) -> EngineError:
@@ -222,9 +224,9 @@ class Lifecycle:
         return EngineHealth(
             name=self.name,
             version=version,
-            paused=self._paused or bool(self._drains or self.asleep),
-            asleep=bool(self.asleep),
-            torn=self.partially_loaded or self.weights_lost,
+            paused=self._paused or bool(self._drains or self._asleep),
+            asleep=bool(self._asleep),
+            torn=self._lacks_weights,
             **counters,
         )
 

@@ -1,7 +1,10 @@
 """Environments on other nodes: a pool over Ray actors, the environment hosts, each of which has a pool of workers.
 
-In a host, deadlines, kills and replays of workers are those of a `WorkerPool`, and Ray carries the calls to it. The
-driver's `HostPool` spreads episodes over the hosts, starts a lost host again, and rebuilds its episodes in another one.
+In a host, deadlines, kills and replays of workers are those of a `WorkerPool`. The driver's `HostPool` spreads episodes
+over the hosts, starts a lost host again, and rebuilds its episodes in another one.
+
+Two Ray calls to a host are under way at most, as one costs the driver as much as ten calls in it. `call_episodes` takes
+the calls that came up during the one before it; `answers` waits for answers, and returns all that there are.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.secrets import redact
 from skyrl_train.environments.pool import CLOSE_GRACE_S, EnvironmentPool, Episode, WorkerPool
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-"""Time between a host's signs of life."""
+"""Maximum time between a host's signs of life."""
+MAX_BATCH = 256
+"""Calls, or answers, that one Ray call carries."""
 SILENCE_S = 60.0
 """Time without a sign of life after which a host counts as lost: its process is stopped, or its node out of reach."""
 MAX_LOST_CALLS = 3
@@ -35,6 +41,12 @@ _MIN_RESTART_S, _MAX_RESTART_S = 1.0, 30.0
 _POLL_S = 0.25
 _CLOSE_DEADLINE_S = 3 * CLOSE_GRACE_S
 
+HostCall = tuple[int, int, str, Sequence[bytes], str, bytes]
+"""The number of a call, that of its episode, env_class, history, op, frame."""
+Reply = dict[str, Any] | EnvironmentFailure | ConfigError
+Answer = tuple[int, Reply] | tuple[None, str]
+"""The number of a call and its reply, or None and a warning."""
+
 
 class EnvironmentHost(WorkerPool):
     """A WorkerPool in a Ray actor, whose coroutines a HostPool calls; takes a WorkerPool's arguments."""
@@ -42,42 +54,62 @@ class EnvironmentHost(WorkerPool):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._episodes: dict[int, Episode] = {}
-        self._warnings: list[str] = []
+        self._answering: set[asyncio.Task[None]] = set()
+        self._answers: list[Answer] = []
+        """Those that the driver has not confirmed."""
+        self._confirmed = 0
+        self._has_answers = asyncio.Event()
 
     async def open(self) -> str:
         """Begin. Returns the name of this machine."""
         await self.__aenter__()
         return socket.gethostname()
 
-    async def call_episode(
-        self, number: int, env_class: str, history: Sequence[bytes], op: str, frame: bytes
-    ) -> dict[str, Any] | EnvironmentFailure | ConfigError:
-        """Return the answer to a packed call. `history` rebuilds an episode that is new to this host.
+    async def call_episodes(self, calls: Sequence[HostCall]) -> None:
+        """Begin packed calls. A call's `history` rebuilds an episode that is new to this host."""
+        for call in calls:
+            task = asyncio.ensure_future(self._answer(*call))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
-        A failure is returned, too: Ray cannot carry an error that is raised if its text holds a lone surrogate.
-        """
-        if number not in self._episodes:
-            self._episodes[number] = Episode(self, number, env_class, history=list(history))
+    async def answers(self, num_received: int) -> list[Answer]:
+        """Return answers, as soon as there are any, or none after BEAT_S. The driver has received that many so far."""
+        del self._answers[: num_received - self._confirmed]
+        self._confirmed = num_received
+        if not self._answers:
+            self._has_answers.clear()
+            with suppress(TimeoutError):
+                await within(BEAT_S, self._has_answers.wait())
+        return self._answers[:MAX_BATCH]
+
+    async def end(self, num_received: int) -> list[Answer]:
+        """Close all environments; returns the answers that are left."""
+        await self.close()
+        return self._answers[num_received - self._confirmed :]
+
+    async def _answer(
+        self, call: int, number: int, env_class: str, history: Sequence[bytes], op: str, frame: bytes
+    ) -> None:
+        reply: Reply = {}
         try:
-            return await self.send(self._episodes[number], op, frame)
+            if op == "close":
+                self.close_episode(self._episodes.pop(number))
+            else:
+                if number not in self._episodes:
+                    self._episodes[number] = Episode(self, number, env_class, history=list(history))
+                reply = await self.send(self._episodes[number], op, frame)
         except (EnvironmentFailure, ConfigError) as failure:
-            return failure.with_traceback(None)
+            reply = failure.with_traceback(None)
         except Exception as error:  # each call is answered, whatever goes wrong with one
-            return EnvironmentFailure(type(error).__name__, str(error))
-
-    async def end_episode(self, number: int) -> None:
-        """Queue the environment's `close`."""
-        if (episode := self._episodes.pop(number, None)) is not None:
-            self.close_episode(episode)
-
-    async def beat(self) -> list[str]:
-        """Return the warnings since the last call, after BEAT_S: the driver logs them."""
-        await asyncio.sleep(BEAT_S)
-        warnings, self._warnings = self._warnings, []
-        return warnings
+            reply = EnvironmentFailure(type(error).__name__, str(error))
+        self._add_answer((call, reply))
 
     def _warn(self, text: str) -> None:
-        self._warnings.append(text)
+        self._add_answer((None, text))
+
+    def _add_answer(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        self._has_answers.set()
 
 
 class _Host:
@@ -88,6 +120,66 @@ class _Host:
         self.episodes: set[Episode] = set()
         self.is_lost = False
         self.closings: set[asyncio.Task[None]] = set()
+        self._numbers = count()
+        self._outbox: list[HostCall] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        """Of the calls that are under way, by number."""
+        self._num_received = 0
+
+    async def call(self, episode: Episode, history: Sequence[bytes], op: str, frame: bytes) -> Reply:
+        """Return the host's reply to a packed call. It is cancelled if the host is lost."""
+        if self.is_lost:
+            raise asyncio.CancelledError
+        number = next(self._numbers)
+        self._outbox.append((number, episode.number, episode.env_class, history, op, frame))
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self._send())
+        self._replies[number] = reply = asyncio.get_running_loop().create_future()
+        return await reply
+
+    async def _send(self) -> None:
+        try:
+            while self._outbox:
+                batch = self._outbox[:MAX_BATCH]
+                del self._outbox[:MAX_BATCH]
+                await self.remote.call_within(math.inf, "call_episodes", batch)
+        except Exception:
+            if not self.is_lost:
+                self.remote.kill()  # so that `receive` raises, too
+
+    async def receive(self, silence_s: float) -> None:
+        """Pass on the host's answers, without end. Raises how the host was lost."""
+        while True:
+            answers = asyncio.ensure_future(self.remote.call_within(math.inf, "answers", self._num_received))
+            try:
+                for _ in range(math.ceil(silence_s / _POLL_S)):  # not by the clock: a busy driver hears nobody
+                    if (await asyncio.wait([answers], timeout=_POLL_S))[0]:
+                        break
+                else:
+                    raise DeadlineExceeded(f"{self.remote.name}.answers", silence_s)
+                self._take(answers.result())
+            finally:
+                answers.cancel()
+
+    def _take(self, answers: Sequence[Answer]) -> None:
+        self._num_received += len(answers)
+        for answer in answers:
+            if answer[0] is None:  # the host knows only the secrets of its own node
+                log.warning("%s: %s", self.remote.name, redact(answer[1]))
+            elif not (reply := self._replies.pop(answer[0])).done():  # else its caller was cancelled
+                reply.set_result(answer[1])
+
+    async def close(self) -> None:
+        """Close all environments, and end the actor."""
+        try:
+            if self.closings:
+                receiving = unwatched(asyncio.ensure_future(self.receive(SILENCE_S)))
+                await asyncio.wait(self.closings, timeout=CLOSE_GRACE_S)
+                receiving.cancel()
+            self._take(await self.remote.call_within(_CLOSE_DEADLINE_S, "end", self._num_received))
+        finally:
+            self.lose()
 
     def close_episode(self, episode: Episode) -> None:
         """Close an environment after its last call, which may still be under way."""
@@ -98,18 +190,15 @@ class _Host:
     async def _close_episode(self, episode: Episode) -> None:
         if episode.under_way is not None:
             await asyncio.wait([episode.under_way])
-        if self.is_lost:
-            return
-        with suppress(Exception):  # it is lost, and its environments with it
-            await self.remote.call_within(math.inf, "end_episode", episode.number)
+        await self.call(episode, (), "close", b"")
 
     def lose(self) -> None:
         """Kill the actor, and have each episode that was here start elsewhere."""
         self.is_lost = True
         for episode in self.episodes:
             episode.place = None
-            if episode.under_way is not None:
-                episode.under_way.cancel()
+        for reply in self._replies.values():
+            reply.cancel()
         self.remote.kill()
 
 
@@ -170,19 +259,10 @@ class HostPool(EnvironmentPool):
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        endings = [self._close_host(host) for host in self.hosts]
-        for error in await asyncio.gather(*endings, return_exceptions=True):
+        for error in await asyncio.gather(*(host.close() for host in self.hosts), return_exceptions=True):
             if isinstance(error, BaseException):
                 log.warning("an environment host was not closed: %s", error)
         self.hosts.clear()
-
-    async def _close_host(self, host: _Host) -> None:
-        try:
-            if host.closings:
-                await asyncio.wait(host.closings, timeout=CLOSE_GRACE_S)
-            await host.remote.call_within(_CLOSE_DEADLINE_S, "close")
-        finally:
-            host.remote.kill()
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
         """Return the environment's answer to a packed call, which is made again if its host is lost."""
@@ -214,9 +294,7 @@ class HostPool(EnvironmentPool):
         self, host: _Host, episode: Episode, history: Sequence[bytes], op: str, frame: bytes
     ) -> dict[str, Any] | None:
         """Return the answer of a host, and record it; None if the episode has failed."""
-        reply = await host.remote.call_within(
-            math.inf, "call_episode", episode.number, episode.env_class, history, op, frame
-        )
+        reply = await host.call(episode, history, op, frame)
         if isinstance(reply, EnvironmentFailure):
             episode.fail(self._failure(reply.kind, reply.detail))
             return None
@@ -226,7 +304,7 @@ class HostPool(EnvironmentPool):
         if episode.place is host:
             episode.history.append(frame)
             episode.replayable = reply.get("replayable", episode.replayable)
-        return cast(dict[str, Any], reply)
+        return reply
 
     async def _choose(self, episode: Episode) -> _Host:
         """Return the host with the fewest episodes. Raises EnvironmentHostsLost if there is none for `deadline_s`."""
@@ -253,10 +331,7 @@ class HostPool(EnvironmentPool):
                 pause = _MIN_RESTART_S
                 if not opened.done():
                     opened.set_result(None)
-                while True:
-                    for warning in await self._beat(host):
-                        # the host knows only the secrets of its own node
-                        log.warning("%s: %s", host.remote.name, redact(warning))
+                await host.receive(self.silence_s)
             except asyncio.CancelledError:
                 if host is not None and host not in self.hosts:  # else `close` ends it
                     host.remote.kill()
@@ -271,18 +346,6 @@ class HostPool(EnvironmentPool):
                     self._lose(host, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_RESTART_S)
-
-    async def _beat(self, host: _Host) -> list[str]:
-        """Wait for the host's next sign of life. Raises how the host was lost."""
-        beat = asyncio.ensure_future(host.remote.call_within(math.inf, "beat"))
-        try:
-            for _ in range(math.ceil(self.silence_s / _POLL_S)):  # not by the clock: a busy driver hears nobody
-                if (await asyncio.wait([beat], timeout=_POLL_S))[0]:
-                    warnings: list[str] = beat.result()
-                    return warnings
-            raise DeadlineExceeded(f"{host.remote.name}.beat", self.silence_s)
-        finally:
-            beat.cancel()
 
     def _lose(self, host: _Host, error: BaseException) -> None:
         """Abandon a host, once; its keeper then starts it again."""

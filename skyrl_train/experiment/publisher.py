@@ -52,7 +52,7 @@ def build_publisher(running: RunningServices, tokenizer: Any, train_dataset: Pro
         learner,
         client,
         weight_sync,
-        running.engine_slots,
+        running.engine_slots.restart,
         max_engine_restarts=cfg.generator.max_engine_restarts,
         pause_mode=pause_mode(cfg, client.engines),
         time_shared=base.layout.time_shared,

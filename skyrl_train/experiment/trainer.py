@@ -77,7 +77,8 @@ def build_trainer(
     scaler = EngineScaler(
         running.client,
         publisher,
-        running.engine_slots,
+        start=running.engine_slots.start,
+        stop=running.engine_slots.stop,
         folder=base.directory,
         drain_s=trainer.timeouts.drain_s,
         fixed=why_number_is_fixed(cfg),

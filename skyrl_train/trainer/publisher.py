@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +28,7 @@ class WeightPublisher:
         learner: Learner,
         client: EngineClient,
         weight_sync: WeightSync,
-        starter: Any,
+        restart_engine: Callable[[str, bool], Awaitable[Any]],
         *,
         max_engine_restarts: int,
         pause_mode: str | None = None,
@@ -40,8 +41,8 @@ class WeightPublisher:
             learner: The weights to send.
             client: The client of the engines.
             weight_sync: The transfers from the learner to the client's engines.
-            starter: An object with `async restart(name, wait_for_node)`, which starts a dead engine again and returns
-                it. It raises NoRoom if no node has room; `wait_for_node` tells it to wait for one.
+            restart_engine: Starts the dead engine of a name again, and returns it. Raises NoRoom if no node has room;
+                given True, it first waits for one.
             max_engine_restarts: How often in the whole run, failed restarts included.
             pause_mode: How rollouts are paused while weights are sent. They, and the trainer, go on while engines are
                 restarted. None if no rollouts run during a sync.
@@ -51,7 +52,7 @@ class WeightPublisher:
         self._learner = learner
         self._client = client
         self._weight_sync = weight_sync
-        self._starter = starter
+        self._restart_engine = restart_engine
         self._max_engine_restarts = max_engine_restarts
         self._pause_mode = pause_mode
         self._time_shared = time_shared
@@ -201,7 +202,7 @@ class WeightPublisher:
         self._client.kill(name)
         if self._shares_memory:
             await self._learner.offload()
-        engine = await self._starter.restart(name, wait_for_node)
+        engine = await self._restart_engine(name, wait_for_node)
         try:
             async with self._sending:
                 await self._send_current(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,8 +33,9 @@ class EngineScaler:
         self,
         client: EngineClient,
         publisher: WeightPublisher,
-        starter: Any,
         *,
+        start: Callable[[str], Awaitable[Any]],
+        stop: Callable[[str, Any], Awaitable[None]],
         folder: Path,
         drain_s: float,
         fixed: str | None = None,
@@ -45,7 +46,8 @@ class EngineScaler:
         Args:
             client: The client of the engines.
             publisher: Gives engines that join their weights.
-            starter: An object with `async start(name)`, which returns a new engine, and `async stop(name, engine)`.
+            start: Returns a new engine of that name.
+            stop: Ends the engine of that name.
             folder: The run's folder, whose engines.json is followed.
             drain_s: Seconds that an engine that leaves may take for the requests that it has.
             fixed: Why the number cannot change, which is reported when the file changes; None if it can.
@@ -53,7 +55,8 @@ class EngineScaler:
         """
         self._client = client
         self._publisher = publisher
-        self._starter = starter
+        self._start = start
+        self._stop = stop
         self._folder = folder
         self._drain_s = drain_s
         self._fixed = fixed
@@ -145,8 +148,10 @@ class EngineScaler:
         if target != before:
             self._report(f"{target} are wanted, there are {before}")
 
-    def _start_task(self, work: Any, under_way: dict[str, asyncio.Task[None]], name: str) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = unwatched(asyncio.ensure_future(work))
+    def _start_task(
+        self, work: Coroutine[Any, Any, None], under_way: dict[str, asyncio.Task[None]], name: str
+    ) -> asyncio.Task[None]:
+        task = unwatched(asyncio.ensure_future(work))
 
         def ended(_: object) -> None:
             if under_way.get(name) is task:
@@ -162,11 +167,11 @@ class EngineScaler:
     async def _join(self, name: str) -> None:
         begun = now()
         try:
-            engine = await self._starter.start(name)
+            engine = await self._start(name)
             try:
                 await self._publisher.add(name, engine)
             except BaseException:
-                await self._starter.stop(name, engine)
+                await self._stop(name, engine)
                 raise
         except Exception as error:
             self._report(f"{name} did not join, and {len(self._staying)} go on: {type(error).__name__}: {error}")
@@ -183,7 +188,7 @@ class EngineScaler:
         self._draining.discard(name)
         engine = await self._publisher.remove(name)
         try:
-            await self._starter.stop(name, engine)
+            await self._stop(name, engine)
         except Exception as error:
             self._report(f"{name} gets nothing to do any more, but could not be ended: {type(error).__name__}: {error}")
             return

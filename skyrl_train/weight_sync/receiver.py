@@ -39,12 +39,16 @@ class WeightReceiver:
     Not thread-safe: one call at a time. `receive` blocks (broadcast: until the bytes arrive, at most `timeout_s`).
     """
 
-    def __init__(self, store: WeightStore, name: str, device: torch.device | str = "cpu", slot: int = 0):
-        """`slot`: the engine's placement slot; `ipc` takes the bytes of the trainer rank in the same slot."""
+    def __init__(self, store: WeightStore, name: str, device: torch.device | str = "cpu", slot: int = 0, rank: int = 0):
+        """`slot`: the engine's placement slot; `ipc` takes the bytes of the trainer rank in the same slot.
+
+        `rank`: the receiver's among those of its engine.
+        """
         self._store = store
         self._name = name
         self._device = torch.device(device)
         self._slot = slot
+        self._rank = rank
         self._route = "in_process"
         self._group: BroadcastGroup | None = None
         self._buffers = AlternatingBuffers()
@@ -72,14 +76,14 @@ class WeightReceiver:
         """The version last committed; 0 for the weights loaded from disk."""
 
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Use `route`; for `broadcast` join the trainer's group as `rank` (1 to world_size - 1)."""
+        """Use `route`; for `broadcast` join the trainer's group. `rank` (1 to world_size - 1): the engine's first."""
         if route not in ROUTES:
             raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(ROUTES))}.")
         self.close()
         self._route = route
         self._newest = -1
         if route == "broadcast":
-            self._group = BroadcastGroup(address, rank, world_size, self._device, timeout_s)
+            self._group = BroadcastGroup(address, rank + self._rank, world_size, self._device, timeout_s)
 
     def begin(self, manifest: Manifest) -> None:
         """Check version, finiteness, names, shapes and dtypes, without loading anything.

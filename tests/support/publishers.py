@@ -21,13 +21,6 @@ class LearnerAtRest:
         return True
 
 
-class Starter:
-    """Starts engines by a function of their name and whether a node is to be waited for."""
-
-    def __init__(self, restart: Callable[[str, bool], Awaitable[Any]]):
-        self.restart = restart
-
-
 class Syncs:
     """A WeightSync that calls a function for each engine."""
 
@@ -55,8 +48,7 @@ def publisher_of(
     pause_mode: str | None = None,
 ) -> WeightPublisher:
     learner: Any = LearnerAtRest()
-    starter: Any = Starter(restart)
     syncs: Any = Syncs(client, sync)
     return WeightPublisher(
-        learner, client, syncs, starter, max_engine_restarts=max_engine_restarts, pause_mode=pause_mode
+        learner, client, syncs, restart, max_engine_restarts=max_engine_restarts, pause_mode=pause_mode
     )

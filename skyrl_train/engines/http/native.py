@@ -436,7 +436,8 @@ class NativeEngine:
         try:
             await asyncio.get_running_loop().run_in_executor(self._worker, step, *args)
         finally:
-            self.lifecycle.partially_loaded = self._receiver.torn
+            if self._receiver.torn:
+                self.lifecycle.invalidate_weights()
             self._settle()
 
     # -- state -------------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ class Traffic:
         """Log-probs (nats, temperature 1) of all tokens but the first of each sequence, even while paused."""
         async with self._memory_changes, self._scheduler:
             self._lifecycle.check_serving(only_weights=True)
-            borrows = "kv_cache" in self._lifecycle.asleep and not self._on_cpu
+            borrows = bool(self._lifecycle.asleep_among(["kv_cache"])) and not self._on_cpu
             if borrows:
                 await self._memory("resume", {"kv_cache"})
             try:
@@ -351,7 +351,7 @@ class Traffic:
 
     async def halt(self) -> None:
         """Pause before the first tensor of a weight sync: running requests stay where they are."""
-        self._lifecycle.partially_loaded = True
+        self._lifecycle.invalidate_weights()
         await self._stop("in_place")
 
     async def serve(self, version: int) -> None:

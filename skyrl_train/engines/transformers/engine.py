@@ -191,11 +191,12 @@ class TransformersEngine(SteppedEngine):
         if "weights" in tags:
             self._served.take_weights_back()
 
-    def _transfer(self, method: str, *args: Any) -> None:
+    def _transfer(self, step: partial[None]) -> None:
         try:
-            getattr(self._receiver, method)(*args)
+            step(self._receiver)
         finally:
-            self.lifecycle.partially_loaded = self._receiver.torn
+            if self._receiver.torn:
+                self.lifecycle.invalidate_weights()
 
     def _serve(self, version: int) -> None:
         self._scheduler.weights_changed(version)

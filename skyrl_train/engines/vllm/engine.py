@@ -27,6 +27,8 @@ from skyrl_train.engines.sampling import Checks, check_new_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
 from skyrl_train.report.profiling import peak_memory
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.wire import Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -159,6 +161,11 @@ class VLLMEngine(SteppedEngine):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    async def begin_weights(self, manifest: Manifest) -> None:
+        """See InferenceEngine."""
+        await super().begin_weights(manifest)
+        self._adapters.coming = manifest.adapter is not None
+
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
         running = len(self._core.scheduler.running)
@@ -225,7 +232,7 @@ class VLLMEngine(SteppedEngine):
         """End vLLM's processes; requests are aborted."""
         try:
             self._abort(None)
-            self._engine.collective_rpc("weights", args=("close",))
+            self._engine.collective_rpc("weights", args=(partial(WeightReceiver.close),))
         finally:
             self._engine.engine_core.shutdown()
             self._adapters.close()
@@ -296,9 +303,9 @@ class VLLMEngine(SteppedEngine):
         self._engine.abort_request([entry.id for entry in call.entries])
         self._entries = {one: entry for one, entry in self._entries.items() if entry.call is not call}
 
-    def _add(self, request: EngineCoreRequest, sink: Any) -> None:
+    def _add(self, request: EngineCoreRequest, sink: VLLMRequest | ScoreSink) -> None:
         self._engine.input_processor.assign_request_id(request)
-        self._engine.output_processor.add_request(request, None, queue=sink)
+        self._engine.output_processor.add_request(request, None, queue=sink)  # type: ignore[arg-type]
         params, state = request.sampling_params, self._engine.output_processor.request_states[request.request_id]
         if params is not None and params.prompt_logprobs is None:
             state.logprobs_processor = SampledLogProbs()
@@ -382,19 +389,19 @@ class VLLMEngine(SteppedEngine):
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._salt_again(request)
 
-    def _transfer(self, method: str, *args: Any) -> None:
+    def _transfer(self, step: partial[None]) -> None:
         try:
-            answers = self._engine.collective_rpc("weights", args=(method, *args))
+            answers = self._engine.collective_rpc("weights", args=(step,))
         except Exception as error:  # of a rank's process
-            self.lifecycle.partially_loaded = True
+            self.lifecycle.invalidate_weights()
             self.accelerator.examine()
-            raise EngineError(f"Engine {self.name!r}: {method} failed: {type(error).__name__}: {error}") from error
-        self.lifecycle.partially_loaded = any(torn for _, torn in answers)
+            what = f"{step.func.__name__} failed: {type(error).__name__}"
+            raise EngineError(f"Engine {self.name!r}: {what}: {error}") from error
+        if any(torn for _, torn in answers):
+            self.lifecycle.invalidate_weights()
         for problem, _ in answers:
             if problem is not None:
                 raise WeightSyncError(problem)
-        if method == "begin":
-            self._adapters.coming = args[0].adapter is not None
 
     def _serve_synced_adapter(self) -> None:
         """Running requests can continue with a replaced adapter, but cannot begin to use one or cease to."""
@@ -403,7 +410,7 @@ class VLLMEngine(SteppedEngine):
         try:
             self._adapters.serve_synced()
         except EngineError as error:
-            self.lifecycle.weights_lost = True
+            self.lifecycle.invalidate_weights()
             raise WeightSyncError(str(error)) from error
 
     def _forget_prompts(self) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
@@ -63,7 +63,7 @@ class WorkerExtension:
             adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
             store = ReloadedModel(self.model_runner.model, config, adapter)
         self.engine_name = name
-        self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank)
+        self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank)
 
     def compute(self: Any) -> None:
         """Raises the device's error if it does not compute any more."""
@@ -73,23 +73,21 @@ class WorkerExtension:
         """Bytes that are free on this rank's accelerator."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def weights(self: Any, method: str, *args: Any) -> tuple[str | None, bool]:
-        """Call a WeightReceiver's method; returns its error message (exceptions would lose their type) and `torn`.
+    def weights(self: Any, step: partial[None]) -> tuple[str | None, bool]:
+        """Call a method of WeightReceiver; returns its error message (exceptions would lose their type) and `torn`.
 
         Raises the device's error if it does not compute any more.
         """
         receiver: WeightReceiver = self.weight_receiver
-        if method == "connect":
-            route, address, rank, world_size, timeout_s = args
-            args = (route, address, rank + self.rank, world_size, timeout_s)
         try:
-            getattr(receiver, method)(*args)
+            step(receiver)
         except WeightSyncError as error:
             query(self.device)  # a transfer also fails with what went wrong on the device before it
             return str(error), receiver.torn
         except Exception as error:  # of vLLM's loaders, of the device
             compute(self.device)
-            return f"engine {self.engine_name}: {method} failed: {type(error).__name__}: {error}", receiver.torn
+            what = f"{step.func.__name__} failed: {type(error).__name__}"
+            return f"engine {self.engine_name}: {what}: {error}", receiver.torn
         return None, receiver.torn
 
     def reload_folder(self: Any, folder: str) -> None:

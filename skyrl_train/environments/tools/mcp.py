@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -312,12 +313,20 @@ def shown_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
     return sorted(_first_listing(Server.read(name, {**entry, "tools": ["all"]})))
 
 
-@functools.cache
+_pinning = threading.Lock()
+
+
 def pinned(server: Server) -> Listing:
     """Return the list that `server` showed first in this process; every later connection must show the same.
 
     Raises ConfigError if it is not as configured.
     """
+    with _pinning:  # threads that use the server for the first time pin one list
+        return _pin(server)
+
+
+@functools.cache
+def _pin(server: Server) -> Listing:
     listing = _first_listing(server)
     digest = fingerprint(listing)
     if server.sha256 not in (None, digest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from skyrl_train.cluster.runtime import Cluster
 from skyrl_train.config.hydra import load
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.hosts import BEAT_S, HostPool
+from skyrl_train.environments.hosts import BEAT_S, EnvironmentHost, HostPool
 from skyrl_train.environments.pool import EnvironmentPool, Episode, WorkerPool
 from skyrl_train.errors import ConfigError, EnvironmentFailure, EnvironmentHostsLost
 from skyrl_train.experiment.services import build_host_pool
@@ -77,6 +78,53 @@ async def host_of(pid: int) -> psutil.Process:
     actor = supervisor.parent()
     assert actor is not None and "ray::" in " ".join(actor.cmdline())
     return actor
+
+
+class HostInThisProcess:
+    """A Remote of a host in this process, which counts the calls."""
+
+    name = "environment host 0"
+
+    def __init__(self) -> None:
+        self.host = EnvironmentHost(env_configs={}, max_env_workers=1, plugins=("misbehaving_envs",))
+        self.calls: Counter[str] = Counter()
+
+    async def call_within(self, deadline_s: float, method: str, *args: Any) -> Any:
+        self.calls[method] += 1
+        await asyncio.sleep(0.01)  # others come up meanwhile
+        return await getattr(self.host, method)(*args)
+
+    def kill(self) -> None:
+        """Do nothing: there is no process."""
+
+
+def pool_in_this_process(monkeypatch: pytest.MonkeyPatch) -> tuple[HostPool, Counter[str]]:
+    monkeypatch.syspath_prepend(PLUGINS)
+    remote: Any = HostInThisProcess()
+    return HostPool(1, lambda index: remote), remote.calls
+
+
+def test_concurrent_calls_to_host_share_remote_calls(monkeypatch: pytest.MonkeyPatch):
+    pool, calls = pool_in_this_process(monkeypatch)
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        episodes = [await opened(pool, "Counter") for _ in range(64)]
+        calls.clear()
+        outputs = await asyncio.gather(*(episode.step("one") for episode in episodes))
+        assert all(output.metadata["actions"] == ["one"] for output in outputs)
+
+    run_with(pool, scenario)
+    assert calls.total() < 32, calls
+
+
+def test_warning_of_last_close_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    pool, _ = pool_in_this_process(monkeypatch)
+
+    async def scenario(pool: EnvironmentPool) -> None:
+        await (await opened(pool, "BadEnd")).close()
+
+    run_with(pool, scenario)
+    assert "environment host 0: closing BadEnd: " in caplog.text
 
 
 def test_episodes_fail_hang_and_go_on_in_hosts_as_they_do_beside_the_driver(cluster: Cluster, tmp_path: Path):

@@ -101,14 +101,15 @@ def build_run(
         learner,
         client,
         weight_sync,
-        starter,
+        starter.restart,
         max_engine_restarts=_ANY,
         pause_mode=PAUSES[trainer_config.fully_async.on_sync] if shape.staleness else None,
     )
     scaler = EngineScaler(
         client,
         publisher,
-        starter,
+        start=starter.start,
+        stop=starter.stop,
         folder=Path(),
         drain_s=trainer_config.timeouts.drain_s,
         report=lambda line: None,

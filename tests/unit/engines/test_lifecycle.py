@@ -18,10 +18,6 @@ COMPLETE, PARTIAL = Manifest(1, ()), Manifest(1, (), base_version=0)
 Change = Callable[[Lifecycle], object]
 
 
-def load(lifecycle: Lifecycle) -> None:
-    lifecycle.partially_loaded = True
-
-
 def discard(lifecycle: Lifecycle) -> None:
     lifecycle.sleep(MEMORY_TAGS, discards_weights=True)
     lifecycle.wake_up(MEMORY_TAGS)
@@ -31,7 +27,7 @@ CHANGES: dict[str, Change] = {
     "drain": lambda engine: engine.pause(busy=True),
     "pause": Lifecycle.pause,
     "sleep": lambda engine: engine.sleep(MEMORY_TAGS),
-    "load": load,
+    "load": Lifecycle.invalidate_weights,
     "discard": discard,
     "fail": lambda engine: engine.fail("its process 7 ended"),
     "close": Lifecycle.close,
@@ -165,12 +161,13 @@ def test_sleeping_without_weights_refuses_sync():
     lifecycle.check_can_load(PARTIAL)
 
 
-def test_discarded_weights_need_complete_sync():
-    lifecycle = changed("discard")
+@pytest.mark.parametrize("change", ["discard", "load"])
+def test_lost_weights_need_complete_sync(change: str):
+    lifecycle = changed(change)
     with pytest.raises(WeightSyncError, match="engine a has no weights to change: a complete sync is needed"):
         lifecycle.check_can_load(PARTIAL)
     lifecycle.check_can_load(COMPLETE)
-    load(lifecycle)
+    lifecycle.invalidate_weights()
     lifecycle.weights_loaded()
     assert lifecycle.state is EngineState.RUNNING
     lifecycle.check_can_load(PARTIAL)

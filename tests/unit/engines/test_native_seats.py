@@ -52,7 +52,7 @@ def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(ticks: int, end: str):
         lambda lifecycle: None,
         Lifecycle.pause,
         lambda lifecycle: lifecycle.sleep(MEMORY_TAGS),
-        lambda lifecycle: setattr(lifecycle, "partially_loaded", True),
+        Lifecycle.invalidate_weights,
         Lifecycle.close,
     ],
     ids=["nothing", "pause", "sleep", "weights", "close"],

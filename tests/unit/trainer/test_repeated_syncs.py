@@ -51,7 +51,7 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
         starter = builders.EngineSlots(Config(), cluster, layout)
-        publisher = WeightPublisher(learner, client, weight_sync, starter, max_engine_restarts=4)
+        publisher = WeightPublisher(learner, client, weight_sync, starter.restart, max_engine_restarts=4)
         first = await publisher.publish(1)
         for engine in engines[:dying]:
             engine.dies = True

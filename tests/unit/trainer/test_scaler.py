@@ -63,7 +63,13 @@ class Scaled:
         self.client = EngineClient(made, deadline_s=5)
         self.publisher = publisher_of(self.client, self.restart, self.sync, max_engine_restarts=9)
         self.scaler = EngineScaler(
-            self.client, self.publisher, self, folder=folder, drain_s=drain_s, report=self.said.append
+            self.client,
+            self.publisher,
+            start=self.start,
+            stop=self.stop,
+            folder=folder,
+            drain_s=drain_s,
+            report=self.said.append,
         )
 
     async def restart(self, name: str, wait_for_node: bool) -> Newcomer:
@@ -324,7 +330,7 @@ def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.Cap
         client = EngineClient([ScriptedEngine(name="engine 0")], deadline_s=5)
         nothing: Any = None
         reason = why_fixed(colocate_all=True, run_engines_locally=True)
-        fixed = EngineScaler(client, nothing, nothing, folder=tmp_path, drain_s=5, fixed=reason)
+        fixed = EngineScaler(client, nothing, start=nothing, stop=nothing, folder=tmp_path, drain_s=5, fixed=reason)
         fixed.begin()
         await asyncio.sleep(0.05)
         assert capsys.readouterr().out == ""

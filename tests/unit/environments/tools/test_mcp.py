@@ -3,16 +3,19 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.base import ToolBox, ToolError, ToolResult
-from skyrl_train.environments.tools.mcp import McpTool, fingerprint
+from skyrl_train.environments.tools.mcp import Listing, McpTool, Server, fingerprint
 from skyrl_train.errors import ConfigError
 from tests.support.others_processes import gone
 from tests.unit.environments.tools.test_arguments import listening
@@ -103,6 +106,23 @@ def test_a_server_whose_schema_refers_elsewhere_is_refused_at_the_start_and_noth
         with pytest.raises(ConfigError, match=r"servers\.s\.tools: .*'add' .* nothing is fetched; leave"):
             McpTool({"s": entry})
     assert asked == []
+
+
+def test_threads_that_use_a_server_first_pin_one_list(monkeypatch: pytest.MonkeyPatch):
+    shown: list[dict[str, Any]] = []
+    meet = threading.Barrier(2)
+
+    def first_listing(server: Server) -> Listing:
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(0.2)  # both threads are here, if both may be
+        shown.append({"add": {"description": f"version {len(shown)}", "parameters": {}}})
+        return shown[-1]
+
+    monkeypatch.setattr(mcp, "_first_listing", first_listing)
+    server = Server("of two threads", ("add",), command=sys.executable)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(mcp.pinned, [server, server])
+    assert one is other and len(shown) == 1
 
 
 @pytest.mark.fault("F25")
