@@ -206,7 +206,7 @@ class _Groups:
         return torch.where(self._valid, values.double() - self.means(values), 0.0)
 
 
-_RECTANGLE = 1 << 20
+MAX_PADDED_ELEMENTS = 1 << 20
 """Places of a rectangle of sequences, unless one sequence alone is longer."""
 
 
@@ -222,7 +222,7 @@ def _suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
     begin, lengths = 0, longest_first.values.tolist()
     while begin < len(lengths):
         end, length = begin + 1, lengths[begin]
-        while end < len(lengths) and 2 * lengths[end] >= length and (end + 1 - begin) * length <= _RECTANGLE:
+        while end < len(lengths) and 2 * lengths[end] >= length and (end + 1 - begin) * length <= MAX_PADDED_ELEMENTS:
             end += 1
         which = longest_first.indices[begin:end]
         columns = torch.arange(length, device=values.device)[:, None]

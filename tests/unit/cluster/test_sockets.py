@@ -14,7 +14,7 @@ LAST = 2**16 - 1
 def ephemeral_to(last: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "ip_local_port_range"
     file.write_text(f"32768\t{last}\n")
-    monkeypatch.setattr(sockets, "_EPHEMERAL", file)
+    monkeypatch.setattr(sockets, "EPHEMERAL_PORTS_FILE", file)
 
 
 @pytest.mark.defect("a-connection-took-the-port-where-ranks-meet")
@@ -33,7 +33,7 @@ def test_where_all_above_are_taken_or_not_known_any_free_port_will_do(tmp_path: 
         assert 0 < free_address()[1] < LAST
     for file in (tmp_path / "none", tmp_path / "ip_local_port_range"):
         ephemeral_to(LAST, tmp_path, monkeypatch)
-        monkeypatch.setattr(sockets, "_EPHEMERAL", file)
+        monkeypatch.setattr(sockets, "EPHEMERAL_PORTS_FILE", file)
         assert free_address()[1] > 0
 
 

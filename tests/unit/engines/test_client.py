@@ -69,7 +69,7 @@ def test_a_session_stays_where_its_history_is():
 @pytest.mark.parametrize("at_once", [True, False])
 def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
     """As `ConversationGenerator` asks: first turns of all groups at once, or group by group, later ones alone."""
-    monkeypatch.setattr(client_module, "_REMEMBERED", 4)
+    monkeypatch.setattr(client_module, "MAX_STICKY", 4)
     engines, goes_on = _engines(3, delay_s=0.001), random.Random(0)
     client = EngineClient(engines, deadline_s=5)
     names = [[f"{group}.{sample}" for sample in range(8)] for group in range(20)]

@@ -15,9 +15,9 @@ def test_folders_of_other_users_choose_no_files_to_delete(tmp_path: Path, monkey
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     removed: list[Path] = []
     monkeypatch.setattr(host, "_remove", removed.append)
-    folder = tmp_path / f"{host._FOLDERS}evil"
+    folder = tmp_path / f"{host.FOLDER_PREFIX}evil"
     folder.mkdir()
-    (folder / host._LOCK).write_text("/../../home/me/")
+    (folder / host.LOCK_FILE).write_text("/../../home/me/")
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     host._remove_stale_files()
     assert removed == []

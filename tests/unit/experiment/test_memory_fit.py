@@ -158,7 +158,7 @@ def loss_like_skyrls() -> Iterator[str]:
         return (log_probs * advantages).mean(), 0.0
 
     yield "mean_of_a_micro_batch"
-    del policy_losses._items["mean_of_a_micro_batch"]
+    policy_losses.forget("mean_of_a_micro_batch")
 
 
 def test_losses_that_depend_on_micro_batches_keep_theirs(path: str, loss_like_skyrls: str):

@@ -120,7 +120,7 @@ def spec_of(path: str, **changes: Any) -> Any:
 def ready(path: str, **changes: Any) -> Any:
     """A worker without other ranks, with adapters that do something."""
     worker = LearnerWorker(spec_of(path, **changes), 0, 1)
-    worker._build(path)
+    worker.build(path)
     fill_adapters(worker.scorer)
     return worker
 
@@ -142,7 +142,7 @@ def test_adapters_start_where_they_change_nothing_and_alike_for_a_seed(tmp_path:
     path = save_tiny_model(tmp_path)
     workers = [LearnerWorker(spec_of(path, seed=seed), 0, 1) for seed in (0, 0, 1)]
     for worker in workers:
-        worker._build(path)
+        worker.build(path)
     own = dict(tiny_model().named_parameters())
     for name, tensor in workers[0].full_parameters():
         assert torch.equal(tensor, own[name]), name

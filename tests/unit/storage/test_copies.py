@@ -67,7 +67,7 @@ def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_mode
     for path in Path(tiny_model_path).iterdir():
         store.write(path.name, path.read_bytes())
     worker = LearnerWorker(tiny_spec(store.address, lora=LoraConfig(rank=2)), 0, 1)
-    worker._build(store.address)
+    worker.build(store.address)
     worker.export(str(tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == store.address

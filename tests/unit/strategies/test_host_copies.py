@@ -25,7 +25,7 @@ from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.padded_reference import ragged_batch
 
 CPU = torch.device("cpu")
-LARGE = host_copies._SMALL // 4
+LARGE = host_copies.MIN_PINNED_BYTES // 4
 
 
 class Stream:

@@ -109,7 +109,7 @@ def test_closing_ends_what_a_rank_and_its_peers_wait_for(closes_first: int):
 
 @pytest.mark.defect("engines-that-wait-for-a-root-that-failed")
 def test_a_root_that_never_listens_is_not_waited_for_as_long_as_a_transfer_may_take(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(broadcast, "_ROOT_LISTENS_S", 0.5)
+    monkeypatch.setattr(broadcast, "ROOT_CONNECT_TIMEOUT_S", 0.5)
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="rank 1 of 2 could not meet the others"):
         BroadcastGroup(address(), 1, 2, "cpu", 600.0)

@@ -34,7 +34,7 @@ def on_device(elements: torch.Tensor, position: int) -> tuple[int, int]:
 @pytest.mark.parametrize("look", [on_cpu, on_device])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_add_up_wherever_they_are_cut(look, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(buckets, "_IN_CACHE", 64)  # several pieces of one part
+    monkeypatch.setattr(buckets, "CACHE_BYTES", 64)  # several pieces of one part
     tensor = torch.randn(101, generator=torch.Generator().manual_seed(0)).to(dtype)
     for cuts in ((), (1,), (50,), (3, 8, 9, 77), (0, 101)):
         bounds = [0, *cuts, 101]
@@ -90,7 +90,7 @@ def test_non_finite_values_are_told_from_sums_that_overflow(dtype: torch.dtype):
 
 
 def test_sums_wrap_as_int64_does_also_those_of_several_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(buckets, "_IN_CACHE", 64)
+    monkeypatch.setattr(buckets, "CACHE_BYTES", 64)
     largest = torch.full((101,), torch.finfo(torch.float64).max, dtype=torch.float64)
     assert inspect_parts([(largest, 0)]) == [(fingerprint(largest), 0)]
     assert abs(fingerprint(largest)) < 2**63 < 101 * int(largest.view(torch.int64)[0])
