@@ -190,7 +190,10 @@ class LearnerWorker(SendingRank):
         self.build(path)
 
     def build(self, path: str) -> int:
-        """Load this rank's part of a Hugging Face folder's model, which `setup` calls last; returns the number of parameters."""
+        """Load this rank's part of the model in a Hugging Face folder; returns the number of parameters.
+
+        `setup` calls it once the ranks have met.
+        """
         spec = self.spec
         model, saved = open_causal_lm(
             path,

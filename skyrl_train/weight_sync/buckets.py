@@ -170,7 +170,7 @@ def _inspect(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tup
             found.append(_inspect_on_cpu(elements, position, also_finite))
         else:
             device = device or elements.device
-            queued[len(found)] = _inspect_on_device(elements, position, also_finite).to(device)
+            queued[len(found)] = inspect_on_device(elements, position, also_finite).to(device)
             found.append((0, 0))
     if queued:
         for place, (total, *non_finite) in zip(queued, torch.stack([*queued.values()]).tolist(), strict=True):
@@ -188,7 +188,7 @@ def _inspect_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple
     return _wrapped(sum(total for total, _ in found)), max(wrong for _, wrong in found)
 
 
-def _inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
+def inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
     """The sum of the words and, if asked for, whether something is not finite. Nothing is waited for."""
     bits = _words(elements, position).sum()
     if not also_finite:

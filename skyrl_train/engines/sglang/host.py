@@ -95,7 +95,7 @@ class Host:
     def _run(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None, ready: Future[None]) -> None:
         with _ONE_STARTS:
             before = set(multiprocessing.active_children())
-            _remove_stale_files()
+            remove_stale_files()
             self._files = _Files()
             try:
                 with _undisturbed(arguments["device"] == "cpu", self._files.folder):
@@ -164,7 +164,7 @@ class _Files:
             self._lock.close()
 
 
-def _remove_stale_files() -> None:
+def remove_stale_files() -> None:
     """Remove the files of engines whose process was killed, so that it could not clean up.
 
     Other users can make folders there, too: what theirs hold would choose which of our files are deleted.
