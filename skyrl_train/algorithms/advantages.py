@@ -131,7 +131,7 @@ def gae(
     following = torch.cat([sampled[1:], sampled.new_zeros(min(1, len(sampled)))])
     following[:-1][rows[1:] != rows[:-1]] = 0.0
     deltas = token_rewards[mask].double() + gamma * following - sampled
-    advantages = _spread(_suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
+    advantages = _spread(suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
     returns = torch.where(mask, advantages + values, 0.0)
     return TokenAdvantages(batch_normalised(advantages, mask, correction=1), returns)
 
@@ -210,7 +210,7 @@ MAX_PADDED_ELEMENTS = 1 << 20
 """Places of a rectangle of sequences, unless one sequence alone is longer."""
 
 
-def _suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
+def suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
     """[S] s_t = v_t + factor * s_{t+1} within each sequence; `values`: of all sampled tokens, `rows`: their sequences.
 
     Sequences of about one length are summed side by side, so that one long answer does not make all of them long.
@@ -243,7 +243,7 @@ def _spread(sampled: Tensor, mask: Tensor) -> Tensor:
 
 
 def _discounted_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor, factor: float) -> Tensor:
-    sums = _suffix_sums(values[mask].double(), sequence_ids[mask], factor)
+    sums = suffix_sums(values[mask].double(), sequence_ids[mask], factor)
     return _spread(sums, mask).to(values.dtype)
 
 

@@ -111,7 +111,7 @@ def _prefix() -> str:
     return sys.prefix
 
 
-def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
+def start_local(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
     """Start Ray on this machine; if it is too slow, try again. `begins` is called before each attempt.
 
     Raises ClusterLost if it does not start, and ValueError or TypeError as Ray does for settings that it refuses.
@@ -136,7 +136,7 @@ def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
 def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
-        with _one_at_a_time(), _own_handlers(), _own_sessions(), _without_job_server():
+        with start_lock(), _own_handlers(), _own_sessions(), _without_job_server():
             begins()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
@@ -273,7 +273,7 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def start_lock() -> Iterator[None]:
     """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us."""
     path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
     with ExitStack() as held:
@@ -394,7 +394,7 @@ class Cluster:
             guard = Guard(folder)
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
-                    _start_own(settings, guard.begin)
+                    start_local(settings, guard.begin)
             except BaseException as error:
                 guard.kill_wards()
                 guard.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms import advantages, registry
-from skyrl_train.algorithms.advantages import AdvantageStep, _suffix_sums as suffix_sums, batch_normalised, grpo, maxrl
+from skyrl_train.algorithms.advantages import AdvantageStep, batch_normalised, grpo, maxrl, suffix_sums
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics

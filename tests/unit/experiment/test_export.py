@@ -24,7 +24,7 @@ from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.experiment.data import template_of
-from skyrl_train.experiment.export import Export, _appearing, export
+from skyrl_train.experiment.export import Export, atomic_folder, export
 from skyrl_train.learner.saved_policy import check_model, open_policy
 from skyrl_train.models import export as models_export
 from skyrl_train.models.loading import load_causal_lm
@@ -255,7 +255,7 @@ def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
     (tmp_path / "model").mkdir()
     for name in ("config.json", "old.safetensors"):
         (tmp_path / "model" / name).touch()
-    with pytest.raises(FileNotFoundError), _appearing(str(tmp_path / "model"), overwrite=True) as folder:
+    with pytest.raises(FileNotFoundError), atomic_folder(str(tmp_path / "model"), overwrite=True) as folder:
         folder.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "old.safetensors").is_file()
@@ -265,7 +265,7 @@ def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
 def test_what_has_come_during_an_export_is_not_replaced(overwrite: bool, says: str, tmp_path: Path):
     notes = tmp_path / "model" / "notes.txt"
     notes.parent.mkdir()
-    with pytest.raises(ConfigError, match=says), _appearing(str(notes.parent), overwrite):
+    with pytest.raises(ConfigError, match=says), atomic_folder(str(notes.parent), overwrite):
         notes.write_text("mine")
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and notes.read_text() == "mine"
 

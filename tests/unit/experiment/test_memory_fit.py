@@ -235,8 +235,8 @@ def test_share_of_engines_elsewhere_is_not_lowered(tiny_model_path: str):
     own = replace(small(tiny_model_path), device="cuda")
     elsewhere = replace(own, generator=replace(own.generator, run_engines_locally=False))
     key = "generator.gpu_memory_utilization"
-    assert key in dict(memory_fit._smaller(own))
-    assert key not in dict(memory_fit._smaller(elsewhere))
+    assert key in dict(memory_fit.smaller_settings(own))
+    assert key not in dict(memory_fit.smaller_settings(elsewhere))
 
 
 def test_other_errors_are_left_alone(tiny_model_path: str):

@@ -11,7 +11,7 @@ from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector, RolloutQueue
-from skyrl_train.trainer.evaluation import _check_version
+from skyrl_train.trainer.evaluation import check_version
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
 from tests.support.trajectories import trajectory_from
 
@@ -200,7 +200,7 @@ def test_a_turn_without_tokens_has_no_age():
         collector.start(4)
         metrics = Metrics()
         groups = await collector.next_groups(4, metrics)
-        _check_version(groups, 4)
+        check_version(groups, 4)
         add_rollout_metrics(groups, 4, metrics)
         await collector.close()
         return metrics.flush()
