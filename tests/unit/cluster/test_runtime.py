@@ -152,13 +152,14 @@ def test_a_run_is_on_one_machine_if_all_nodes_and_the_driver_are(
 
 def test_starts_take_turns():
     code = (
-        "import sys\nfrom skyrl_train.cluster.runtime import start_lock\n"
+        "from skyrl_train.cluster.runtime import start_lock\nprint('ready', flush=True)\n"
         "with start_lock():\n    print('in', flush=True)\n"
     )
     with runtime.start_lock():
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=8)
+            other.wait(timeout=1)
     assert other.communicate(timeout=300)[0] == "in\n"
 
 
