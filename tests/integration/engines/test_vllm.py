@@ -445,7 +445,8 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
     overlap_steps(monkeypatch)
     options = {"kv_cache_memory_bytes": 6 * BLOCK_BYTES, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
     engine = start(path, **options)
-    scheduler = running.core.scheduler
+    core = engine.llm_engine.engine_core.engine_core
+    scheduler = core.scheduler
     preempt = scheduler._preempt_request
 
     def counted(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -471,7 +472,7 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
         return await call
 
     try:
-        assert running.core.batch_queue is not None, "steps overlap"
+        assert core.batch_queue is not None, "steps overlap"
         got = bench.run(run(), 60)
     finally:
         one.loop.run(engine.close())

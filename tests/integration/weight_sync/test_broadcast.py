@@ -93,7 +93,7 @@ def test_two_engines_get_every_version_over_one_connection(tied):
         connections.append(arguments)
         connect(*arguments)
 
-    engines[0].receiver.connect = counted  # type: ignore[method-assign]
+    engines[0].receiver.connect = counted  # type: ignore[method-assign,assignment]
 
     async def syncs() -> None:
         for version in (0, 1, 2):

@@ -219,7 +219,12 @@ def test_a_named_cluster_runs_the_driver_s_python_unless_somebody_chose_another(
     monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
     monkeypatch.setattr(ray, "nodes", list)
     checked: list[str] = []
-    monkeypatch.setattr(ray, "wait", lambda *_, **given: checked.append(address) or ([], []))  # for a worker a node
+
+    def wait(*_: Any, **given: Any) -> tuple[list[Any], list[Any]]:  # for a worker on every node
+        checked.append(address)
+        return [], []
+
+    monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda workers: workers)
     try:
         join(address)

@@ -236,7 +236,7 @@ def test_retracted_requests_go_on_with_the_same_tokens(model: PreTrainedModel, m
             caches.append(cache)
             return decode(ids, cache, *others)
 
-        engine.served.decode = watched  # type: ignore[method-assign]
+        engine.served.decode = watched  # type: ignore[method-assign,assignment]
         try:
             undisturbed = await engine.generate(requests)
             call = asyncio.ensure_future(engine.generate(requests))

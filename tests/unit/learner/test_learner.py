@@ -416,7 +416,7 @@ def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
 
     async def run() -> None:
         await learner.setup()
-        worker.update = broken  # type: ignore[method-assign]
+        worker.update = broken  # type: ignore[method-assign,assignment]
         with pytest.raises(RuntimeError, match="out of memory"):
             await learner.update(policy_batch())
         with pytest.raises(WeightSyncError, match="between version 0 and 1"):
