@@ -387,7 +387,8 @@ def memory_of(tensor: Tensor) -> int:
 def on_device(strategy: DeepSpeedStrategy) -> set[int]:
     """The memory of all parameters and of what the optimizer keeps."""
     tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters_of(strategy).values()]
-    tensors += strategy.shard().tensors.values()  # on a CPU they share the memory of what is trained
+    shard = strategy.shard().tensors  # on a CPU it shares the memory of what is trained, except the counts of steps
+    tensors += [tensor for key, tensor in shard.items() if not key.startswith("step/")]
     if optimizer := getattr(strategy.scorer, "basic_optimizer", None):
         tensors += [value for state in optimizer.state.values() for value in state.values()]
     return {memory_of(tensor) for tensor in tensors if tensor.numel()}
