@@ -34,7 +34,8 @@ class Registry(Generic[T]):
         self.kind = kind
         self.table = dict(table or {})
         self._built_in = dict(self.table)
-        self._items: dict[str, T] = {}
+        self.loaded: dict[str, T] = {}
+        """Implementations that are registered, and built-in ones that have been loaded, by name."""
         _registries[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -46,11 +47,11 @@ class Registry(Generic[T]):
             raise ConfigError(f"{self.kind} {name!r}: a name must be a text, in the decorator's parentheses.")
 
         def add(item: T) -> T:
-            taken = self._items.get(name)
+            taken = self.loaded.get(name)
             free = self.table.get(name, _origin(item)) == _origin(item) if taken is None else _is_same(item, taken)
             if not free:
                 raise ConfigError(f"{self.kind} {name!r} is already registered; choose another name.")
-            self._items[name] = item
+            self.loaded[name] = item
             return item
 
         return add
@@ -58,21 +59,21 @@ class Registry(Generic[T]):
     def forget(self, name: str) -> None:
         """Remove whatever is registered under a name."""
         self.table.pop(name, None)
-        self._items.pop(name, None)
+        self.loaded.pop(name, None)
 
     def own(self) -> dict[str, T | str]:
         """What is not built in, or no longer, by name: the object, or its "module:object" if it is not loaded yet."""
-        current: dict[str, T | str] = {**self.table, **self._items}
+        current: dict[str, T | str] = {**self.table, **self.loaded}
         return {name: item for name, item in current.items() if self._built_in.get(name) not in (item, _origin(item))}
 
     def names(self) -> list[str]:
-        return sorted({*self.table, *self._items})
+        return sorted({*self.table, *self.loaded})
 
     def get(self, name: str) -> T:
-        if name not in self._items and name in self.table:
-            self._items[name] = load_object(self.table[name])
-        if name in self._items:
-            return self._items[name]
+        if name not in self.loaded and name in self.table:
+            self.loaded[name] = load_object(self.table[name])
+        if name in self.loaded:
+            return self.loaded[name]
         raise ConfigError(unknown(self.kind, name, self.names()))
 
 
@@ -82,7 +83,7 @@ def registered(kind: str, name: str) -> Any:
     Imports nothing, so it also answers before the module with the registry of this kind is imported.
     """
     registry = _registries.get(kind)
-    if registry is None or (name not in registry._items and name in registry._built_in):
+    if registry is None or (name not in registry.loaded and name in registry._built_in):
         return None
     return registry.get(name) if name in registry.names() else None
 

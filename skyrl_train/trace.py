@@ -109,18 +109,18 @@ def to_file(path: Path) -> Iterator[None]:
         file.close()
 
 
-def _opened(path: Path) -> _TraceFile | None:
-    if isinstance(getattr(_note, "__self__", None), _TraceFile):
+def _opened(path: Path) -> TraceFile | None:
+    if isinstance(getattr(_note, "__self__", None), TraceFile):
         _log.warning("trainer.trace: another run of this process has a time line: %s is not written.", path)
         return None
     try:
-        return _TraceFile(path)
+        return TraceFile(path)
     except OSError as error:
         _log.warning("trainer.trace: %s cannot be written (%s): the run has no time line.", path, error.strerror)
         return None
 
 
-class _TraceFile:
+class TraceFile:
     """An array of events, a line each. Perfetto also reads it without its closing bracket, as it is after kill -9."""
 
     def __init__(self, path: Path):

@@ -131,7 +131,7 @@ def gae(
     following = torch.cat([sampled[1:], sampled.new_zeros(min(1, len(sampled)))])
     following[:-1][rows[1:] != rows[:-1]] = 0.0
     deltas = token_rewards[mask].double() + gamma * following - sampled
-    advantages = _spread(_suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
+    advantages = _spread(suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
     returns = torch.where(mask, advantages + values, 0.0)
     return TokenAdvantages(batch_normalised(advantages, mask, correction=1), returns)
 
@@ -206,11 +206,11 @@ class _Groups:
         return torch.where(self._valid, values.double() - self.means(values), 0.0)
 
 
-_RECTANGLE = 1 << 20
+MAX_PADDED_ELEMENTS = 1 << 20
 """Places of a rectangle of sequences, unless one sequence alone is longer."""
 
 
-def _suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
+def suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
     """[S] s_t = v_t + factor * s_{t+1} within each sequence; `values`: of all sampled tokens, `rows`: their sequences.
 
     Sequences of about one length are summed side by side, so that one long answer does not make all of them long.
@@ -222,7 +222,7 @@ def _suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
     begin, lengths = 0, longest_first.values.tolist()
     while begin < len(lengths):
         end, length = begin + 1, lengths[begin]
-        while end < len(lengths) and 2 * lengths[end] >= length and (end + 1 - begin) * length <= _RECTANGLE:
+        while end < len(lengths) and 2 * lengths[end] >= length and (end + 1 - begin) * length <= MAX_PADDED_ELEMENTS:
             end += 1
         which = longest_first.indices[begin:end]
         columns = torch.arange(length, device=values.device)[:, None]
@@ -243,7 +243,7 @@ def _spread(sampled: Tensor, mask: Tensor) -> Tensor:
 
 
 def _discounted_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor, factor: float) -> Tensor:
-    sums = _suffix_sums(values[mask].double(), sequence_ids[mask], factor)
+    sums = suffix_sums(values[mask].double(), sequence_ids[mask], factor)
     return _spread(sums, mask).to(values.dtype)
 
 

@@ -25,7 +25,7 @@ from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, NoRoo
 from skyrl_train.tasks import within
 
 T = TypeVar("T")
-_LOOKS_EVERY_S = 2.0
+CHECK_INTERVAL_S = 2.0
 _ANSWERS_WITHIN_S = 5.0
 _GPU_SHARE = 0.001
 """Share of an accelerator for a task that only finds out which one it is; small enough to fit besides the tenants."""
@@ -254,7 +254,7 @@ async def unless_lost(work: Awaitable[T], slots: Slots, indices: Sequence[int]) 
     """Await `work`, which needs these of the slots. Raises ClusterLost once their node has died: it would never end."""
     task = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait([task], timeout=_LOOKS_EVERY_S))[0]:
+        while not (await asyncio.wait([task], timeout=CHECK_INTERVAL_S))[0]:
             if not await _have_nodes(slots, indices):
                 raise ClusterLost("a node with slots of this run died.")
         return task.result()
@@ -271,7 +271,7 @@ async def placed_again(slots: Slots, indices: Sequence[int], within_s: float) ->
     while not await _have_nodes(slots, indices):
         if time.monotonic() > deadline:
             raise NoRoom("a node with slots of this run was lost, and the others have no room for them.")
-        await asyncio.sleep(min(_LOOKS_EVERY_S, max(within_s, 0.1)))
+        await asyncio.sleep(min(CHECK_INTERVAL_S, max(within_s, 0.1)))
 
 
 async def _have_nodes(slots: Slots, indices: Sequence[int]) -> bool:

@@ -111,7 +111,7 @@ def _prefix() -> str:
     return sys.prefix
 
 
-def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
+def start_local(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
     """Start Ray on this machine; if it is too slow, try again. `begins` is called before each attempt.
 
     Raises ClusterLost if it does not start, and ValueError or TypeError as Ray does for settings that it refuses.
@@ -136,7 +136,7 @@ def _start_own(settings: Mapping[str, Any], begins: Callable[[], None]) -> None:
 def _start(settings: Mapping[str, Any], begins: Callable[[], None]) -> Exception | None:
     """Start Ray; returns its exception if it fails, without frames that would keep the started processes' handles."""
     try:
-        with _one_at_a_time(), _own_handlers(), _own_sessions(), _without_job_server():
+        with start_lock(), _own_handlers(), _own_sessions(), _without_job_server():
             begins()  # not before: other runs may have held the lock for a minute
             ray.init(address="local", **(_OWN_SETTINGS | dict(settings)))
         _keep_token_private()
@@ -273,7 +273,7 @@ def _unless_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def start_lock() -> Iterator[None]:
     """Make concurrent runs start Ray one after the other: simultaneous starts take too long. The lock ends with us."""
     path = Path(tempfile.gettempdir()) / f"skyrl-train-ray-start-{os.getuid()}.lock"
     with ExitStack() as held:
@@ -290,17 +290,21 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 @contextmanager
-def _kills_after(seconds: float) -> Iterator[None]:
-    """Kill the Ray that we started if what is inside takes longer: it goes on once there is nobody to wait for.
+def _kills_after(seconds: float, error: BaseException | None) -> Iterator[None]:
+    """Kill the Ray that we started if the body takes longer, so that the body has nothing left to wait for.
 
-    From a cluster that was joined this process can only leave: records and checkpoints are written by then.
+    From a cluster that was joined this process can only exit: records and checkpoints are written by then.
+
+    Args:
+        error: Why the run ends. It is printed with the kill, because Ray may then end this process.
     """
+    cause = "" if error is None else f" The run ended with {type(error).__name__}: {error}"
 
     def kill() -> None:
         if not _guards:  # a cluster that was joined: its raylet is not ours, and Ray's code waits for it without an end
-            to_stderr(f"The cluster's raylet on this node does not answer: left after {seconds:g} s.")
+            to_stderr(f"The cluster's raylet on this node does not answer: left after {seconds:g} s.{cause}")
             leave(1)
-        log.warning("Ray's processes do not answer: killed after %g s.", seconds)
+        log.warning("Ray's processes do not answer: killed after %g s.%s", seconds, cause)
         for guard in list(_guards):
             guard.kill_wards()
 
@@ -394,7 +398,7 @@ class Cluster:
             guard = Guard(folder)
             try:
                 with _unless_set(self._idle_workers()), guard.marking():
-                    _start_own(settings, guard.begin)
+                    start_local(settings, guard.begin)
             except BaseException as error:
                 guard.kill_wards()
                 guard.close()
@@ -464,7 +468,7 @@ class Cluster:
     ) -> None:
         if not ray.is_initialized():
             return
-        with _kills_after(_CLOSES_S):
+        with _kills_after(_CLOSES_S, error):
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:

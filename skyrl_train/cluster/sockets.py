@@ -18,7 +18,7 @@ GROUP_ADDRESS = "SKYRL_GROUP_ADDRESS"
 LOOPBACK = "127.0.0.1"
 
 
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 32
 
 
@@ -94,7 +94,7 @@ def configured_interface() -> str:
 def _last_ephemeral_port() -> int:
     """65,535, which leaves none above, where it is not known."""
     try:
-        return int(_EPHEMERAL.read_text().split()[1])
+        return int(EPHEMERAL_PORTS_FILE.read_text().split()[1])
     except OSError:
         return 2**16 - 1
 

@@ -31,7 +31,7 @@ LOOK_S = 5.0
 """Seconds between two health checks of an engine with requests."""
 COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens", "running")
 """The counters that move while an engine works."""
-_REMEMBERED = 1 << 16
+MAX_STICKY = 1 << 16
 """Sessions and groups in the routing table; or four times the largest number that was open at once if that is more."""
 STEP_S = 300.0
 """The longest step of an engine: it may prefill all that it runs, and a kernel's first use compiles it."""
@@ -75,7 +75,7 @@ class EngineClient:
         self._deadline_s = deadline_s
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
         """The routing table: ("session" or "group", its name) -> its engine."""
-        self._remembered = _REMEMBERED
+        self._remembered = MAX_STICKY
         self._limiter = _ConcurrencyLimiter(max_calls)
         self._background: set[asyncio.Task[Any]] = set()
         self._reviving: asyncio.Task[None] | None = None

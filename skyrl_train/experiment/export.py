@@ -96,7 +96,7 @@ def export(asked: Export) -> tuple[str, Agreement | None]:
         if asked.adapter and not config.trainer.policy.model.lora.rank:
             raise ConfigError("--adapter: the run has trained the whole model, so there is no adapter: leave it out.")
         if not asked.to.startswith(HUB):
-            with _appearing(asked.to, asked.overwrite) as folder:
+            with atomic_folder(asked.to, asked.overwrite) as folder:
                 agreement = _write(asked, found, config, folder)
             return str(Path(asked.to).absolute()), agreement
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _is_model(folder: Path) -> bool:
 
 
 @contextmanager
-def _appearing(to: str, overwrite: bool) -> Iterator[Path]:
+def atomic_folder(to: str, overwrite: bool) -> Iterator[Path]:
     """A folder beside `to` that takes its place when all went well, and is deleted otherwise.
 
     Raises ConfigError in the end if what is there then must not be replaced.

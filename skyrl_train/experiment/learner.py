@@ -77,11 +77,11 @@ def build_learner(
     reference = critic = None
     if layout.reference is not None:
         check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
-        frozen = _reference(spec, trainer, threads_per_process(cluster, layout.reference, device))
+        frozen = reference_spec(spec, trainer, threads_per_process(cluster, layout.reference, device))
         reference = _group(cluster, frozen, layout.reference, "reference", trainer.timeouts)
     if layout.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
-        valued = _critic(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
+        valued = critic_spec(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
         critic = _group(cluster, valued, layout.critic, "critic", trainer.timeouts)
     return Learner(
         _group(cluster, spec, layout.policy, "learner", trainer.timeouts),
@@ -110,7 +110,7 @@ async def start_learner(learner: Learner, trainer: TrainerConfig) -> None:
         raise late from error
 
 
-def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
+def reference_spec(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None) -> LearnerSpec:
     """The settings of the reference: frozen, in the compute dtype."""
     return replace(
         policy,
@@ -128,7 +128,7 @@ def _reference(policy: LearnerSpec, trainer: TrainerConfig, threads: int | None)
     )
 
 
-def _critic(
+def critic_spec(
     policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: Learning, schedule: StepSchedule
 ) -> LearnerSpec:
     """The settings of the critic: a body with a value head, and its own optimizer."""

@@ -158,7 +158,7 @@ def advice(cfg: Config, learning: Callable[[Config], Learning] = policy_learning
     except Exception as error:  # free-form settings, or a model that cannot be read any more
         return f"Lower the tokens of a micro-batch; there is no memory plan ({type(error).__name__})."
     saved: dict[str, int] = {}
-    for key, value in _smaller(cfg):
+    for key, value in smaller_settings(cfg):
         saved[f"{key}={str(value).lower()}"] = peak - _policy_peak(with_value_at(cfg, key, value), learns)
     best = sorted(((size, text) for text, size in saved.items() if size > 0), reverse=True)[:NAMED]
     each = ", ".join(f"{text} saves about {size / 2**30:.3g} GiB" for size, text in best)
@@ -173,7 +173,7 @@ def _policy_peak(cfg: Config, learning: Learning) -> int:
     return max(plan.peak()[0] for plan in plans if "policy" in plan.name)
 
 
-def _smaller(cfg: Config) -> Iterator[tuple[str, Any]]:
+def smaller_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
     """Keys and values that may need less memory than the configured ones."""
     trainer, generator = cfg.trainer, cfg.generator
     if trainer.max_tokens_per_microbatch is not None:

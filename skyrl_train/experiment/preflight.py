@@ -101,7 +101,7 @@ def check_run(cfg: Config, uses: Uses) -> None:
                 problems.append(problem)
                 unreachable.add(key)
                 continue
-            model = attempt(_model, cfg, uses, key, path)
+            model = attempt(checked_model, cfg, uses, key, path)
             policy = model if key == POLICY_PATH else policy
     tokenizer = None
     if uses.tokenizer and POLICY_PATH not in unreachable:
@@ -157,7 +157,7 @@ def _note_composite(cfg: Config, key: str, path: str) -> None:
         )
 
 
-def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:
+def checked_model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:
     """Return a causal language model on the meta device; None if nothing here builds it, or for a reward model.
 
     Raises:
@@ -192,7 +192,7 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
             raise ConfigError(f"generator.backend=transformers {reason}")
         if trains:
             _check_length(cfg, uses, model)
-            _check_trainable(cfg, key, model)
+            check_trainable(cfg, key, model)
     except ConfigError as error:
         if str(error).startswith(key):
             raise
@@ -200,7 +200,7 @@ def _model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | No
     return model
 
 
-def _check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
+def check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
     """Raise ConfigError for a model that the learner cannot run, adapt or divide. Divides its layers."""
     section: Any = getattr(cfg.trainer, key.split(".")[1])
     refuse_unscorable(model, values=key == CRITIC_PATH)

@@ -181,16 +181,19 @@ class LearnerWorker(SendingRank):
         if spec.expert_parallel_size > 1:
             group = neighbours(spec.expert_parallel_size, spec.update_s)
             self.expert_parallel = ExpertParallel(group, spec.key_of_size("expert"))
-        return self._build(spec.model_path)
+        return self.build(spec.model_path)
 
     def reload(self, path: str) -> None:
         """Replace the model by that of another Hugging Face folder: a frozen reference follows the policy this way."""
         del self.scorer, self.strategy, self.sender
         gc.collect()  # a module is a reference cycle: without this both models would be in memory at once
-        self._build(path)
+        self.build(path)
 
-    def _build(self, path: str) -> int:
-        """Shard, and load what this rank keeps; returns the number of parameters."""
+    def build(self, path: str) -> int:
+        """Load this rank's part of the model in a Hugging Face folder; returns the number of parameters.
+
+        `setup` calls it once the ranks have met.
+        """
         spec = self.spec
         model, saved = open_causal_lm(
             path,

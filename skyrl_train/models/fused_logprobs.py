@@ -20,7 +20,7 @@ from skyrl_train.models.logit_chunks import LogitShape, add_product, chunks_of, 
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: a difference of two infinities is not a number."""
-_BLOCK, _WARPS = 4096, 8
+BLOCK_SIZE, NUM_WARPS = 4096, 8
 
 
 @triton.jit
@@ -119,15 +119,15 @@ def _score_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape) -> None:
             shape.factor,
             shape.softcap or 1.0,
             CAPPED=shape.softcap is not None,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
+            BLOCK=BLOCK_SIZE,
+            num_warps=NUM_WARPS,
         )
 
 
 def _gradient_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape, gradient: Tensor) -> None:
     """rows, [n] each: targets, divisor, entropy, normaliser, d logprobs, d entropy; gradient [n, V] is the result."""
     with torch.cuda.device_of(logits):
-        _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], _BLOCK))](
+        _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK_SIZE))](
             logits,
             *rows,
             gradient,
@@ -135,8 +135,8 @@ def _gradient_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape, gradie
             shape.factor,
             shape.softcap or 1.0,
             CAPPED=shape.softcap is not None,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
+            BLOCK=BLOCK_SIZE,
+            num_warps=NUM_WARPS,
         )
 
 

@@ -21,7 +21,7 @@ from skyrl_train.errors import ConfigError
 FOLDER = Path(__file__).with_name("page")
 SCRIPT, STYLE = FOLDER / "page.js", FOLDER / "page.css"
 CHECKOUT = Path(__file__).resolve().parents[2]
-_BUILD_S = 300
+BUILD_TIMEOUT_S = 300
 _failed: dict[Path, str] = {}
 """What went wrong with a build, which this process does not try again."""
 _log = logging.getLogger(__name__)
@@ -107,12 +107,12 @@ def _run(build: Path) -> str:
         [build], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         try:
-            said, _ = process.communicate(timeout=_BUILD_S)
+            said, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
         except BaseException as error:  # Ctrl-C reaches this process alone
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                return f"it took more than {_BUILD_S} s"
+                return f"it took more than {BUILD_TIMEOUT_S} s"
             raise
     return "" if process.returncode == 0 else said[-2000:].strip() or f"status {process.returncode}"
 

@@ -291,7 +291,7 @@ _NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "conten
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
 READ_AHEAD_BYTES = 256 << 20
 _SEARCHES_KEPT = 16
-_BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 8 << 20
 _BYTES_A_TOKEN = 5
 """About what a token's text takes."""
 _Stamp = tuple[int, int, int]
@@ -453,12 +453,12 @@ class RolloutIndex:
         return True
 
     def _blocks(self, steps: Sequence[int]) -> Iterator[list[int]]:
-        """Steps of which texts are read at a time: about _BLOCK_BYTES, or of one step what it has."""
+        """Steps of which texts are read at a time: about BLOCK_BYTES, or of one step what it has."""
         block: list[int] = []
         size = 0
         for step in steps:
             more = (pc.sum(self._steps[step]["response_tokens"]).as_py() or 0) * _BYTES_A_TOKEN
-            if block and size + more > _BLOCK_BYTES:
+            if block and size + more > BLOCK_BYTES:
                 yield block
                 block, size = [], 0
             block.append(step)

@@ -60,7 +60,7 @@ class RolloutCollector:
         num_parallel_generation_workers: int | None = None,
     ):
         """`num_parallel_generation_workers`: maximum number of groups in flight; None for no other bound than slots."""
-        self._rollout = rollout
+        self.rollout = rollout
         self._prompt_at = prompt_at
         self._prompts_of_step = prompts_of_step
         self._max_staleness_steps = max_staleness_steps
@@ -182,7 +182,7 @@ class RolloutCollector:
         await self._queue.close()
 
     async def _begin(self, position: int) -> _Drawn:
-        group = self._samplers.shaping(await self._rollout(self._prompt_at(position), position))
+        group = self._samplers.shaping(await self.rollout(self._prompt_at(position), position))
         one = _Drawn(position, group, self._samplers.dynamic_sampling is None or is_useful(group))
         if not one.useful and self._replaces_now():
             self._replaced.add(position)

@@ -15,7 +15,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 Name = TypeVar("Name", bound=Hashable)
 
-_SMALL = 1 << 16
+MIN_PINNED_BYTES = 1 << 16
 """Bytes below which a tensor is not worth pages of its own: it is moved as it is."""
 
 
@@ -65,7 +65,7 @@ class HostCopies:
         return tensor.device.type
 
     def _buffer(self, name: Hashable, tensor: Tensor) -> Tensor:
-        if tensor.nbytes < _SMALL:
+        if tensor.nbytes < MIN_PINNED_BYTES:
             return torch.empty_like(tensor, device="cpu")
         if name not in self._buffers:
             self._buffers[name] = _own_pages(tensor)

@@ -59,7 +59,7 @@ class ScriptedEngine:
         self._newest, self._rehearsal = -1, False
         self.asleep = self.torn = self.closed = False
         self._answer = answer
-        self._delay_s = delay_s
+        self.delay_s = delay_s
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._aborted: dict[str, asyncio.Event] = {}
@@ -80,7 +80,7 @@ class ScriptedEngine:
 
     async def _complete(self, request: SampleRequest) -> Completion:
         aborted = self._aborted[request.request_id]
-        delay = self._delay_s(request) if callable(self._delay_s) else self._delay_s
+        delay = self.delay_s(request) if callable(self.delay_s) else self.delay_s
         begun = time.monotonic()
         work = asyncio.ensure_future(self._work(delay))
         stop = asyncio.ensure_future(aborted.wait())

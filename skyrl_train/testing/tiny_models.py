@@ -74,11 +74,11 @@ def tiny_model(
     Weights are drawn from a wider distribution than usual, so that tokens' probabilities clearly differ.
     """
     torch.manual_seed(seed)
-    config = _tiny_config(kind, vocab_size, hidden_size, layers, tied)
+    config = tiny_config(kind, vocab_size, hidden_size, layers, tied)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _tiny_config(
+def tiny_config(
     kind: str, vocab_size: int = 320, hidden_size: int = 64, layers: int = 2, tied: bool = True
 ) -> PreTrainedConfig:
     experts: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
@@ -115,7 +115,7 @@ def save_tiny_model(directory: Path, kind: str = "qwen2", **options: object) -> 
 def save_tiny_reward_model(directory: Path, kind: str = "qwen2", seed: int = 0, **config: object) -> str:
     """Save a sequence classifier with one output and the byte tokenizer; `config` changes its configuration."""
     torch.manual_seed(seed)
-    settings = _tiny_config(kind)
+    settings = tiny_config(kind)
     settings.num_labels = 1
     settings.update(config)
     AutoModelForSequenceClassification.from_config(settings).save_pretrained(directory)

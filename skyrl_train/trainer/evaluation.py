@@ -79,7 +79,7 @@ class Evaluator:
         if self._after is not None:
             await self._after()
         if self._one_version:
-            _check_version(groups, step)
+            check_version(groups, step)
         if self._dump_to is not None:
             await asyncio.to_thread(self._dump, groups, self._dump_to / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
@@ -174,7 +174,7 @@ def _file_name(source: str) -> str:
     return f"{name.encode()[: _LONGEST_FILE_NAME // 2].decode(errors='ignore')}%%{digest}"  # no other name has "%%"
 
 
-def _check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
+def check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
     """Raises WeightSyncError if other weights sampled a token."""
     items = [item for group in groups for item in group.trajectories if item.status == OK]
     turns = [turn for item in items for turn in item.sampled_turns]

@@ -42,7 +42,7 @@ from skyrl_train.tasks import to_its_end
 
 SAMPLED_GROUPS = 8
 """Of a step, its first ones: the order of prompts is drawn by the seed, so they are a fair sample."""
-_TOKENS_AT_ONCE = 1_000_000
+CHUNK_TOKENS = 1_000_000
 """Of responses that become one table: what is held in memory meanwhile is some 40 bytes of each."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TURN_FIELDS = tuple(field.name for field in COLUMNS.field("turns").type.value_type)
@@ -207,7 +207,7 @@ def rollout_tables(
     first = 0
     for last in range(1, len(items) + 1):
         ends_group = last == len(items) or items[last][0] != items[last - 1][0]
-        if last == len(items) or (ends_group and tokens[last] - tokens[first] >= _TOKENS_AT_ONCE):
+        if last == len(items) or (ends_group and tokens[last] - tokens[first] >= CHUNK_TOKENS):
             yield _table(step, items[first:last], _Tokens(batch, rows[first], rows[last]), vocabulary)
             first = last
 

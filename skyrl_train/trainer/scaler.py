@@ -17,7 +17,7 @@ from skyrl_train.report.phases import say
 from skyrl_train.tasks import unwatched
 from skyrl_train.trainer.publisher import WeightPublisher
 
-_CHECKS_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 _report = partial(say, "engines")
 
 
@@ -132,7 +132,7 @@ class EngineScaler:
             if latest is not None and latest != seen:
                 await self._follow_file()
             seen = latest or seen
-            await asyncio.sleep(_CHECKS_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _follow_file(self) -> None:
         if self._fixed is not None:

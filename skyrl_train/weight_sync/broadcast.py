@@ -27,7 +27,7 @@ _CALLED_OFF = "called off"
 _LOOKS_EVERY_S = 0.2
 _CALL_S = 5.0
 """Within this time a root that lives is reached."""
-_ROOT_LISTENS_S = 60.0
+ROOT_CONNECT_TIMEOUT_S = 60.0
 """Within this time the root listens: it does so before all else, but may be asked later than the others."""
 _POLLS_EVERY_S = 0.0005
 Address = tuple[str, int]
@@ -61,7 +61,7 @@ class BroadcastGroup:
         try:
             listens = listen(host, int(port)).detach() if rank == ROOT else None
             if rank != ROOT:
-                _reach(host, int(port), min(timeout_s, _ROOT_LISTENS_S))
+                _reach(host, int(port), min(timeout_s, ROOT_CONNECT_TIMEOUT_S))
             self._store = _store(address, self._timeout, listens)
             self._meet(world_size)
             self._connect(world_size, own_address(host, int(port)))

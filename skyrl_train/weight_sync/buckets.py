@@ -19,7 +19,7 @@ _LARGE = 1 << 20
 """Bytes. For smaller tensors one call per tensor costs more than summing their bytes."""
 WORD = 8
 """Bytes of the words that a fingerprint sums."""
-_IN_CACHE = 1 << 20
+CACHE_BYTES = 1 << 20
 """Bytes that a CPU looks at for one thing after the other, which are read from memory once."""
 
 # -- layout
@@ -170,7 +170,7 @@ def _inspect(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tup
             found.append(_inspect_on_cpu(elements, position, also_finite))
         else:
             device = device or elements.device
-            queued[len(found)] = _inspect_on_device(elements, position, also_finite).to(device)
+            queued[len(found)] = inspect_on_device(elements, position, also_finite).to(device)
             found.append((0, 0))
     if queued:
         for place, (total, *non_finite) in zip(queued, torch.stack([*queued.values()]).tolist(), strict=True):
@@ -181,14 +181,14 @@ def _inspect(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tup
 def _inspect_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple[int, int]:
     if not also_finite or not elements.is_floating_point():
         return int(_words(elements, position).sum().item()), 0
-    if elements.nbytes <= _IN_CACHE:
+    if elements.nbytes <= CACHE_BYTES:
         return int(_words(elements, position).sum().item()), int(not all_finite(elements))
-    pieces = elements.reshape(-1).split(_IN_CACHE // elements.itemsize)
-    found = [_inspect_on_cpu(piece, position + index * _IN_CACHE, also_finite) for index, piece in enumerate(pieces)]
+    pieces = elements.reshape(-1).split(CACHE_BYTES // elements.itemsize)
+    found = [_inspect_on_cpu(piece, position + index * CACHE_BYTES, also_finite) for index, piece in enumerate(pieces)]
     return _wrapped(sum(total for total, _ in found)), max(wrong for _, wrong in found)
 
 
-def _inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
+def inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
     """The sum of the words and, if asked for, whether something is not finite. Nothing is waited for."""
     bits = _words(elements, position).sum()
     if not also_finite:

@@ -23,7 +23,8 @@ class _Recording:
 
     def step(self) -> dict[str, float]:
         model: Any = self
-        gradients = {name: p.grad for name, p in model._parameters.items() if p.grad is not None}
+        named = model.scorer.named_parameters()
+        gradients = {model.scorer.hf_name(name): p.grad for name, p in named if p.grad is not None}
         self.recorded = {name: self._recorded(name, gradient) for name, gradient in gradients.items()}
         model.scorer.zero_grad()
         return {"grad_norm": 0.0}

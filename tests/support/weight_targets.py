@@ -30,6 +30,7 @@ class LocalTrainer(SendingRank):
         wire_dtype: str = "float32",
         bucket_bytes: int = 1 << 16,
         adapted: AdaptedModel | None = None,
+        weight_sync_only_changed: bool = False,
     ):
         self.model = model
         self.updates = 0
@@ -39,6 +40,7 @@ class LocalTrainer(SendingRank):
             bucket_bytes=bucket_bytes,
             rank=0,
             adapted=adapted,
+            weight_sync_only_changed=weight_sync_only_changed,
             updates=lambda: self.updates,
         )
 

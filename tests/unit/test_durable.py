@@ -11,7 +11,7 @@ from skyrl_train.config.hydra import load, save_resolved
 from skyrl_train.durable import open_lock, replacing, write_durably
 from skyrl_train.errors import StorageError
 from skyrl_train.log_files import shorten
-from skyrl_train.report.jsonl import _LineFile
+from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.storage.folder import StoredFolder
 from tests.support.full_disk import disk_full_after
 
@@ -49,7 +49,7 @@ def test_full_disk_leaves_no_temporary_file(tmp_path: Path):
             lambda: stored.write_if("new", b"x" * 1000, None),
             lambda: stored.put("other", tmp_path / "source"),
             lambda: stored.get("large", tmp_path / "copy"),
-            lambda: _LineFile(tmp_path / "metrics.jsonl").keep_until(500),
+            lambda: JsonlTracker(tmp_path).begin(500, 1000),
         ):
             with suppress(OSError, StorageError):  # JSONL files keep their lines, with a warning
                 write()

@@ -34,7 +34,7 @@ def test_the_curve_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_environment_of_the_page_rewards_capital_letters(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+    monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     exec(SHOUT, {"__name__": "page"})
     environment = registry.make("shout", {}, {})
     assert [environment.step(text).reward for text in ("LOUD", "quiet")] == [1.0, 0.0]

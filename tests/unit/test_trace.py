@@ -89,7 +89,7 @@ def test_what_a_full_disk_cuts_off_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     path = tmp_path / "trace.json"
-    file = trace._TraceFile(path)
+    file = trace.TraceFile(path)
     whole = trace.Span("whole", 0.0, 1.0, "calls", "driver", False, {})
     file.add([whole])
 

@@ -51,7 +51,7 @@ from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
 from skyrl_train.tasks import deadline
 
 log = logging.getLogger(__name__)
-_SCRAPE_S = 5.0
+METRICS_TIMEOUT_S = 5.0
 """How long /metrics waits for the engines' own numbers, which it does without otherwise: scrapers wait for 10 s."""
 _GONE = 499
 """The status of a request whose client went away before its answer, as nginx counts it."""
@@ -407,7 +407,7 @@ class HttpEndpoint:
         """What Prometheus reads."""
         engine: dict[str, int] = {}
         with suppress(SkyRLError, _Refusal):  # the endpoint's own numbers are worth more while engines do not answer
-            async with deadline("health of the engines", _SCRAPE_S):
+            async with deadline("health of the engines", METRICS_TIMEOUT_S):
                 health = await self._health_of_all()
             engine = {"running": health.running, "waiting": health.queued}
         return web.Response(body=self._metrics.text(**engine), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})

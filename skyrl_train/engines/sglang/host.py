@@ -32,9 +32,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 _STAND_INS = str(Path(__file__).parent / "stand_ins")
 _GRACE_S = 5.0
 """How long SGLang's processes may take to end by themselves, in seconds."""
-_FOLDERS = "skyrl-sglang-"
+FOLDER_PREFIX = "skyrl-sglang-"
 """Prefix of the names of the engines' folders."""
-_LOCK = "lock"
+LOCK_FILE = "lock"
 _ONE_STARTS = threading.Lock()
 _FOR_CHILDREN = {
     "PYTHONWARNINGS": "ignore",
@@ -95,7 +95,7 @@ class Host:
     def _run(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None, ready: Future[None]) -> None:
         with _ONE_STARTS:
             before = set(multiprocessing.active_children())
-            _remove_stale_files()
+            remove_stale_files()
             self._files = _Files()
             try:
                 with _undisturbed(arguments["device"] == "cpu", self._files.folder):
@@ -147,11 +147,11 @@ class _Files:
     """An engine's folder, for sockets, and its files in shared memory. A lock in the folder is held while it lives."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix=_FOLDERS)
+        self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         file = Path(self.folder) / "locking"
         self._lock = file.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        file.rename(file.with_name(_LOCK))  # nobody finds it unlocked
+        file.rename(file.with_name(LOCK_FILE))  # nobody finds it unlocked
 
     def name(self, instance: str) -> None:
         """Note SGLang's name for this engine, which is part of the names of its files in shared memory."""
@@ -164,23 +164,23 @@ class _Files:
             self._lock.close()
 
 
-def _remove_stale_files() -> None:
+def remove_stale_files() -> None:
     """Remove the files of engines whose process was killed, so that it could not clean up.
 
     Other users can make folders there, too: what theirs hold would choose which of our files are deleted.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue
-            with (folder / _LOCK).open() as lock:
+            with (folder / LOCK_FILE).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError while it lives
                 _remove(folder)
 
 
 def _remove(folder: Path) -> None:
     with suppress(OSError):
-        if instance := (folder / _LOCK).read_text():
+        if instance := (folder / LOCK_FILE).read_text():
             for file in Path("/dev/shm").glob(f"sglang_*{instance}*"):
                 file.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -107,7 +107,8 @@ class DecodeCache(Cache):
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
-        self._layers: list[_Layer] = []
+        self.layers_kv: list[_Layer] = []
+        """Keys and values of each layer; empty while no row has any."""
         self._chunks: list[_Chunk] = []
         self._width = 1
         self._capacity = self._prefix_capacity = self._lane_capacity = 0
@@ -136,7 +137,7 @@ class DecodeCache(Cache):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        layer, step = self._layers[self._current], self._step
+        layer, step = self.layers_kv[self._current], self._step
         assert step is not None
         written = step.write_at[layer.heads]
         for store, states in ((layer.lanes_k, key), (layer.lanes_v, value)):
@@ -244,7 +245,7 @@ class DecodeCache(Cache):
         self._reserve_lanes(int(generated.max()) + 1)
         prefix = lengths[slots // self._width]
         head_rows, write_at = {}, {}
-        for heads in {layer.heads for layer in self._layers}:
+        for heads in {layer.heads for layer in self.layers_kv}:
             chunk, lane = slots // self._width, slots % self._width
             rows = ((chunk[:, None] * heads + np.arange(heads)) * self._width + lane[:, None]).reshape(-1)
             head_rows[heads] = self._to_device(rows)
@@ -335,9 +336,9 @@ class DecodeCache(Cache):
     def _write_prompts(self, writes: Sequence[tuple[int, NewPrompt]], packed: PackedPrompts | None) -> None:
         """Fill the prefixes of chunks, from the packed forward or from another chunk of the same prompt."""
         longest = max(prompt.length for _, prompt in writes)
-        if not self._layers:
+        if not self.layers_kv:
             assert packed is not None
-            self._layers = [_empty_layer(k, v) for k, v in packed.layers_kv]
+            self.layers_kv = [_empty_layer(k, v) for k, v in packed.layers_kv]
         if len(self._chunks) > self._capacity or longest > self._prefix_capacity or not self._lane_capacity:
             grown = len(self._chunks) if not self._capacity else max(len(self._chunks), self._capacity * 3 // 2)
             self._reallocate(
@@ -352,13 +353,13 @@ class DecodeCache(Cache):
                 by_length.setdefault(prompt.length, []).append((index, prompt.start))
                 continue
             twin = next(i for i, chunk in enumerate(self._chunks) if chunk.key == prompt.key and i not in written)
-            for layer in self._layers:
+            for layer in self.layers_kv:
                 layer.prefix_k[index], layer.prefix_v[index] = layer.prefix_k[twin], layer.prefix_v[twin]
         for length, places in by_length.items():
             assert packed is not None
             into = self._to_device(np.array([index for index, _ in places]))
             tokens = self._to_device(np.array([start for _, start in places])[:, None] + np.arange(length))
-            for layer, (key, value) in zip(self._layers, packed.layers_kv, strict=True):
+            for layer, (key, value) in zip(self.layers_kv, packed.layers_kv, strict=True):
                 layer.prefix_k[into, :, :length] = key[0][:, tokens].transpose(0, 1)
                 layer.prefix_v[into, :, :length] = value[0][:, tokens].transpose(0, 1)
         hidden = torch.finfo(self._prefix_mask.dtype).min
@@ -438,10 +439,10 @@ class DecodeCache(Cache):
             new[new_chunk, :, new_lane, :lanes] = old[old_chunk, :, old_lane, :lanes]
             return new
 
-        for layer in self._layers:
+        for layer in self.layers_kv:
             layer.prefix_k, layer.prefix_v = moved_prefix(layer.prefix_k), moved_prefix(layer.prefix_v)
             layer.lanes_k, layer.lanes_v = moved_lanes(layer.lanes_k), moved_lanes(layer.lanes_v)
-        like = self._layers[0].prefix_k
+        like = self.layers_kv[0].prefix_k
         hidden = torch.finfo(like.dtype).min
         prefix_mask = like.new_full((capacity, prefix_capacity), hidden)
         lane_mask = like.new_full((capacity, width, lane_capacity), hidden)

@@ -84,11 +84,12 @@ class TransformersEngine(SteppedEngine):
             dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
-        self._served = ServedModel(model, device, name, keeps_routing)  # type: ignore[arg-type]
-        longest, served = self._served.max_positions, self._served.model
+        self.served = ServedModel(model, device, name, keeps_routing)  # type: ignore[arg-type]
+        """The model and its adapters; only the engine's thread computes with them."""
+        longest, served = self.served.max_positions, self.served.model
         max_model_len = min(max_model_len or longest, longest)
         self._scheduler = Scheduler(
-            self._served,
+            self.served,
             tokenizer,
             stop_tokens(tokenizer, served.generation_config, served.config, checkpoint_config(served)),
             self._clock,
@@ -97,9 +98,9 @@ class TransformersEngine(SteppedEngine):
             name=name,
         )
         self.accelerator = Accelerator(self.lifecycle, partial(compute, device), partial(query, device))
-        self._receiver = WeightReceiver(ServedWeights(self._served), name, device, slot)
+        self._receiver = WeightReceiver(ServedWeights(self.served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
-        self._checks = Checks(self.capabilities, self._served.vocab_size, max_model_len, max_score_len=longest)
+        self._checks = Checks(self.capabilities, self.served.vocab_size, max_model_len, max_score_len=longest)
         self._profiler = Profiler(device.type)
         self._thread.start()
 
@@ -108,7 +109,7 @@ class TransformersEngine(SteppedEngine):
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
-            self._checks.request(request, self._served.adapters.names)
+            self._checks.request(request, self.served.adapters.names)
         if not requests:
             return []
         call = GenerateCall(requests)
@@ -126,12 +127,12 @@ class TransformersEngine(SteppedEngine):
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. Running requests finish with the adapter that they began with."""
-        adapter = await asyncio.to_thread(self._served.adapters.read, name, path)
-        await self._run(lambda: self._served.adapters.add(adapter))
+        adapter = await asyncio.to_thread(self.served.adapters.read, name, path)
+        await self._run(lambda: self.served.adapters.add(adapter))
 
     async def unload_adapter(self, name: str) -> None:
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
-        await self._run(lambda: self._served.adapters.remove(name))
+        await self._run(lambda: self.served.adapters.remove(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class TransformersEngine(SteppedEngine):
             generated_tokens=self._scheduler.generated_tokens,
             prefilled_tokens=self._scheduler.prefilled_tokens,
             cached_tokens=self._scheduler.cached_tokens,
-            extra=peak_memory(self._served.device.type),
+            extra=peak_memory(self.served.device.type),
         )
 
     async def start_profile(self) -> None:
@@ -171,7 +172,7 @@ class TransformersEngine(SteppedEngine):
 
     @torch.inference_mode()
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        return self._served.score(token_ids, temperature)
+        return self.served.score(token_ids, temperature)
 
     @torch.inference_mode()
     def _abort(self, request_ids: Sequence[str] | None) -> None:
@@ -185,11 +186,11 @@ class TransformersEngine(SteppedEngine):
 
     def _free(self, level: int) -> int:
         self.lifecycle.sleep(tags_freed_by(level))
-        return self._served.give_memory_back(weights=level >= 2)
+        return self.served.give_memory_back(weights=level >= 2)
 
     def _allocate(self, tags: frozenset[str]) -> None:
         if "weights" in tags:
-            self._served.take_weights_back()
+            self.served.take_weights_back()
 
     def _transfer(self, step: partial[None]) -> None:
         try:

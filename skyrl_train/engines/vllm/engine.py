@@ -103,18 +103,18 @@ class VLLMEngine(SteppedEngine):
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
         bind_threads(threads, ranks // arguments["nnodes"], self._on_cpu)
-        self._engine = started(arguments, name, self._on_cpu)
-        self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self._adapters = VLLMAdapters(self._engine, name)
-        self._engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        compute = partial(self._engine.collective_rpc, "compute", timeout=_ANSWER_S)
+        self.llm_engine = started(arguments, name, self._on_cpu)
+        self._core = self.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self._adapters = VLLMAdapters(self.llm_engine, name)
+        self.llm_engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
+        compute = partial(self.llm_engine.collective_rpc, "compute", timeout=_ANSWER_S)
         self.accelerator = Accelerator(self.lifecycle, compute)
         self._core.set_weight_version("0")
-        longest = self._engine.model_config.max_model_len
+        longest = self.llm_engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
-        vocab_size = self._engine.model_config.get_vocab_size()
+        vocab_size = self.llm_engine.model_config.get_vocab_size()
         self._checks = Checks(self.capabilities, vocab_size, longest, longest - 1)  # scoring samples one token more
-        ends = stop_tokens(self._engine.renderer.tokenizer, *stop_configs(model))
+        ends = stop_tokens(self.llm_engine.renderer.tokenizer, *stop_configs(model))
         self._ends = [end for end in sorted(ends) if end < vocab_size]
         self._entries: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
@@ -189,7 +189,7 @@ class VLLMEngine(SteppedEngine):
 
     def _step(self) -> None:
         """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
-        self._engine.step()
+        self.llm_engine.step()
         self._deliver()
 
     def _end_steps(self) -> None:
@@ -209,17 +209,17 @@ class VLLMEngine(SteppedEngine):
         if self._on_cpu:
             self.lifecycle.sleep(tags_freed_by(level))
             return 0
-        before = self._engine.collective_rpc("free_memory")  # to ask from here would take memory there
+        before = self.llm_engine.collective_rpc("free_memory")  # to ask from here would take memory there
         # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
-        self._engine.sleep(level=level)
-        return sum(self._engine.collective_rpc("free_memory")) - sum(before)
+        self.llm_engine.sleep(level=level)
+        return sum(self.llm_engine.collective_rpc("free_memory")) - sum(before)
 
     def _allocate(self, tags: Set[str]) -> list[str]:
         """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
         asleep = sorted(tags & self._core.model_executor.sleeping_tags)
         if asleep:
-            self._engine.wake_up(asleep)
+            self.llm_engine.wake_up(asleep)
         return asleep
 
     def _serve(self, version: int) -> None:
@@ -232,9 +232,9 @@ class VLLMEngine(SteppedEngine):
         """End vLLM's processes; requests are aborted."""
         try:
             self._abort(None)
-            self._engine.collective_rpc("weights", args=(partial(WeightReceiver.close),))
+            self.llm_engine.collective_rpc("weights", args=(partial(WeightReceiver.close),))
         finally:
-            self._engine.engine_core.shutdown()
+            self.llm_engine.engine_core.shutdown()
             self._adapters.close()
 
     # -- requests on the thread --------------------------------------------------------------------------------------
@@ -287,11 +287,11 @@ class VLLMEngine(SteppedEngine):
     def _core_request(
         self, request_id: str, ids: Sequence[int] | Tokens, params: SamplingParams, lora: LoRARequest | None = None
     ) -> EngineCoreRequest:
-        return self._engine.input_processor.process_inputs(
+        return self.llm_engine.input_processor.process_inputs(
             request_id,
             tokens_input(list(plain_ids(ids)), cache_salt=self._salt(lora)),
             params,
-            supported_tasks=self._engine.get_supported_tasks(),
+            supported_tasks=self.llm_engine.get_supported_tasks(),
             lora_request=lora,
         )
 
@@ -300,25 +300,25 @@ class VLLMEngine(SteppedEngine):
         call.future.set_exception(self.lifecycle.as_engine_error(error))
         for entry in call.entries:
             self._clock.remove(entry.id)
-        self._engine.abort_request([entry.id for entry in call.entries])
+        self.llm_engine.abort_request([entry.id for entry in call.entries])
         self._entries = {one: entry for one, entry in self._entries.items() if entry.call is not call}
 
     def _add(self, request: EngineCoreRequest, sink: VLLMRequest | ScoreSink) -> None:
-        self._engine.input_processor.assign_request_id(request)
-        self._engine.output_processor.add_request(request, None, queue=sink)  # type: ignore[arg-type]
-        params, state = request.sampling_params, self._engine.output_processor.request_states[request.request_id]
+        self.llm_engine.input_processor.assign_request_id(request)
+        self.llm_engine.output_processor.add_request(request, None, queue=sink)  # type: ignore[arg-type]
+        params, state = request.sampling_params, self.llm_engine.output_processor.request_states[request.request_id]
         if params is not None and params.prompt_logprobs is None:
             state.logprobs_processor = SampledLogProbs()
         if params is not None and params.stop and params.min_tokens:
             # vLLM searches for stop strings from token min_tokens + 1 on, the other engines from token min_tokens on.
             state.detokenizer.min_tokens -= 1
-        self._engine.engine_core.add_request(request)
+        self.llm_engine.engine_core.add_request(request)
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         ids = {entry.id for entry in self._all_entries()} if request_ids is None else set(request_ids)
         unread = [entry for entry in self._waiting if entry.id in ids]
         self._waiting = [entry for entry in self._waiting if entry.id not in ids]
-        self._engine.abort_request([one for one in self._entries if one in ids])
+        self.llm_engine.abort_request([one for one in self._entries if one in ids])
         for entry in unread:
             entry.running_s = self._clock.remove(entry.id)
             entry.put_nothing()
@@ -363,11 +363,11 @@ class VLLMEngine(SteppedEngine):
                 self._add(self._core_request(name, ids, params, self._adapters.synced), ScoreSink(answers))
             while len(answers) < len(token_ids):
                 before = len(answers)
-                self._engine.step()
+                self.llm_engine.step()
                 if len(answers) == before and not scheduler.running:
                     self._make_room(running, waiting)
         finally:
-            self._engine.abort_request(names)
+            self.llm_engine.abort_request(names)
             self._end_steps()
             scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
             if borrowed:  # until wake_up its room may be the learner's
@@ -391,7 +391,7 @@ class VLLMEngine(SteppedEngine):
 
     def _transfer(self, step: partial[None]) -> None:
         try:
-            answers = self._engine.collective_rpc("weights", args=(step,))
+            answers = self.llm_engine.collective_rpc("weights", args=(step,))
         except Exception as error:  # of a rank's process
             self.lifecycle.invalidate_weights()
             self.accelerator.examine()
@@ -429,7 +429,7 @@ class VLLMEngine(SteppedEngine):
         return f"{self._version}.{self._generation}.{lora.lora_int_id if lora else 0}"
 
     def _decode(self, token: int) -> str | None:
-        tokenizer = self._engine.renderer.tokenizer
+        tokenizer = self.llm_engine.renderer.tokenizer
         return None if tokenizer is None else token_text(tokenizer, token)
 
     def _count(self, entry: VLLMRequest) -> None:

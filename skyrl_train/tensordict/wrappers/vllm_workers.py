@@ -86,7 +86,7 @@ class LLMOnDevice(vLLMWorker):
             return
         options = {"device": "cuda" if torch.cuda.is_available() else "cpu", **self._options}
         if self._indices is not None:
-            _choose(self._indices)
+            choose_devices(self._indices)
             options.setdefault("tensor_parallel_size", len(self._indices))
         self._engine = load_object(ENGINES[KIND])(self.model_path, dtype=self.dtype, **options)
 
@@ -154,7 +154,7 @@ def accelerators() -> tuple[str, ...]:
     return tuple(map(str, range(there))) if named is None else tuple(map(str.strip, named.split(",")))[:there]
 
 
-def _choose(indices: Sequence[int]) -> None:
+def choose_devices(indices: Sequence[int]) -> None:
     """Make only these accelerators visible: vLLM uses the first visible ones."""
     wanted = [accelerators()[index] for index in indices]
     visible = [one.strip() for one in os.environ.get(VISIBLE, ",".join(accelerators())).split(",")]

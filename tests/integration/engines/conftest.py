@@ -150,7 +150,9 @@ class Starter:
                 name="conforming",
                 **options,
             )
-        assert (name == OVERLAPPED) == bool(name.endswith("vllm") and engine._core.batch_queue is not None)  # type: ignore[attr-defined]
+        if name.endswith("vllm"):
+            core = engine.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+            assert (name == OVERLAPPED) == (core.batch_queue is not None)
         return engine
 
     def _start_native(self, name: str, path: str) -> InferenceEngine:

@@ -34,7 +34,7 @@ from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
-from skyrl_train.engines.sglang.host import _patched_transformers, _remove_stale_files
+from skyrl_train.engines.sglang.host import _patched_transformers, remove_stale_files
 from skyrl_train.engines.sglang.traffic import Traffic
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
@@ -220,10 +220,10 @@ time.sleep(60)
     ) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
-        _remove_stale_files()
+        remove_stale_files()
         assert folder.is_dir() and shared.exists()
         process.kill()
-    _remove_stale_files()
+    remove_stale_files()
     assert not folder.exists() and not shared.exists()
 
 

@@ -64,7 +64,7 @@ class Running:
 
     @property
     def core(self) -> Any:
-        return self.engine._core
+        return self.engine.llm_engine.engine_core.engine_core
 
     @property
     def served(self) -> Any:
@@ -111,7 +111,7 @@ def test_latent_attention_of_a_size_that_cpus_do_not_compute_is_refused(tmp_path
 def test_requests_are_made_ready_while_steps_go_on(
     running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
-    bench, processor = running.bench, running.engine._engine.input_processor
+    bench, processor = running.bench, running.engine.llm_engine.input_processor
     process, threads = processor.process_inputs, list[str]()
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: Running, 
     def died(*args: Any, **kwargs: Any) -> None:
         raise OSError("rank 1 is gone")
 
-    monkeypatch.setattr(running.engine._engine, "collective_rpc", died)
+    monkeypatch.setattr(running.engine.llm_engine, "collective_rpc", died)
     monkeypatch.setattr(running.engine, "accelerator", Accelerator(running.engine.lifecycle, died))
     monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
     with pytest.raises(EngineError, match="'particular': connect failed: OSError: rank 1 is gone"):
@@ -194,7 +194,7 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
     fresh = Accelerator(running.engine.lifecycle, running.engine.accelerator.compute)
     monkeypatch.setattr(running.engine, "accelerator", fresh)
     monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
-    monkeypatch.setattr(running.engine._engine, "step", fails)
+    monkeypatch.setattr(running.engine.llm_engine, "step", fails)
     if lost:
         monkeypatch.setattr(ranks, "compute", fails)
     with pytest.raises(EngineError, match="illegal memory access"):
@@ -265,7 +265,7 @@ def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: R
 
 def test_a_sampler_of_another_kind_is_refused(running: Running):
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        running.engine._engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
+        running.engine.llm_engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
 
 
 @pytest.mark.parametrize("option", ["speculative_config", "logits_processors"])
@@ -287,7 +287,7 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
     given = {"enforce_eager": GeneratorConfig().enforce_eager, "max_num_seqs": 4, "max_model_len": LENGTH}
-    model = running.engine._engine.model_config.model
+    model = running.engine.llm_engine.model_config.model
     assert [engine_arguments(model, cpu, 0, given)["enforce_eager"] for cpu in (False, True)] == [False, True]
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
 
@@ -314,9 +314,9 @@ def test_on_a_cpu_nothing_is_compiled(running: Running):
 
 
 def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: Running):
-    config = running.engine._engine.vllm_config
+    config = running.engine.llm_engine.vllm_config
     assert not config.use_v2_model_runner
-    assert type(running.engine._engine.engine_core).__name__ == "InprocClient"
+    assert type(running.engine.llm_engine.engine_core).__name__ == "InprocClient"
 
 
 def test_vllm_schedules_asynchronously_unless_told_otherwise(running: Running):
@@ -325,7 +325,7 @@ def test_vllm_schedules_asynchronously_unless_told_otherwise(running: Running):
     model, given = str(running.folder / "model"), {"max_model_len": LENGTH, "max_num_seqs": 4}
     assert engine_arguments(model, False, 0, given)["async_scheduling"]
     assert not engine_arguments(model, False, 0, {**given, "async_scheduling": False})["async_scheduling"]
-    assert not running.engine._engine.vllm_config.scheduler_config.async_scheduling, "on a CPU"
+    assert not running.engine.llm_engine.vllm_config.scheduler_config.async_scheduling, "on a CPU"
 
 
 def test_pipelines_are_refused_by_name(running: Running):
@@ -379,11 +379,12 @@ def test_a_cancel_during_submission_leaves_nothing_running(
     running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, engine = running.bench, running.engine
-    add = engine._add
+    processor = engine.llm_engine.input_processor
+    assign = processor.assign_request_id
 
-    def add_slowly(*args: Any) -> None:
+    def assign_slowly(request: Any) -> None:
         time.sleep(0.2)
-        add(*args)
+        assign(request)
 
     async def run() -> int:
         call = engine.generate([bench.request(FIRST[:20], max_tokens=200) for _ in range(2)])
@@ -393,7 +394,7 @@ def test_a_cancel_during_submission_leaves_nothing_running(
         health = await engine.health()
         return int(health.running + health.queued)
 
-    monkeypatch.setattr(engine, "_add", add_slowly)
+    monkeypatch.setattr(processor, "assign_request_id", assign_slowly)
     assert bench.run(run()) == 0
 
 
@@ -444,7 +445,8 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
     overlap_steps(monkeypatch)
     options = {"kv_cache_memory_bytes": 6 * BLOCK_BYTES, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
     engine = start(path, **options)
-    scheduler = engine._core.scheduler
+    core = engine.llm_engine.engine_core.engine_core
+    scheduler = core.scheduler
     preempt = scheduler._preempt_request
 
     def counted(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -470,7 +472,7 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
         return await call
 
     try:
-        assert engine._core.batch_queue is not None, "steps overlap"
+        assert core.batch_queue is not None, "steps overlap"
         got = bench.run(run(), 60)
     finally:
         one.loop.run(engine.close())

@@ -190,7 +190,7 @@ def test_missing_commands_are_distinguished(capsys: pytest.CaptureFixture[str], 
 @pytest.fixture
 def folder_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What docs/foreign_environments.md and examples/reasoning_gym say that there is."""
-    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+    monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

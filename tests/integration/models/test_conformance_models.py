@@ -53,7 +53,7 @@ def make_beside(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
 
     vLLM serves some rows with transformers' own classes, and changes these: they need its configuration afterwards.
     """
-    config = getattr(getattr(engine, "_engine", None), "vllm_config", None)
+    config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
     if config is None:
         return make(name, seed=seed)
     from vllm.config import set_current_vllm_config

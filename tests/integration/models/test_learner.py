@@ -105,7 +105,7 @@ def test_a_learner_reads_a_checkpoint_and_exports_one_with_the_same_log_probs(na
     """Not all attention is fused in transformers, and not all of a checkpoint is parameters."""
     path, batch = save(name, tmp_path / "model"), policy_batch()
     worker = LearnerWorker(tiny_spec(path), 0, 1)
-    worker._build(path)
+    worker.build(path)
     scores = worker.score([batch], 1)
     worker.export(str(tmp_path / "export"))
     with torch.no_grad():

@@ -71,7 +71,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "lower_case_plugin.py").write_text(LOWER_CASE)
     with pytest.MonkeyPatch.context() as patch:
         for registry in (one for one in REGISTRIES if isinstance(one, Registry)):
-            patch.setattr(registry, "_items", dict(registry._items))
+            patch.setattr(registry, "loaded", dict(registry.loaded))
             patch.setattr(registry, "table", dict(registry.table))
         for path in (PRESETS, folder):
             patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)

@@ -171,10 +171,16 @@ def accumulate(
         strategy.backward(loss * factor, last=index == count - 1)
 
 
+def parameters_of(strategy: Strategy) -> dict[str, nn.Parameter]:
+    """This rank's parameters by Hugging Face name."""
+    scorer: Any = getattr(strategy.scorer, "module", strategy.scorer)  # DeepSpeed wraps it
+    return {scorer.hf_name(name): parameter for name, parameter in scorer.named_parameters()}
+
+
 def gradients(strategy: Strategy) -> dict[str, Tensor]:
     """Summed and whole, by Hugging Face name; a collective."""
     found = {}
-    for name, parameter in strategy._parameters.items():
+    for name, parameter in parameters_of(strategy).items():
         if not parameter.requires_grad:
             assert parameter.grad is None, name
             continue
@@ -194,7 +200,8 @@ def update(strategy: Strategy, seed: int, factor: float = 1.0) -> dict[str, floa
 
 def held(strategy: Strategy) -> list[Tensor]:
     """This rank's slices of what is optimised, and what the model then computes with."""
-    slices = [strategy._held(name).clone() for name in strategy._slices()]
+    tensors = strategy.shard(copied=True).tensors
+    slices = [tensor for key, tensor in tensors.items() if key.startswith("param/")]
     return slices + [tensor.clone() for _, tensor in strategy.full_parameters()]
 
 
@@ -293,10 +300,11 @@ def check_incomplete(ranks: Ranks) -> dict[str, Any]:
     strategy = ranks.policy()
     update(strategy, 0)
     strategy.load(folder)
-    moments = (value for key, value in strategy._state(last).items() if key != "step")
+    loaded = strategy.shard().tensors
+    moments = (value for key, value in loaded.items() if key in (f"exp_avg/{last}", f"exp_avg_sq/{last}"))
     return {
         "steps": {
-            name: float(strategy._state(name)["step"]) for name in (first, others[0]) if strategy._held(name).numel()
+            name: float(loaded[f"step/{name}"]) for name in (first, others[0]) if loaded[f"param/{name}"].numel()
         },
         "moments": not any(bool(value.any()) for value in moments),
     }
@@ -316,7 +324,7 @@ def check_adapters(ranks: Ranks) -> dict[str, Any]:
     return {
         "bitwise": equal(held(straight), held(resumed)) and same,
         "frozen": equal(before, frozen_weights(straight)),
-        "saved": sorted(straight._slices()),
+        "saved": sorted(straight.shard().slices),
         "half": {
             "gradients": sorted({str(gradient.dtype) for gradient in gradients(half).values()}),
             "skipped": half.step()["skipped"],
@@ -325,7 +333,7 @@ def check_adapters(ranks: Ranks) -> dict[str, Any]:
 
 
 def frozen_weights(strategy: Strategy) -> list[Tensor]:
-    names = [name for name, parameter in strategy._parameters.items() if not parameter.requires_grad]
+    names = [name for name, parameter in parameters_of(strategy).items() if not parameter.requires_grad]
     whole = {name: tensor.clone() for name, tensor in strategy.full_parameters()}
     return [whole[name] for name in names]
 
@@ -378,10 +386,11 @@ def memory_of(tensor: Tensor) -> int:
 
 def on_device(strategy: DeepSpeedStrategy) -> set[int]:
     """The memory of all parameters and of what the optimizer keeps."""
-    tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in strategy._parameters.values()]
-    tensors += [piece.flat for piece in strategy._pieces.values()]
-    if strategy._optimizer is not None:
-        tensors += [value for state in strategy._optimizer.state.values() for value in state.values()]
+    tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters_of(strategy).values()]
+    shard = strategy.shard().tensors  # on a CPU it shares the memory of what is trained, except the counts of steps
+    tensors += [tensor for key, tensor in shard.items() if not key.startswith("step/")]
+    if optimizer := getattr(strategy.scorer, "basic_optimizer", None):
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
     return {memory_of(tensor) for tensor in tensors if tensor.numel()}
 
 
@@ -475,7 +484,7 @@ def check_frozen(ranks: Ranks) -> dict[str, Any]:
         loaded: Any = other.scorer
         again = loaded(*arguments)
     full = dict(strategy.full_parameters())
-    pieces = strategy._slices().values()
+    pieces = strategy.shard().slices.values()
     return {
         "error": float((scores.logprobs - wanted.logprobs).abs().max()),
         "names": list(full),

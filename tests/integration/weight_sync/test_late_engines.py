@@ -43,8 +43,9 @@ class Noting(ModelTarget):
 def test_a_newcomer_gets_all_weights_from_the_trainer_while_the_others_go_on(
     route: str, weight_sync_only_changed: bool, tmp_path: Path
 ):
-    trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
-    trainer.sender._weight_sync_only_changed = weight_sync_only_changed
+    trainer = LocalTrainer(
+        tiny_model(seed=1, **SMALL), bucket_bytes=20_000, weight_sync_only_changed=weight_sync_only_changed
+    )
     first, late = Noting("first", seed=2), Noting("late", seed=3)
     engines = [first]
     weight_sync = WeightSync(trainer, lambda: engines, route=route, deadline_s=30, folder=str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms import advantages, registry
-from skyrl_train.algorithms.advantages import AdvantageStep, _suffix_sums as suffix_sums, batch_normalised, grpo, maxrl
+from skyrl_train.algorithms.advantages import AdvantageStep, batch_normalised, grpo, maxrl, suffix_sums
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -250,7 +250,7 @@ def test_one_long_answer_does_not_make_all_long(monkeypatch: pytest.MonkeyPatch)
     with LargestTensor() as largest:
         found = suffix_sums(values, rows, factor)
     assert largest.most <= 2 * len(rows)
-    monkeypatch.setattr(advantages, "_RECTANGLE", 64)  # hardly any two side by side
+    monkeypatch.setattr(advantages, "MAX_PADDED_ELEMENTS", 64)  # hardly any two side by side
     assert torch.equal(suffix_sums(values, rows, factor), found)
     last = values.clone()
     for at in range(len(rows) - 2, -1, -1):

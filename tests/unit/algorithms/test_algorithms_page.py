@@ -54,7 +54,7 @@ def small_batch() -> TrainBatch:
 
 def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
     for names in (registry.policy_losses, registry.advantage_estimators):
-        monkeypatch.setattr(names, "_items", dict(names._items))
+        monkeypatch.setattr(names, "loaded", dict(names.loaded))
     batch = small_batch()
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     exec(compile(example, str(PAGE), "exec"), {"__name__": "my_losses"})
@@ -71,7 +71,7 @@ def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_of_the_architecture_page(monkeypatch: pytest.MonkeyPatch):
     for names in (registry.policy_losses, environments):
-        monkeypatch.setattr(names, "_items", dict(names._items))
+        monkeypatch.setattr(names, "loaded", dict(names.loaded))
     for example in re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), flags=re.S):
         exec(compile(example, str(ARCHITECTURE), "exec"), {"__name__": "my_parts", "sk": sk})
     known = settings(AlgorithmConfig(eps_clip_low=0.2))

@@ -59,7 +59,7 @@ def test_a_job_server_is_no_cluster_to_join():
     with pytest.raises(
         ConfigError, match=r"RAY_ADDRESS=http://10\.0\.0\.1:8265: a cluster's job server.*ray job submit"
     ):
-        Cluster()._join("http://10.0.0.1:8265", {})
+        Cluster(settings={"address": "http://10.0.0.1:8265"}).connect()
 
 
 @pytest.mark.parametrize(

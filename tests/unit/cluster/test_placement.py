@@ -21,7 +21,7 @@ def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> Slots:
 
     monkeypatch.setattr(placement, "placement_group_table", table)
     monkeypatch.setattr(placement.ray, "nodes", lambda: [{"NodeID": one, "Alive": one == "a"} for one in "ab"])
-    monkeypatch.setattr(placement, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(placement, "CHECK_INTERVAL_S", 0.01)
     group: Any = None
     return Slots(group, count=2, cpus=1.0, gpus=0.0, tenants=1, cores=1, order=(1, 0))
 

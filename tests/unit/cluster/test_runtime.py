@@ -29,6 +29,10 @@ def nothing() -> None:
     """What an attempt begins with, where nobody counts them."""
 
 
+def join(address: str) -> None:
+    runtime.Cluster(settings={"address": address}).connect()
+
+
 def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) -> list[subprocess.Popen[bytes]]:
     """Replaces `ray.init` by one that starts a process and fails as told; returns what it has started."""
     started: list[subprocess.Popen[bytes]] = []
@@ -46,7 +50,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) ->
 def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(SLOW), Exception(SLOW), None])
     begun: list[int] = []
-    runtime._start_own({}, lambda: begun.append(len(started)))
+    runtime.start_local({}, lambda: begun.append(len(started)))
     assert begun == [0, 1, 2]
     assert [psutil.pid_exists(process.pid) for process in started] == [False, False, True]
     started[-1].kill()
@@ -57,7 +61,7 @@ def test_a_start_that_was_too_slow_is_tried_again_without_what_it_left(monkeypat
 def test_the_last_failure_is_raised(monkeypatch: pytest.MonkeyPatch):
     started = starting(monkeypatch, [Exception(f"{SLOW} {number}") for number in range(runtime.STARTS)])
     with pytest.raises(ClusterLost, match=rf"timed out during startup.* {runtime.STARTS - 1}$"):
-        runtime._start_own({}, nothing)
+        runtime.start_local({}, nothing)
     assert not any(psutil.pid_exists(process.pid) for process in started)
     for process in started:
         process.wait(10)
@@ -79,7 +83,7 @@ def test_a_start_that_is_told_to_stop_leaves_nothing_and_the_program_s_handler(
     before = signal.signal(signal.SIGTERM, own)
     try:
         with pytest.raises(Stopped if own is signal.SIG_DFL else ValueError):
-            runtime._start_own({}, nothing)
+            runtime.start_local({}, nothing)
         assert own is signal.SIG_DFL or signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -100,7 +104,7 @@ def test_another_failure_is_not_tried_again(
 ):
     started = starting(monkeypatch, [failure, None])
     with pytest.raises(raised, match=str(failure)):
-        runtime._start_own({}, nothing)
+        runtime.start_local({}, nothing)
     (process,) = started
     process.wait(10)
 
@@ -117,7 +121,7 @@ def test_ray_processes_start_in_own_sessions(monkeypatch: pytest.MonkeyPatch):
 
     popen = ray_services.ConsolePopen
     monkeypatch.setattr(ray, "init", init)
-    runtime._start_own({}, nothing)
+    runtime.start_local({}, nothing)
     assert sessions == [True]
     assert ray_services.ConsolePopen is popen
 
@@ -133,7 +137,7 @@ def test_the_token_that_ray_writes_is_its_user_s_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(ray, "init", init)
-    runtime._start_own({}, nothing)
+    runtime.start_local({}, nothing)
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
@@ -148,13 +152,14 @@ def test_a_run_is_on_one_machine_if_all_nodes_and_the_driver_are(
 
 def test_starts_take_turns():
     code = (
-        "import sys\nfrom skyrl_train.cluster.runtime import _one_at_a_time\n"
-        "with _one_at_a_time():\n    print('in', flush=True)\n"
+        "from skyrl_train.cluster.runtime import start_lock\nprint('ready', flush=True)\n"
+        "with start_lock():\n    print('in', flush=True)\n"
     )
-    with runtime._one_at_a_time():
+    with runtime.start_lock():
         other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=8)
+            other.wait(timeout=1)
     assert other.communicate(timeout=300)[0] == "in\n"
 
 
@@ -174,7 +179,7 @@ def test_lock_of_another_user_delays_no_start(tmp_path: Path, monkeypatch: pytes
         if not is_link:
             file.rename(tmp_path / f"skyrl-train-ray-start-{me + 1}.lock")
         began = time.monotonic()
-        with runtime._one_at_a_time():
+        with runtime.start_lock():
             assert time.monotonic() - began < 30 and not other.exists()
 
 
@@ -182,7 +187,7 @@ def test_a_ray_of_our_own_starts_without_a_job_server_even_if_that_is_installed(
     monkeypatch.setattr(runtime.ray_utils, "get_dashboard_dependency_error", lambda: None)
     found: list[ImportError | None] = []
     monkeypatch.setattr(ray, "init", lambda **_: found.append(runtime.ray_utils.get_dashboard_dependency_error()))
-    assert runtime._start({}, lambda: None) is None
+    runtime.start_local({}, nothing)
     assert isinstance(found[0], ImportError)
     assert runtime.ray_utils.get_dashboard_dependency_error() is None
 
@@ -212,11 +217,17 @@ def test_a_named_cluster_runs_the_driver_s_python_unless_somebody_chose_another(
     monkeypatch.setattr(sys, "executable", "/with a space/python")
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
+    monkeypatch.setattr(ray, "nodes", list)
     checked: list[str] = []
-    cluster = runtime.Cluster()
-    monkeypatch.setattr(cluster, "_check_nodes", checked.append)
+
+    def wait(*_: Any, **given: Any) -> tuple[list[Any], list[Any]]:  # for a worker on every node
+        checked.append(address)
+        return [], []
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda workers: workers)
     try:
-        cluster._join(address, {})
+        join(address)
         assert asked["runtime_env"] == ({"py_executable": "'/with a space/python'"} if drivers_python else {})
         assert ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV is uv_hook
         assert checked == [address] * drivers_python
@@ -230,7 +241,7 @@ def test_a_cluster_that_does_not_answer_is_a_mistake_of_the_address_or_the_token
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10\.0\.0\.1:1: .*nobody there.*RAY_AUTH_MODE=token"):
-        runtime.Cluster()._join("10.0.0.1:1", {})
+        join("10.0.0.1:1")
 
 
 @pytest.mark.defect("a-client-s-server-died-as-it-was-forked")
@@ -247,12 +258,12 @@ def test_a_head_whose_server_for_a_client_died_is_asked_again(said: str, monkeyp
     monkeypatch.setattr(ray, "init", init)
     for answers in (1, runtime.STARTS):
         asked.clear()
-        runtime.Cluster()._join("ray://10.0.0.1:10001", {})
+        join("ray://10.0.0.1:10001")
         assert len(asked) == answers
     answers = runtime.STARTS + 1
     asked.clear()
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS=ray://.*failed 4 times.*GRPC_ENABLE_FORK_SUPPORT=0"):
-        runtime.Cluster()._join("ray://10.0.0.1:10001", {})
+        join("ray://10.0.0.1:10001")
 
 
 @pytest.mark.parametrize("temporary", ["short", "long"])
@@ -266,28 +277,29 @@ def test_ray_has_a_folder_in_a_private_one(tmp_path: Path, monkeypatch: pytest.M
 
     def init(**settings: Any) -> None:
         seen["folder"] = settings["_temp_dir"]
+        assert stat.S_IMODE(Path(seen["folder"]).parent.stat().st_mode) == 0o700
         raise ValueError("enough")
 
     monkeypatch.setattr(ray, "init", init)
-    made: list[str] = []
-    make = runtime._own_folder
-
-    def note(settings: Any) -> str | None:
-        folder = make(settings)
-        made.append(str(folder))
-        assert stat.S_IMODE(os.stat(made[0]).st_mode) == 0o700
-        return folder
-
-    monkeypatch.setattr(runtime, "_own_folder", note)
     with pytest.raises(ValueError, match="enough"):
         runtime.Cluster().connect()
     folder = Path(seen["folder"])
-    assert folder.parent == Path(made[0]) and len(str(folder)) + 62 <= 107, "names of Ray's sockets fit"
+    assert len(str(folder)) + 62 <= 107, "names of Ray's sockets fit"
     folder.parent.rmdir()
 
 
 def test_chosen_place_of_ray_is_kept(monkeypatch: pytest.MonkeyPatch):
+    places: list[str | None] = []
+
+    def init(**settings: Any) -> None:
+        places.append(settings.get("_temp_dir"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
-    assert runtime._own_folder({}) is None
+    with pytest.raises(ValueError, match="enough"):
+        runtime.Cluster().connect()
     monkeypatch.delenv("RAY_TMPDIR")
-    assert runtime._own_folder({"_temp_dir": "/elsewhere"}) is None
+    with pytest.raises(ValueError, match="enough"):
+        runtime.Cluster(settings={"_temp_dir": "/elsewhere"}).connect()
+    assert places == [None, "/elsewhere"]

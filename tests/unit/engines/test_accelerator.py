@@ -74,7 +74,7 @@ def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
 
     async def run() -> None:
         engines = [engine_on(device), engine_on(Device())]
-        engines[0]._served.decode = device.illegal_access  # type: ignore[method-assign,assignment]
+        engines[0].served.decode = device.illegal_access  # type: ignore[method-assign,assignment]
         answer, publisher, client = await generate_supervised(engines)
         assert (answer.stop_reason, publisher.restarts, client.dead) == ("length", 1, {})
         with pytest.raises(EngineError, match=f"'a' is dead: .*{ILLEGAL}"):
@@ -93,10 +93,10 @@ def test_an_engine_whose_device_still_computes_loses_its_requests_only():
 
     async def run() -> None:
         engine = engine_on(device)
-        decode, engine._served.decode = engine._served.decode, device.ordinary_failure  # type: ignore[method-assign,assignment]
+        decode, engine.served.decode = engine.served.decode, device.ordinary_failure  # type: ignore[method-assign,assignment]
         with pytest.raises(EngineError, match="an ordinary failure"):
             await engine.generate([request()])
-        engine._served.decode = decode  # type: ignore[method-assign]
+        engine.served.decode = decode  # type: ignore[method-assign]
         answer, publisher, _ = await generate_supervised([engine])
         assert (answer.stop_reason, publisher.restarts) == ("length", 0)
         await engine.close()
@@ -111,7 +111,7 @@ def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs
 
     async def run() -> None:
         engine = engine_on(device)
-        engine._served.score = device.illegal_access  # type: ignore[method-assign,assignment]
+        engine.served.score = device.illegal_access  # type: ignore[method-assign,assignment]
         with pytest.raises(EngineError, match="'a' is dead"):
             await engine.score([[5, 6]])
         with pytest.raises(EngineError, match="'a' is dead"):
@@ -130,7 +130,7 @@ def test_requests_of_paused_engine_end_with_its_device():
         while not (await engine.health()).running:
             await asyncio.sleep(0.001)
         await engine.pause()
-        engine._served.score = device.illegal_access  # type: ignore[method-assign,assignment]
+        engine.served.score = device.illegal_access  # type: ignore[method-assign,assignment]
         with pytest.raises(EngineError, match="'a' is dead"):
             await engine.score([[5, 6]])
         async with asyncio.timeout(10):

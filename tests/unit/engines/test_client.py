@@ -69,7 +69,7 @@ def test_a_session_stays_where_its_history_is():
 @pytest.mark.parametrize("at_once", [True, False])
 def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
     """As `ConversationGenerator` asks: first turns of all groups at once, or group by group, later ones alone."""
-    monkeypatch.setattr(client_module, "_REMEMBERED", 4)
+    monkeypatch.setattr(client_module, "MAX_STICKY", 4)
     engines, goes_on = _engines(3, delay_s=0.001), random.Random(0)
     client = EngineClient(engines, deadline_s=5)
     names = [[f"{group}.{sample}" for sample in range(8)] for group in range(20)]
@@ -87,14 +87,17 @@ def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.Monk
         flat = [one for group in names for one in group]
         await asyncio.gather(*(turn(0, group) for group in ([flat] if at_once else names)))
         await asyncio.gather(*map(later, flat))
-        for number in range(2000):
+        for number in range(1300):  # more than the routing table keeps
             await client.generate([_request("other", session=f"other {number}")])
+        for group in names:  # ended long ago, so they go to the first of the idle engines
+            await turn(2, group[:1])
 
     asyncio.run(run())
     for engine in engines:
         turns = [one.split() for one in _served(engine) if one != "other"]
         assert {name for name, number in turns if number == "0"} == {name for name, number in turns if number == "1"}
-    assert len(client._sticky) <= 2 * 4 * 160, "what has ended is forgotten"
+    again = [{name for name in _served(engine) if name.endswith(" 2")} for engine in engines]
+    assert list(map(len, again)) == [20, 0, 0], "what has ended is forgotten"
 
 
 def test_without_ties_the_least_loaded_engine_is_taken():
@@ -299,9 +302,11 @@ def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_l
 
 
 def test_a_restart_that_is_given_up_has_ended_and_none_begins():
+    begun: list[bool] = []
     ended: list[bool] = []
 
     async def revive() -> None:
+        begun.append(True)
         try:
             await asyncio.sleep(60)
         finally:
@@ -312,13 +317,15 @@ def test_a_restart_that_is_given_up_has_ended_and_none_begins():
         engines = _engines(2)
         client = EngineClient(engines, deadline_s=5)
         client.revive = revive
-        client._mark_dead(client._all[0], EngineError("gone"))
+        engines[0].failures["health"] = EngineError("gone")
+        await client.health()
         client.revive_dead()
         await asyncio.sleep(0)
         await client.stop_reviving()
         assert ended == [True]
         client.revive_dead()
-        assert client._reviving is not None and client._reviving.done()
+        await asyncio.sleep(0)
+        assert begun == [True]
 
     asyncio.run(run())
 

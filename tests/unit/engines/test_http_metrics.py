@@ -94,7 +94,7 @@ class Waiting(ScriptedEngine):
 
 
 def test_requests_that_wait_in_engines_are_shown_where_engines_tell(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "_SCRAPE_S", 0.2)
+    monkeypatch.setattr(server, "METRICS_TIMEOUT_S", 0.2)
     engine = Waiting()
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:

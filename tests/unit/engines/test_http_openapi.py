@@ -19,16 +19,23 @@ from tests.support.http_calls import CALL, CHAT, ask, serve
 
 
 @pytest.mark.parametrize("control", [True, False])
-def test_the_document_is_valid_and_names_every_route(control: bool):
-    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, set[tuple[str, str]]]:
-        assert endpoint._server is not None and endpoint._server.runner is not None
-        app = endpoint._server.runner.app
-        assert isinstance(app, web.Application)
-        routes = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
-        return (await ask(session, "/openapi.json"))[1], routes
+def test_the_document_is_valid_and_names_every_route(control: bool, monkeypatch: pytest.MonkeyPatch):
+    apps: list[web.Application] = []
 
-    described, routes = serve(test, control=control)
+    class Runner(web.AppRunner):
+        def __init__(self, app: web.Application, **options: Any):
+            apps.append(app)
+            super().__init__(app, **options)
+
+    async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> Any:
+        return (await ask(session, "/openapi.json"))[1]
+
+    monkeypatch.setattr(web, "AppRunner", Runner)
+    described = serve(test, control=control)
     validate(described)
+    routes = {
+        (route.method, route.resource.canonical) for app in apps for route in app.router.routes() if route.resource
+    }
     served = {route for route in routes if route[0] not in ("HEAD", "*")}
     assert served == {(verb.upper(), path) for path, verbs in described["paths"].items() for verb in verbs}
     assert ("/abort" in described["paths"]) == control

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.cluster.sockets import free_address
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
@@ -83,13 +84,14 @@ def test_an_engine_that_somebody_left_paused_goes_on_for_the_next():
 
     async def test(remote: RemoteEngine) -> bool:
         await remote.pause("keep")
-        again = await RemoteEngine(remote._connection.url, TOKEN, deadline_s=20).connect(10)
+        again = await RemoteEngine(f"http://127.0.0.1:{port}", TOKEN, deadline_s=20).connect(10)
         try:
             return (await again.health()).paused
         finally:
             await again.close()
 
-    assert not remotely(test, engine)
+    _, port = free_address()
+    assert not remotely(test, engine, port=port)
 
 
 def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():

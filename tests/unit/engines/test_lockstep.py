@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.data.arrays import token_array
+from skyrl_train.engines import client
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient, Lockstep
 from skyrl_train.errors import EngineError
@@ -148,7 +149,7 @@ def test_requests_outside_of_any_episode_are_answered():
     assert _run(work, engine)[0].token_ids.tolist() == [1, 2]
 
 
-def test_who_waits_is_not_counted_anew_whenever_one_more_does():
+def test_who_waits_is_not_counted_anew_whenever_one_more_does(monkeypatch: pytest.MonkeyPatch):
     """Numbers of episodes count how often they are looked up: some times each, whoever else waits."""
 
     class Number(int):
@@ -168,9 +169,9 @@ def test_who_waits_is_not_counted_anew_whenever_one_more_does():
                 await lockstep.generate([_request(f"{index}.{turn}")])
 
     async def work(lockstep: Lockstep) -> None:
-        lockstep._numbers = map(Number, count())  # type: ignore[assignment]
         await asyncio.gather(*(episode(lockstep, index) for index in range(episodes)))
 
+    monkeypatch.setattr(client, "count", lambda: map(Number, count()))
     _run(work, engine)
     assert [len(batch) for batch in engine.batches] == [episodes] * turns
     assert Number.looked_up < 20 * episodes * turns

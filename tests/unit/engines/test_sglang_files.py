@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
-from skyrl_train.engines.sglang import host
+from skyrl_train.engines.sglang.host import FOLDER_PREFIX, LOCK_FILE, remove_stale_files
 
 
 def test_folders_of_other_users_choose_no_files_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    removed: list[Path] = []
-    monkeypatch.setattr(host, "_remove", removed.append)
-    folder = tmp_path / f"{host._FOLDERS}evil"
+    instance = uuid.uuid4().hex
+    folder, shared = tmp_path / f"{FOLDER_PREFIX}evil", Path(f"/dev/shm/sglang_loads_{instance}")
     folder.mkdir()
-    (folder / host._LOCK).write_text("/../../home/me/")
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    host._remove_stale_files()
-    assert removed == []
-    monkeypatch.undo()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(host, "_remove", removed.append)
-    host._remove_stale_files()
-    assert removed == [folder]
+    (folder / LOCK_FILE).write_text(instance)
+    shared.touch()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+            remove_stale_files()
+        assert folder.exists() and shared.exists()
+        remove_stale_files()
+        assert not folder.exists() and not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.data.arrays import token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.transformers.cache import DecodeCache
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter
 from skyrl_train.testing.tiny_models import tiny_model
@@ -133,7 +134,7 @@ def test_a_request_keeps_the_adapter_that_it_began_with(model: PreTrainedModel, 
 def test_parameters_keep_their_names_beside_adapters(model: PreTrainedModel, tmp_path: Path):
     async def run() -> list[str]:
         async with _engine(model, a=save_tiny_adapter(tmp_path, model)) as engine:
-            return list(engine._served.parameters)
+            return list(engine.served.parameters)
 
     assert asyncio.run(run()) == [name for name, _ in model.named_parameters()]
 
@@ -229,6 +230,13 @@ def test_retracted_requests_go_on_with_the_same_tokens(model: PreTrainedModel, m
 
     async def run() -> tuple[list[Completion], list[Completion]]:
         engine = TransformersEngine(copy.deepcopy(model), max_num_seqs=max_num_seqs)
+        caches, decode = [], engine.served.decode
+
+        def watched(ids: torch.Tensor, cache: DecodeCache, *others: Any) -> torch.Tensor:
+            caches.append(cache)
+            return decode(ids, cache, *others)
+
+        engine.served.decode = watched  # type: ignore[method-assign,assignment]
         try:
             undisturbed = await engine.generate(requests)
             call = asyncio.ensure_future(engine.generate(requests))
@@ -239,7 +247,7 @@ def test_retracted_requests_go_on_with_the_same_tokens(model: PreTrainedModel, m
                 health = await engine.health()
                 assert (health.running, health.paused) == (0, True)
                 assert health.queued >= 1
-                assert engine._scheduler._cache._layers == []
+                assert caches[-1].layers_kv == []
                 await engine.resume()
             return undisturbed, await call
         finally:

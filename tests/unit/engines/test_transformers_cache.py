@@ -36,7 +36,9 @@ def _prompts(lengths: list[int], rows: list[int]) -> list[NewPrompt]:
 
 
 def _shape(cache: DecodeCache) -> tuple[int, int]:
-    return len(cache._chunks), cache._width
+    """Chunks that there is memory for, and the lanes of each."""
+    lanes = cache.layers_kv[0].lanes_k
+    return lanes.shape[0], lanes.shape[2]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
     assert sorted(again) == slots[1:3]
     more = cache.place([NewPrompt(_key(range(6)), 1, None)], None, frozenset())
     assert more[0] // 4 == 1  # a second chunk, its prompt copied from the first
-    assert torch.equal(cache._layers[1].prefix_k[1], cache._layers[1].prefix_k[0])
+    assert torch.equal(cache.layers_kv[1].prefix_k[1], cache.layers_kv[1].prefix_k[0])
 
 
 def test_a_prompt_that_is_still_needed_is_not_overwritten():
@@ -85,8 +87,8 @@ def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
     assert _shape(cache) == (3, 1)
     for row in stay:
         chunk = int(moved[slots[row]])
-        assert cache._layers[1].lanes_k[chunk, 0, 0, 0, 0] == row
-        assert cache._layers[1].prefix_v[chunk, 0, 0, 0] == -(row // 8) * 8
+        assert cache.layers_kv[1].lanes_k[chunk, 0, 0, 0, 0] == row
+        assert cache.layers_kv[1].prefix_v[chunk, 0, 0, 0] == -(row // 8) * 8
 
 
 def test_weights_that_changed_split_twins():

@@ -205,16 +205,17 @@ def test_64_concurrent_calls_share_8_places():
 def test_finished_rows_leave_the_batch_and_an_idle_engine_holds_no_cache():
     async def run():
         async with _engine() as engine:
-            sizes = []
-            decode = engine._served.decode
+            sizes, caches = [], []
+            decode = engine.served.decode
 
-            def watched(ids, *others):
+            def watched(ids, cache, *others):
                 sizes.append(len(ids))
-                return decode(ids, *others)
+                caches.append(cache)
+                return decode(ids, cache, *others)
 
-            engine._served.decode = watched  # type: ignore[method-assign]
+            engine.served.decode = watched  # type: ignore[method-assign]
             await engine.generate([_request(f"r{n}", max_tokens=n + 1) for n in range(6)])
-            return sizes, engine._scheduler._cache._layers
+            return sizes, caches[0].layers_kv
 
     sizes, layers = asyncio.run(run())
     assert sizes == [5, 4, 3, 2, 1]  # the first token of each comes from reading the prompt
@@ -473,7 +474,7 @@ def test_a_refused_manifest_leaves_the_old_weights_serving():
 def test_tied_weights_are_held_once():
     async def run():
         async with _engine(tiny_model(hidden_size=32, tied=True)) as engine:
-            return engine._served.parameters
+            return engine.served.parameters
 
     parameters = asyncio.run(run())
     assert "lm_head.weight" not in parameters
@@ -486,11 +487,11 @@ def test_tied_weights_are_held_once():
 def test_a_failure_in_the_loop_fails_its_requests_and_the_engine_goes_on():
     async def run():
         async with _engine() as engine:
-            decode = engine._served.decode
-            engine._served.decode = _broken  # type: ignore[method-assign,assignment]
+            decode = engine.served.decode
+            engine.served.decode = _broken  # type: ignore[method-assign,assignment]
             with pytest.raises(EngineError, match=r"'transformers' failed: ZeroDivisionError"):
                 await engine.generate([_request()])
-            engine._served.decode = decode  # type: ignore[method-assign]
+            engine.served.decode = decode  # type: ignore[method-assign]
             return await engine.generate([_request()])
 
     assert asyncio.run(run())[0].stop_reason == "length"
@@ -501,11 +502,11 @@ def test_a_request_that_fails_as_it_begins_holds_up_no_deadline():
 
     async def run():
         async with _engine(max_num_seqs=1) as engine:
-            prefill = engine._served.prefill
-            engine._served.prefill = _broken  # type: ignore[method-assign,assignment]
+            prefill = engine.served.prefill
+            engine.served.prefill = _broken  # type: ignore[method-assign,assignment]
             with pytest.raises(EngineError, match=r"'transformers' failed: ZeroDivisionError"):
                 await engine.generate([failing])
-            engine._served.prefill = prefill  # type: ignore[method-assign]
+            engine.served.prefill = prefill  # type: ignore[method-assign]
             return await engine.generate([late])
 
     (completion,) = asyncio.run(run())
@@ -564,7 +565,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
     async def run():
         engine = TransformersEngine(path, dtype="bfloat16", max_num_seqs=4, threads=torch.get_num_threads())
         try:
-            return (await engine.generate([_request(stop=("never",))]))[0], engine._served.model.dtype
+            return (await engine.generate([_request(stop=("never",))]))[0], engine.served.model.dtype
         finally:
             await engine.close()
 

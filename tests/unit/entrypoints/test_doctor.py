@@ -83,7 +83,13 @@ def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
 def test_accelerators_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.MonkeyPatch):
     def answers(board: str, torch: dict[str, Any] | None) -> dict[str, Finding]:
         said = {"nvidia-smi": board or None, sys.executable: None if torch is None else json.dumps(torch)}
-        monkeypatch.setattr(doctor, "_output", lambda command: said[command[0]])
+
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            if (output := said[command[0]]) is None:
+                raise FileNotFoundError(command[0])
+            return subprocess.CompletedProcess(command, 0, output)
+
+        monkeypatch.setattr(doctor.subprocess, "run", run)
         return named(doctor.accelerators)
 
     cuda = {"version": "2.13.0", "cuda": "13.0", "available": True, "nccl": "2.29.7"}

@@ -15,7 +15,7 @@ from skyrl_train.errors import ConfigError, EnvironmentFailure
 @pytest.fixture(autouse=True)
 def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.environments, "table", dict(registry.environments.table))
-    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+    monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
 
 
 @pytest.mark.parametrize(

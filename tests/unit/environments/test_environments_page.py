@@ -21,7 +21,7 @@ def snippets() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+    monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
 
 
 def test_the_environment_of_the_page_plays_its_game():

@@ -26,7 +26,7 @@ def registries() -> Iterator[None]:
     """What a test registers is its own, and what others of this process registered is not there."""
     with pytest.MonkeyPatch.context() as patch:
         for registry in (environments, tools):
-            patch.setattr(registry, "_items", dict(registry._items))
+            patch.setattr(registry, "loaded", dict(registry.loaded))
             patch.setattr(registry, "table", dict(registry.table))
             for name in list(registry.own()):
                 registry.forget(name)

@@ -54,7 +54,7 @@ def own() -> Iterator[None]:
 
     yield
     for name in ("asks_too_much", "like_skyrl"):
-        del policy_losses._items[name]
+        del policy_losses.loaded[name]
 
 
 def bound(objective: PolicyObjective) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advant
 
 
 def test_a_user_s_estimator_compares_a_step_s_rewards_and_imitation_compares_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(advantage_estimators._items, "mine", lambda rewards, group_ids, valid: rewards)
+    monkeypatch.setitem(advantage_estimators.loaded, "mine", lambda rewards, group_ids, valid: rewards)
     assert compared_rewards(algorithm("advantage_estimator=mine")) == "step"
     assert compared_rewards(algorithm("policy_loss_type=cross_entropy")) is None
 

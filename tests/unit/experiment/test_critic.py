@@ -25,7 +25,7 @@ def skyrl_style(token_level_rewards: Any, response_mask: Any, values: Any, gamma
 def objective(monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., Any], path: str) -> ValueObjective | None:
     name = estimator if isinstance(estimator, str) else "mine"
     if not isinstance(estimator, str):
-        monkeypatch.setitem(advantage_estimators._items, name, estimator)
+        monkeypatch.setitem(advantage_estimators.loaded, name, estimator)
     keys = ["trainer.algorithm.value_clip=0.3", f"trainer.critic.model.path={path}"]
     return build_critic_objective(load([f"trainer.algorithm.advantage_estimator={name}", *keys]).trainer)
 

@@ -17,16 +17,15 @@ import yaml
 from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train.config.run_folder import config_of_run
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.experiment.data import template_of
-from skyrl_train.experiment.export import Export, _appearing, export
+from skyrl_train.experiment.export import Export, atomic_folder, export
 from skyrl_train.learner.saved_policy import check_model, open_policy
-from skyrl_train.models import export as models_export
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from tests.support.engine_bench import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
@@ -255,7 +254,7 @@ def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
     (tmp_path / "model").mkdir()
     for name in ("config.json", "old.safetensors"):
         (tmp_path / "model" / name).touch()
-    with pytest.raises(FileNotFoundError), _appearing(str(tmp_path / "model"), overwrite=True) as folder:
+    with pytest.raises(FileNotFoundError), atomic_folder(str(tmp_path / "model"), overwrite=True) as folder:
         folder.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "old.safetensors").is_file()
@@ -265,7 +264,7 @@ def test_what_was_there_is_put_back_if_it_cannot_be_replaced(tmp_path: Path):
 def test_what_has_come_during_an_export_is_not_replaced(overwrite: bool, says: str, tmp_path: Path):
     notes = tmp_path / "model" / "notes.txt"
     notes.parent.mkdir()
-    with pytest.raises(ConfigError, match=says), _appearing(str(notes.parent), overwrite):
+    with pytest.raises(ConfigError, match=says), atomic_folder(str(notes.parent), overwrite):
         notes.write_text("mine")
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and notes.read_text() == "mine"
 
@@ -362,12 +361,13 @@ def test_template_among_the_variables_is_exported(recorded: bool, tmp_path: Path
 def test_export_that_renders_another_prompt_is_refused(
     adapter: bool, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def without_template(*arguments: Any, **options: Any) -> None:
-        original(*arguments, **options)
-        (arguments[0] / "chat_template.jinja").unlink()
+    def without_template(tokenizer: Any, folder: Path, **options: Any) -> Any:
+        saved = original(tokenizer, folder, **options)
+        (folder / "chat_template.jinja").unlink()
+        return saved
 
-    original = models_export._complete
-    monkeypatch.setattr(models_export, "_complete", without_template)
+    original = PreTrainedTokenizerBase.save_pretrained
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", without_template)
     with pytest.raises(CheckpointError, match=r"a prompt has the ids \[.*\], but in training it had \["):
         written(adapted, tmp_path / "export", adapter=adapter)
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import policy_learning
 from skyrl_train.experiment.data import check_same_tokens
 from skyrl_train.experiment.layout import RoleSlots
-from skyrl_train.experiment.learner import _critic, _reference, threads_per_process
+from skyrl_train.experiment.learner import critic_spec, reference_spec, threads_per_process
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
 from skyrl_train.trainer.trainer import StepSchedule
 from tests.support.learner_specs import tiny_spec
@@ -77,15 +77,15 @@ def test_only_what_is_trained_has_adapters_each_model_its_own():
     spec, schedule = tiny_spec("/x", lora=LoraConfig(rank=8)), StepSchedule(8, 4, 1)
     for rank in (0, 4):
         cfg = load([*overrides, f"trainer.critic.model.lora.rank={rank}"])
-        assert _reference(spec, cfg.trainer, None).lora is None
-        critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), schedule)
+        assert reference_spec(spec, cfg.trainer, None).lora is None
+        critic = critic_spec(spec, cfg.trainer, None, policy_learning(cfg), schedule)
         assert (critic.lora.rank if critic.lora else 0) == rank
 
 
 def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
     cfg = load(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
     spec = tiny_spec("/x", use_torch_compile=True, memory_folder="/records")
-    critic = _critic(spec, cfg.trainer, None, policy_learning(cfg), StepSchedule(8, 4, 1))
-    for other in (_reference(spec, cfg.trainer, None), critic):
+    critic = critic_spec(spec, cfg.trainer, None, policy_learning(cfg), StepSchedule(8, 4, 1))
+    for other in (reference_spec(spec, cfg.trainer, None), critic):
         assert other.use_torch_compile
         assert other.memory_folder is None

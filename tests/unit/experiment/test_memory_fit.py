@@ -158,7 +158,7 @@ def loss_like_skyrls() -> Iterator[str]:
         return (log_probs * advantages).mean(), 0.0
 
     yield "mean_of_a_micro_batch"
-    del policy_losses._items["mean_of_a_micro_batch"]
+    policy_losses.forget("mean_of_a_micro_batch")
 
 
 def test_losses_that_depend_on_micro_batches_keep_theirs(path: str, loss_like_skyrls: str):
@@ -235,8 +235,8 @@ def test_share_of_engines_elsewhere_is_not_lowered(tiny_model_path: str):
     own = replace(small(tiny_model_path), device="cuda")
     elsewhere = replace(own, generator=replace(own.generator, run_engines_locally=False))
     key = "generator.gpu_memory_utilization"
-    assert key in dict(memory_fit._smaller(own))
-    assert key not in dict(memory_fit._smaller(elsewhere))
+    assert key in dict(memory_fit.smaller_settings(own))
+    assert key not in dict(memory_fit.smaller_settings(elsewhere))
 
 
 def test_other_errors_are_left_alone(tiny_model_path: str):

@@ -31,11 +31,11 @@ from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiment.base import Experiment, used_by
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.experiment.preflight import _check_trainable, _model, check_addresses, check_run
+from skyrl_train.experiment.preflight import check_addresses, check_run, check_trainable, checked_model
 from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
 from skyrl_train.models.token_scorer import refuse_unscorable
 from skyrl_train.storage.hub import unreachable_model
-from skyrl_train.testing.tiny_models import _tiny_config, byte_tokenizer, save_tiny_model, save_tiny_reward_model
+from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model, tiny_config
 from tests.integration.models.table import ARCHITECTURES, architecture, column
 from tests.support.hub_server import hub_server
 
@@ -497,12 +497,12 @@ def config_with(kind: str) -> Config:
 def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str):
     """The same answer as the learner's: tests/integration/models asks two real ranks."""
     config = config_with(kind)
-    model_config = _tiny_config(architecture(name).kind)
+    model_config = tiny_config(architecture(name).kind)
     model_config.update(dict(architecture(name).config))
     model = model_without_memory(model_config, torch.float32)
     refused = column(kind).refused.get(name)
     with pytest.raises(ConfigError, match=refused.message) if refused else nullcontext():
-        _check_trainable(config, POLICY_PATH, model)
+        check_trainable(config, POLICY_PATH, model)
 
 
 def test_model_that_reads_values_is_left_to_the_learner():
@@ -518,7 +518,7 @@ def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: 
     save_tiny_model(tmp_path / "model", "gpt_oss")
     config = prepare([*good, "generator.backend=sglang"], has_accelerator=False).config
     with pytest.raises(ConfigError, match=r"SGLang cannot serve models of type 'gpt_oss': .* has no attention sinks"):
-        _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
+        checked_model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
 
 
 def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -528,7 +528,7 @@ def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypa
     monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_separate_head", read)
     options = "generator.engine_init_kwargs={dtype: float32, max_num_seqs: 4}"  # of the engine, not of ServerArgs
     config = prepare([*good, "generator.backend=sglang", options], has_accelerator=False).config
-    _model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
+    checked_model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
 
 
 def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.engines.sglang import arguments as sglang
 from skyrl_train.engines.vllm.composites import refuse_composite
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.preflight import _model
+from skyrl_train.experiment.preflight import checked_model
 from skyrl_train.models.loading import POLICY_PATH, load_config
 from tests.support.composites import save_composite
 from tests.support.tiny_families import tiny_config
@@ -26,7 +26,7 @@ def config_of(path: str, *overrides: str) -> Config:
 
 def check(config: Config) -> None:
     for key, path in model_paths(config, Uses()):
-        _model(config, Uses(), key, path)
+        checked_model(config, Uses(), key, path)
 
 
 def test_composite_is_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_evaluation_with_vllm_refuses_composite_that_is_no_text_model(
     tiny_config("aya_vision").save_pretrained(tmp_path)
     config = config_of(str(tmp_path), "generator.backend=vllm")
     with pytest.raises(ConfigError, match=r"^trainer\.policy\.model\.path=.* AyaVisionForConditionalGeneration cannot"):
-        _model(config, Uses(learner=False), POLICY_PATH, str(tmp_path))
+        checked_model(config, Uses(learner=False), POLICY_PATH, str(tmp_path))
 
 
 def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

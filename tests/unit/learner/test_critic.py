@@ -40,7 +40,7 @@ async def setup(learner: Learner) -> None:
     await learner.policy.setup()
     for group in (learner.critic, learner.reference):
         for worker in group.workers if group else ():
-            worker.worker._build(worker.worker.spec.model_path)
+            worker.worker.build(worker.worker.spec.model_path)
 
 
 def valued_batch() -> TrainBatch:

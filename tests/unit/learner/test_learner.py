@@ -408,14 +408,15 @@ def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learn
 
 
 def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
-    learner = Learner(WorkerGroup([LocalWorker(LearnerWorker(tiny_spec(tiny_model_path), 0, 1))]), None, BatchSizes(1))
+    worker = LearnerWorker(tiny_spec(tiny_model_path), 0, 1)
+    learner = Learner(WorkerGroup([LocalWorker(worker)]), None, BatchSizes(1))
 
-    async def broken(*_: Any) -> Any:
+    def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     async def run() -> None:
         await learner.setup()
-        learner._step = broken  # type: ignore[method-assign,assignment]
+        worker.update = broken  # type: ignore[method-assign,assignment]
         with pytest.raises(RuntimeError, match="out of memory"):
             await learner.update(policy_batch())
         with pytest.raises(WeightSyncError, match="between version 0 and 1"):

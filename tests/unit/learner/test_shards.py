@@ -290,15 +290,15 @@ def test_routing_that_the_scores_find_is_stored_for_the_update():
 
 def test_another_batch_is_not_taken_for_the_one_that_is_stored():
     policy = Group([])
-    learner = Learner(policy, None, BatchSizes(4))
+    learner = Learner(policy, None, BatchSizes(4), needs_old_logprobs=True)
     one, other = numbered(), numbered()
     other = other.with_tokens(input_ids=other.input_ids + 1)
 
-    async def run() -> list[Tensor]:
-        return [await learner._scores(policy, batch) for batch in (one, other, one)]
+    async def run() -> list[Tensor | None]:
+        return [(await learner.score(batch)).old_logprobs for batch in (one, other, one)]
 
     for batch, scores in zip((one, other, one), asyncio.run(run()), strict=True):
-        assert torch.equal(scores, batch.input_ids.float())
+        assert scores is not None and torch.equal(scores, batch.input_ids.float())
 
 
 def test_arrays_of_rows_make_them_again_elsewhere():

@@ -34,7 +34,7 @@ def export(model: str, tokenizer: Any, to: Path) -> None:
 def export_of_learner(model: str, to: Path, chat_template: str | None = None, **spec: Any) -> Path:
     """Export what a learner has loaded, as trainer.hf_save_interval does."""
     worker = LearnerWorker(replace(tiny_spec(model), **spec), 0, 1)
-    worker._build(model)
+    worker.build(model)
     worker.export(str(to), chat_template)
     return to
 
@@ -78,7 +78,7 @@ def test_every_rank_takes_all_tensors_of_an_export(problem: str, tiny_model_path
     model = shutil.copytree(tiny_model_path, tmp_path / "model")
     worker = LearnerWorker(tiny_spec(str(model)), int(problem == "other rank"), 2)
     worker.world_size = 1
-    worker._build(str(model))
+    worker.build(str(model))
     tensors, taken = list(worker.full_parameters()), 0
 
     def full_parameters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

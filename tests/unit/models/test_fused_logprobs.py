@@ -80,8 +80,8 @@ def compiled(name: str, types: list[str], capability: int, capped: bool) -> dict
     signature = dict(zip(kernel.arg_names, types, strict=True))
     # As a launch finds out by itself: rows of most vocabularies begin at multiples of 16 elements.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*") or kind == "i32"}
-    constants = {"CAPPED": capped, "BLOCK": module._BLOCK}
+    constants = {"CAPPED": capped, "BLOCK": module.BLOCK_SIZE}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", capability, 32)
-    code: dict[str, Any] = triton.compile(source, target=target, options={"num_warps": module._WARPS}).asm
+    code: dict[str, Any] = triton.compile(source, target=target, options={"num_warps": module.NUM_WARPS}).asm
     return code

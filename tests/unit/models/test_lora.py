@@ -120,7 +120,7 @@ def spec_of(path: str, **changes: Any) -> Any:
 def ready(path: str, **changes: Any) -> Any:
     """A worker without other ranks, with adapters that do something."""
     worker = LearnerWorker(spec_of(path, **changes), 0, 1)
-    worker._build(path)
+    worker.build(path)
     fill_adapters(worker.scorer)
     return worker
 
@@ -135,14 +135,15 @@ def test_an_update_changes_adapters_only(tmp_path: Path):
     worker.update(share(policy_batch()))
     changed = {name for name, p in worker.scorer.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if ".lora_" in name}
-    assert len(worker.strategy._optimizer.state) == len(changed)
+    state = [key for key in worker.strategy.shard().tensors if key.startswith("exp_avg/")]
+    assert len(state) == len(changed)
 
 
 def test_adapters_start_where_they_change_nothing_and_alike_for_a_seed(tmp_path: Path):
     path = save_tiny_model(tmp_path)
     workers = [LearnerWorker(spec_of(path, seed=seed), 0, 1) for seed in (0, 0, 1)]
     for worker in workers:
-        worker._build(path)
+        worker.build(path)
     own = dict(tiny_model().named_parameters())
     for name, tensor in workers[0].full_parameters():
         assert torch.equal(tensor, own[name]), name
@@ -260,4 +261,4 @@ def test_a_frozen_model_without_adapters_saves_all_of_itself(tmp_path: Path):
     strategy = SingleStrategy(optimizer_config=OptimizerConfig())
     strategy.prepare(TokenScorer(tiny_model()), None)
     strategy.save(tmp_path)
-    assert len(strategy._slices()) == len(list(tiny_model().parameters()))
+    assert len(strategy.shard().slices) == len(list(tiny_model().parameters()))

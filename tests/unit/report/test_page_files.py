@@ -77,7 +77,7 @@ def test_a_page_that_cannot_be_built_again_is_shown_as_it_is(
 
 def test_a_build_that_takes_too_long_ends_with_all_its_processes(checkout: Path, monkeypatch: pytest.MonkeyPatch):
     (checkout / "scripts" / "viewer").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$0.child"\nwait\n')
-    monkeypatch.setattr(page_files, "_BUILD_S", 0.5)
+    monkeypatch.setattr(page_files, "BUILD_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match=r"scripts/viewer failed: it took more than 0\.5 s"):
         page()
     child = int((checkout / "scripts" / "viewer.child").read_text())

@@ -172,7 +172,7 @@ def test_index_counts_sampled_tokens(tmp_path: Path):
 def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
     run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(rollout_views, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rollout_views, "BLOCK_BYTES", 1)
     monkeypatch.setattr(rollout_views, "TEXTS_KEPT_BYTES", 0)
     views = RolloutViews(run)
     read: list[list[int]] = []
@@ -309,7 +309,7 @@ def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypat
     assert views.rollouts(Query(text="bada"))["total"] > 0 and read == []
     monkeypatch.undo()
     monkeypatch.setattr(rollout_views, "READ_AHEAD_BYTES", 1)
-    monkeypatch.setattr(rollout_views, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rollout_views, "BLOCK_BYTES", 1)
     some = RolloutViews(run)
     some.index.refresh()
     assert some.index.read_ahead() and not some.index.read_ahead()

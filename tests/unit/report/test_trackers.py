@@ -161,10 +161,9 @@ def test_tensorboard_files_hold_the_scalars_and_restart_where_the_run_goes_on(tm
     for start, value in ((0, 1.0), (2, 7.0)):
         tracker = Trackers({"tensorboard": TensorboardTracker(TrackerSetup(tmp_path, "project", "run"))})
         tracker.begin(start, 4)
-        for step in range(start + 1, start + 4):
-            tracker.log({"reward/mean": value, "nan": float("nan"), HOSTILE: 1e308}, step)
         tracker.table([SampleRow(HOSTILE, HOSTILE, 1.0, "stop")], start)
-        assert tracker._members
+        for step in range(start + 1, start + 4):  # a tracker that fails gets nothing more
+            tracker.log({"reward/mean": value, "nan": float("nan"), HOSTILE: 1e308}, step)
         tracker.close()
     assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("reward/mean")] == [
         (1, 1),

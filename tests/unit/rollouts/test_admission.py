@@ -11,7 +11,7 @@ from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import RolloutCollector, RolloutQueue
-from skyrl_train.trainer.evaluation import _check_version
+from skyrl_train.trainer.evaluation import check_version
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
 from tests.support.trajectories import trajectory_from
 
@@ -200,7 +200,7 @@ def test_a_turn_without_tokens_has_no_age():
         collector.start(4)
         metrics = Metrics()
         groups = await collector.next_groups(4, metrics)
-        _check_version(groups, 4)
+        check_version(groups, 4)
         add_rollout_metrics(groups, 4, metrics)
         await collector.close()
         return metrics.flush()
@@ -303,15 +303,16 @@ def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_se
         detail = "division by zero (mine.py:7 in step)\n\x1b[31m"
         group.trajectories[0].fail("ZeroDivisionError", detail) if position % 2 else None
         group.trajectories[0].fail("engine", "it was lost") if position == 2 else None
+        for trajectory in group.trajectories if position > 2 * PER_STEP else ():
+            trajectory.fail("ZeroDivisionError", detail)
         return group
 
     async def run() -> None:
-        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.9)
+        collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 0, 0.7)
         collector.start(0)
         for step in range(2):
             await collector.next_groups(step, Metrics())
             collector.weights_live(step + 1)
-        collector._max_failed_fraction = 0.0
         await collector.next_groups(2, Metrics())
 
     how = (

@@ -156,8 +156,8 @@ class Watched:
             cfg.trainer, eval_interval=schedule.evaluates, eval_before_train=schedule.evaluates > 0, ckpt_interval=1
         )
         trainer.evaluator = Evaluator(self._evaluate, HELD_OUT, len(HELD_OUT), None, one_version=True)
-        self._rollout, self._rng = collector._rollout, random.Random(schedule.seed)
-        collector._rollout = self._may_fail(schedule.rollouts_fail)
+        self._rollout, self._rng = collector.rollout, random.Random(schedule.seed)
+        collector.rollout = self._may_fail(schedule.rollouts_fail)
         if schedule.stalls_at is not None:
             stall(self.run.engines[0], schedule.stalls_at, schedule.stalls_s)
         next_groups = collector.next_groups

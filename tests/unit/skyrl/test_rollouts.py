@@ -85,11 +85,19 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(str(uid), [{"role": "user", "content": f"say {uid}"}], "mine") for uid in range(count)]
 
 
-def rollouts(generator: Any, keys: list[str], *, evaluation: bool = False, step: int = 3, needs: bool = False) -> Any:
+def rollouts(
+    generator: Any,
+    keys: list[str],
+    *,
+    evaluation: bool = False,
+    step: int = 3,
+    needs: bool = False,
+    metrics: Metrics | None = None,
+) -> Any:
     made = GeneratorRollouts(
         generator, batch_settings(config(keys), evaluation=evaluation, needs_logprobs=needs), TOKENIZER
     )
-    made.connect(SimpleNamespace(step=step, metrics=Metrics()))  # type: ignore[arg-type]
+    made.connect(SimpleNamespace(step=step, metrics=Metrics() if metrics is None else metrics))  # type: ignore[arg-type]
     return made
 
 
@@ -99,8 +107,8 @@ async def all_of(made: GeneratorRollouts, count: int) -> list[TrajectoryGroup]:
 
 def test_a_synchronous_step_is_one_call_in_the_order_of_the_data():
     async def run() -> None:
-        generator = Plain()
-        made = rollouts(generator, SYNCHRONOUS)
+        generator, metrics = Plain(), Metrics()
+        made = rollouts(generator, SYNCHRONOUS, metrics=metrics)
         groups = await all_of(made, 3)
         (given,) = generator.inputs
         assert [one.to_string() for one in given["trajectory_ids"] or ()] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
@@ -109,7 +117,7 @@ def test_a_synchronous_step_is_one_call_in_the_order_of_the_data():
         item = groups[1].trajectories[1]
         assert (item.sample, item.min_version, item.text) == (1, 3, TOKENIZER.decode([70, 71]))
         assert item.messages == [*groups[1].prompt.messages, {"role": "assistant", "content": item.text}]
-        assert made._loop.metrics.flush() == {"mine": 6.0}
+        assert metrics.flush() == {"mine": 6.0}
 
     asyncio.run(run())
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 
 from skyrl_train.config.predicates import Uses
@@ -67,7 +69,7 @@ def test_adapter_names_the_address_of_its_base_model(server: S3Server, tiny_mode
     for path in Path(tiny_model_path).iterdir():
         store.write(path.name, path.read_bytes())
     worker = LearnerWorker(tiny_spec(store.address, lora=LoraConfig(rank=2)), 0, 1)
-    worker._build(store.address)
+    worker.build(store.address)
     worker.export(str(tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == store.address
@@ -123,9 +125,18 @@ def test_a_folder_that_changes_while_it_is_fetched_is_refused(server: S3Server):
 def test_a_transfer_that_is_cut_off_leaves_nothing_and_is_an_error(
     scheme: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    made: list[Any] = []
+    make = fsspec.filesystem
+
+    def filesystem(*arguments: Any, **options: Any) -> Any:
+        made.append(make(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(fsspec, "filesystem", filesystem)
     store = StoredFolder(f"s3://{BUCKET}/cut" if scheme == "s3" else f"file://{tmp_path}/there")
     store.write("file", b"whole")
-    get_file = store._files.get_file
+    (files,) = made
+    get_file = files.get_file
 
     def cut_off(source: str, target: str) -> None:
         get_file(source, target)
@@ -133,16 +144,16 @@ def test_a_transfer_that_is_cut_off_leaves_nothing_and_is_an_error(
         raise ConnectionResetError("connection reset by peer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._files, "get_file", cut_off)
+        patch.setattr(files, "get_file", cut_off)
         with pytest.raises(StorageError, match="cannot be read"):
             store.get("file", tmp_path / "here" / "file")
     assert not list((tmp_path / "here").iterdir())
 
     def cut_short(source: str, target: str) -> None:
-        store._files.pipe_file(target, Path(source).read_bytes()[:-1])
+        files.pipe_file(target, Path(source).read_bytes()[:-1])
 
     (tmp_path / "sent").write_bytes(b"whole")
-    monkeypatch.setattr(store._files, "put_file", cut_short)
+    monkeypatch.setattr(files, "put_file", cut_short)
     with pytest.raises(StorageError, match="4 bytes of 5 arrived"):
         store.put("file", tmp_path / "sent")
 

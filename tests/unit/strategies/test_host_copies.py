@@ -16,22 +16,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.strategies import host_copies
+from skyrl_train.strategies import base
 from skyrl_train.strategies.base import Strategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
-from skyrl_train.strategies.host_copies import HostCopies
+from skyrl_train.strategies.host_copies import MIN_PINNED_BYTES, HostCopies
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.padded_reference import ragged_batch
 
 CPU = torch.device("cpu")
-LARGE = host_copies._SMALL // 4
+LARGE = MIN_PINNED_BYTES // 4
 
 
 class Stream:
     """Work that is queued, and done when somebody waits for it."""
 
-    def __init__(self, device: Any = None):
+    def __init__(self) -> None:
         self.queue: list[Callable[[], Any]] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -49,6 +49,11 @@ class Streams(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.current = Stream()
+        self.made: list[Stream] = []
+
+    def new(self, device: Any) -> Stream:
+        self.made.append(Stream())
+        return self.made[-1]
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -73,8 +78,10 @@ class Pretended(HostCopies):
         self.kept: list[Tensor] = []
         self.pinned: list[Tensor] = []
 
-    def _place(self, tensor: Tensor) -> str:
+    def place(self, tensor: Tensor) -> str:
         return "cpu" if any(tensor.data_ptr() == one.data_ptr() for one in self.kept) else "cuda"
+
+    _place = place
 
     def _buffer(self, name: Hashable, tensor: Tensor) -> Tensor:
         self.kept.append(super()._buffer(name, tensor))
@@ -87,7 +94,7 @@ class Pretended(HostCopies):
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     with Streams() as streams:
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Stream", streams.new)
         monkeypatch.setattr(torch.cuda, "stream", streams.use)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
         yield streams
@@ -116,7 +123,8 @@ def test_what_comes_back_waits_for_what_used_its_memory_before(streams: Streams)
     streams.current.queue.append(lambda: done.append("a matrix product under way"))
     host.moved(away, "cuda")
     assert not done
-    host._stream.synchronize()
+    (own,) = streams.made
+    own.synchronize()
     assert done
 
 
@@ -167,11 +175,11 @@ def update(strategy: Any, seed: int) -> dict[str, float]:
     return found
 
 
-def places(strategy: Any) -> tuple[set[str], set[str]]:
-    """Of parameters, and of the optimizer's state."""
-    host: Pretended = strategy._host
-    parameters = {host._place(strategy._held(name)) for name in strategy._saved}
-    state = {host._place(value) for name in strategy._saved for value in strategy._state(name).values()}
+def places(strategy: Strategy, host: Pretended) -> tuple[set[str], set[str]]:
+    """Of parameters, and of the optimizer's state: a shard shares their memory."""
+    tensors = strategy.shard().tensors
+    parameters = {host.place(tensor) for key, tensor in tensors.items() if key.startswith("param/")}
+    state = {host.place(tensor) for key, tensor in tensors.items() if not key.startswith("param/")}
     return parameters, state
 
 
@@ -181,19 +189,20 @@ def test_a_model_that_leaves_for_engines_and_a_sync_goes_on_as_its_twin_that_sta
 ):
     strategy, twin = make(), make()
     emptied: list[tuple[set[str], set[str]]] = []
-    strategy._host = Pretended()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(places(strategy)))
+    host = Pretended()
+    monkeypatch.setattr(base, "HostCopies", lambda device: host)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(places(strategy, host)))
     assert update(strategy, 0) == (moved := update(twin, 0))
     assert moved["grad_norm"] > 1e-3
     monkeypatch.setattr(strategy, "device", torch.device("cuda"))  # it moves from now on
     strategy.keep_parameters()
-    assert places(strategy) == ({"cuda"}, {"cpu"})
+    assert places(strategy, host) == ({"cuda"}, {"cpu"})
     strategy.offload()
-    assert places(strategy) == ({"cpu"}, {"cpu"})
+    assert places(strategy, host) == ({"cpu"}, {"cpu"})
     strategy.keep_parameters()
-    assert places(strategy) == ({"cuda"}, {"cpu"})
+    assert places(strategy, host) == ({"cuda"}, {"cpu"})
     strategy.onload()
-    assert places(strategy) == ({"cuda"}, {"cuda"})
+    assert places(strategy, host) == ({"cuda"}, {"cuda"})
     assert emptied == [({"cuda"}, {"cpu"}), ({"cpu"}, {"cpu"}), ({"cuda"}, {"cpu"})], "when there is something to empty"
     streams.current.synchronize()
     monkeypatch.setattr(strategy, "device", CPU)
@@ -203,10 +212,10 @@ def test_a_model_that_leaves_for_engines_and_a_sync_goes_on_as_its_twin_that_sta
 
 
 @pytest.mark.defect("buffers-that-share-pages")
-def test_no_two_buffers_share_a_page_which_can_be_pinned_once():
+def test_no_two_buffers_share_a_page_which_can_be_pinned_once(streams: Streams):
     size = mmap.PAGESIZE
-    buffers = [host_copies._own_pages(torch.empty(LARGE + 37 * n)) for n in range(8)]
-    buffers.append(host_copies._own_pages(torch.empty(300, 401, dtype=torch.bfloat16).t()))
+    tensors = {n: torch.empty(LARGE + 37 * n) for n in range(8)} | {8: torch.empty(300, 401, dtype=torch.bfloat16).t()}
+    buffers = list(Pretended().moved(tensors, "cpu").values())
     pages = [range(b.data_ptr() // size, (b.data_ptr() + b.nbytes - 1) // size + 1) for b in buffers]
     assert len({page for held in pages for page in held}) == sum(map(len, pages))
     assert buffers[-1].shape == (401, 300)

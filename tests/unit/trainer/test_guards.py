@@ -138,7 +138,7 @@ def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
             item.reward = 1.0
         return group
 
-    trainer.collector._rollout = equal
+    trainer.collector.rollout = equal
     fakes.mark = lambda: marked.append(guards.state())  # type: ignore[method-assign]
     fails_at(trainer, "learner", "score", 2, EnginesLost("none"))
     with pytest.raises(EnginesLost):

@@ -35,7 +35,7 @@ def rows_of(run: Path, *steps: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("at_once", [1, 1_000_000])
 def test_values_of_tokens_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int):
-    monkeypatch.setattr(kept_rollouts, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(kept_rollouts, "CHUNK_TOKENS", at_once)
     groups = groups_of_all_kinds(more=3)
     batch = learnt(groups)
     keep(KeptRollouts(tmp_path), 4, groups, batch)

@@ -284,7 +284,7 @@ def test_none_is_not_a_number_of_engines():
 
 @pytest.fixture
 def checks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaler, "_CHECKS_EVERY_S", 0.01)
+    monkeypatch.setattr(scaler, "CHECK_INTERVAL_S", 0.01)
 
 
 async def until(done: Callable[[], bool]) -> None:

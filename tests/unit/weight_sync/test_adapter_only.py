@@ -123,7 +123,7 @@ def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
             weight_sync = sync_of(trainer_of(), [engine])
             await weight_sync.sync_all(0)
             await weight_sync.check(0, [engine])
-            adapter = engine._served.adapters.synced
+            adapter = engine.served.adapters.synced
             assert adapter is not None
             adapter.layers[LAYER][1].add_(0.1)
             with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
@@ -137,7 +137,7 @@ def test_a_self_test_notices_an_engine_that_ignores_the_adapter():
         """Serves the model and ignores its adapter."""
 
         async def score(self, token_ids: Any, temperature: float = 1.0) -> list[list[float]]:
-            self._served.adapters.synced = None
+            self.served.adapters.synced = None
             return await super().score(token_ids, temperature)
 
     async def run() -> None:

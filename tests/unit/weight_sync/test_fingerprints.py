@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.weight_sync import buckets
-from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, inspect_parts
+from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, inspect_on_device, inspect_parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,19 +22,19 @@ def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit(dtype: torch.dtype
 
 
 def on_cpu(elements: torch.Tensor, position: int) -> tuple[int, int]:
-    return buckets._inspect_on_cpu(elements, position, True)
+    return inspect_parts([(elements, position)])[0]
 
 
 def on_device(elements: torch.Tensor, position: int) -> tuple[int, int]:
     """A part of a tensor as an accelerator inspects it."""
-    first, second = buckets._inspect_on_device(elements, position, True).tolist()
+    first, second = inspect_on_device(elements, position, True).tolist()
     return first, second
 
 
 @pytest.mark.parametrize("look", [on_cpu, on_device])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_add_up_wherever_they_are_cut(look, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(buckets, "_IN_CACHE", 64)  # several pieces of one part
+    monkeypatch.setattr(buckets, "CACHE_BYTES", 64)  # several pieces of one part
     tensor = torch.randn(101, generator=torch.Generator().manual_seed(0)).to(dtype)
     for cuts in ((), (1,), (50,), (3, 8, 9, 77), (0, 101)):
         bounds = [0, *cuts, 101]
@@ -61,7 +61,7 @@ def test_results_come_in_the_order_of_their_parts_whatever_devices_they_lie_on(m
     def inspect(elements: Elsewhere, position: int, also_finite: bool) -> torch.Tensor:
         return torch.tensor([elements.number, position])
 
-    monkeypatch.setattr(buckets, "_inspect_on_device", inspect)
+    monkeypatch.setattr(buckets, "inspect_on_device", inspect)
     here = torch.ones(3)
     parts = [(Elsewhere(5), 1), (here, 0), (Elsewhere(6), 0), (Elsewhere(7), 1)]
     assert inspect_parts(parts) == [(5, 1), (fingerprint(here), 0), (6, 0), (7, 1)]  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_non_finite_values_are_told_from_sums_that_overflow(dtype: torch.dtype):
 
 
 def test_sums_wrap_as_int64_does_also_those_of_several_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(buckets, "_IN_CACHE", 64)
+    monkeypatch.setattr(buckets, "CACHE_BYTES", 64)
     largest = torch.full((101,), torch.finfo(torch.float64).max, dtype=torch.float64)
     assert inspect_parts([(largest, 0)]) == [(fingerprint(largest), 0)]
     assert abs(fingerprint(largest)) < 2**63 < 101 * int(largest.view(torch.int64)[0])

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "foreign_environments.md").read_tex
 
 
 def test_the_environment_of_the_page_runs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry.environments, "_items", dict(registry.environments._items))
+    monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code, {"__name__": "page"})
     environment = registry.make("echo", {"bonus": 0.5}, {"max_turns": 2})

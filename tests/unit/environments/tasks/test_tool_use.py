@@ -56,7 +56,7 @@ class Calculator(Tool):
 
 @pytest.fixture(autouse=True)
 def calculator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry.tools, "_items", dict(registry.tools._items))
+    monkeypatch.setattr(registry.tools, "loaded", dict(registry.tools.loaded))
     registry.tools.register("add")(Calculator)
     monkeypatch.setattr(Calculator, "made", [])
 

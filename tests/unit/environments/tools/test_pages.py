@@ -16,7 +16,7 @@ DICE, PYTHON = snippets("docs/tools.md")
 
 
 def test_the_tool_of_the_page_throws_dice(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry.tools, "_items", dict(registry.tools._items))
+    monkeypatch.setattr(registry.tools, "loaded", dict(registry.tools.loaded))
     names: dict[str, Any] = {"__name__": "page"}
     exec(DICE, names)
     tool = registry.make_tool("dice", {"sides": 1})

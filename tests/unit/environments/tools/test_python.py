@@ -97,10 +97,11 @@ for _ in range(3):
             pass
 sleeper = subprocess.Popen(["/usr/bin/sleep", "1000"])
 """
+    others = set(psutil.Process().children())
     with sandbox.session(Limits(wall_s=60.0)) as session:
         assert session.execute(code).killed_by is None
-        assert session._running is not None
-        processes = psutil.Process(session._running._process.pid).children(recursive=True)
+        (started,) = set(psutil.Process().children()) - others
+        processes = started.children(recursive=True)
         before = [process.cpu_times() for process in processes]
         time.sleep(0.5)
         assert [process.cpu_times() for process in processes] == before

@@ -15,7 +15,7 @@ from skyrl_train.errors import ConfigError
 def registries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (registry.tools, environments.environments):
         monkeypatch.setattr(each, "table", dict(each.table))
-        monkeypatch.setattr(each, "_items", dict(each._items))
+        monkeypatch.setattr(each, "loaded", dict(each.loaded))
 
 
 def test_a_tool_is_made_by_name_with_its_settings():

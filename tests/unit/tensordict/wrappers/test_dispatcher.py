@@ -52,7 +52,7 @@ def test_64_threads_50_calls_with_failures_and_timeouts_get_their_own_answers(wr
         max_batch_size=32,
         batching_timeout=0.01,
     )
-    wrapper.engine._delay_s = lambda request: 0.002 if request.token_ids[-1] == SLOW else 0.0
+    wrapper.engine.delay_s = lambda request: 0.002 if request.token_ids[-1] == SLOW else 0.0
     impatient = copy.copy(wrapper)  # the same queue
     impatient.timeout = 1e-6
 

@@ -97,11 +97,11 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_devices_count_those_that_were_visible_at_first(no_choice: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     for chosen, visible in (([0], "4,5"), ([1], "5"), ([0], "4"), ([1, 0], "5,4")):
-        vllm_workers._choose(vllm_workers.check_devices(chosen))
+        vllm_workers.choose_devices(vllm_workers.check_devices(chosen))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="torch uses accelerators already"):
-        vllm_workers._choose([0])
+        vllm_workers.choose_devices([0])
 
 
 class _Placed(Exception):
