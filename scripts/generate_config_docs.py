@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.config.convert import FOLDER_SUFFIXES, FOLDERS_AND_NAMES
-from skyrl_train.config.documentation import default_text, field_docs, limits
-from skyrl_train.config.keys import Key, aliases, all_keys, arms
-from skyrl_train.config.problems import show
+from skyrl_train.config.value_parsing import PUBLIC_VARIABLE_SUFFIXES, PUBLIC_VARIABLES
+from skyrl_train.config.key_help import default_text, field_docs, describe_constraints
+from skyrl_train.config.keys import Key, key_aliases, all_keys, union_members
+from skyrl_train.config.problems import format_value
 from skyrl_train.config.schema import Config
 from skyrl_train.config.skyrl_keys import SKYRL_KEYS
-from skyrl_train.config.validate import OPEN_TO_PLUGINS
+from skyrl_train.config.validate import PLUGIN_KEYS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -91,9 +91,9 @@ def render() -> str:
         if not key.is_section:
             continue
         direct = [item for item in all_keys().values() if item.name.rpartition(".")[0] == key.name]
-        parts += [f"## {key.name}\n" if "." not in key.name else f"### {key.name}\n", f"{inspect.getdoc(key.hint)}\n"]
+        parts += [f"## {key.name}\n" if "." not in key.name else f"### {key.name}\n", f"{inspect.getdoc(key.type_hint)}\n"]
         if rows := [item for item in direct if not item.is_section]:
-            parts.append(_table(rows, field_docs(key.hint)))
+            parts.append(_table(rows, field_docs(key.type_hint)))
     parts.append(_without_counterpart())
     return "\n".join(parts)
 
@@ -109,23 +109,23 @@ def _without_counterpart() -> str:
         "| keys | accepted | what is there instead |",
         "| --- | --- | --- |",
     ]
-    for advice, group in itertools.groupby(SKYRL_KEYS.items(), key=lambda item: (item[1].advice, item[1].accepted)):
-        accepted = "any value" if advice[1] is None else " or ".join(f"`{show(value)}`" for value in advice[1])
+    for advice, group in itertools.groupby(SKYRL_KEYS.items(), key=lambda item: (item[1].advice, item[1].accepted_values)):
+        accepted = "any value" if advice[1] is None else " or ".join(f"`{format_value(value)}`" for value in advice[1])
         lines.append(f"| {', '.join(f'`{name}`' for name, _ in group)} | {accepted} | {advice[0]} |")
     return "\n".join([*lines, ""])
 
 
 def _introduction() -> str:
-    names = ", ".join(f"`{name}`" for name in sorted(FOLDERS_AND_NAMES))
-    endings = ", ".join(f"`*{suffix}`" for suffix in FOLDER_SUFFIXES)
+    names = ", ".join(f"`{name}`" for name in sorted(PUBLIC_VARIABLES))
+    endings = ", ".join(f"`*{suffix}`" for suffix in PUBLIC_VARIABLE_SUFFIXES)
     engines = [
         alias.removeprefix(ENGINES)
-        for alias, name in aliases().items()
+        for alias, name in key_aliases().items()
         if alias.startswith(ENGINES) and name.startswith("generator.")
     ]
     return INTRODUCTION.format(
         variables=f"{names}, {endings}",
-        plugins=", ".join(f"`{key}`" for key in sorted(OPEN_TO_PLUGINS)),
+        plugins=", ".join(f"`{key}`" for key in sorted(PLUGIN_KEYS)),
         engines=", ".join(f"`{name}`" for name in sorted(engines)),
     )
 
@@ -134,24 +134,24 @@ def _table(keys: list[Key], docs: dict[str, str]) -> str:
     lines = ["| key | default | type | meaning |", "| --- | --- | --- | --- |"]
     for key in keys:
         name = key.name.rpartition(".")[2]
-        meaning = " ".join([docs[name], *limits(key), *_other_forms(key)])
+        meaning = " ".join([docs[name], *describe_constraints(key), *_other_forms(key)])
         lines.append(f"| `{name}` | {_cell(default_text(key))} | {_type(key)} | {meaning.replace('|', '&#124;')} |")
     return "\n".join([*lines, ""])
 
 
 def _other_forms(key: Key) -> Iterator[str]:
     """Other names of the key and spellings of its values."""
-    for alias, name in aliases().items():
+    for alias, name in key_aliases().items():
         if name == key.name and not (alias.startswith(ENGINES) and name.startswith("generator.")):
             yield f"Other name: `{alias}`."
-    if spellings := key.facts.spellings:
-        yield f"{', '.join(f'`{show(other)}` means `{show(value)}`' for other, value in spellings.items())}."
+    if spellings := key.metadata.spellings:
+        yield f"{', '.join(f'`{format_value(other)}` means `{format_value(value)}`' for other, value in spellings.items())}."
 
 
 def _type(key: Key) -> str:
-    names = [getattr(arm, "__name__", str(arm)) if not hasattr(arm, "__args__") else str(arm) for arm in arms(key.hint)]
+    names = [getattr(arm, "__name__", str(arm)) if not hasattr(arm, "__args__") else str(arm) for arm in union_members(key.type_hint)]
     text = _cell(" or ".join(names).replace("NoneType", "null").replace("typing.", ""))
-    return f"{text}, {key.facts.range}" if key.facts.range else text
+    return f"{text}, {key.metadata.range}" if key.metadata.range else text
 
 
 def _cell(text: str) -> str:

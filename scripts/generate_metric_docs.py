@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl_train.report.diagnosis import NO_DIFFERENCE, RULES, async_rules, gradient_rule, memory_rule
-from skyrl_train.report.metric_table import METRICS
+from skyrl_train.report.metric_catalog import METRICS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 END = "<!-- End of what is generated. -->\n"
@@ -26,12 +26,12 @@ def render(page: str) -> str:
 
 def _metrics() -> list[str]:
     head = ["| metric | unit | what | good |", "| --- | --- | --- | --- |"]
-    return head + [f"| `{one.name}` | {one.unit} | {one.what} | {one.good} |" for one in METRICS]
+    return head + [f"| `{one.name}` | {one.unit} | {one.description} | {one.healthy} |" for one in METRICS]
 
 
 def _rules() -> list[str]:
     head = ["| rule | what to change |", "| --- | --- |"]
-    every = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *async_rules(1), *RULES, memory_rule(0.0, "memory")]
+    every = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *async_rules(1), *RULES, memory_rule(0.0, "memory")]
     return head + [f"| `{rule.name}` | {rule.advice} |" for rule in every]
 
 

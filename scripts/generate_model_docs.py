@@ -16,8 +16,8 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_model import RaggedModel, linear_head
-from skyrl_train.models.rank_group import planned_group
+from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
+from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,12 +199,12 @@ def _on_meta_device(config: PreTrainedConfig) -> Any:
 def _refusal(model: Any) -> str | None:
     """Return why tensor parallelism refuses `model`; None if it does not, or if the learner refuses it anyway."""
     try:
-        linear_head(model)
+        get_lm_head(model)
         RaggedModel(model)
     except ConfigError:
         return None
     try:
-        planned_group(TensorParallel, 1, "tensor_parallel_size").divide(model)
+        make_meta_group(TensorParallel, 1, "tensor_parallel_size").shard_model(model)
     except ConfigError as error:
         for pattern, reason in REASONS:
             if match := re.search(pattern, str(error)):

@@ -67,7 +67,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=os.geteuid() != 0)
         for picture in PICTURES:
             with watching([given[name] for name in picture.runs]) as address:
-                taken = small(take(browser, address, picture))
+                taken = compress_png(take(browser, address, picture))
             if len(taken) > MOST_BYTES:
                 sys.exit(f"{picture.name}: {len(taken):,} bytes; at most {MOST_BYTES:,} may be committed.")
             (IMAGES / f"{picture.name}.png").write_bytes(taken)
@@ -106,7 +106,7 @@ def take(browser: Any, address: str, picture: Picture) -> bytes:
     return taken
 
 
-def small(png: bytes) -> bytes:
+def compress_png(png: bytes) -> bytes:
     """With a palette."""
     target = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").quantize(COLORS).save(target, "PNG", optimize=True)

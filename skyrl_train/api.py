@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.config.machine import INSTALL, missing
-from skyrl_train.config.prepare import prepare
-from skyrl_train.config.problems import raise_all
+from skyrl_train.config.local_checks import INSTALL_COMMANDS, find_missing_resources
+from skyrl_train.config.prepare import prepare_config
+from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError, DataError, Stopped
-from skyrl_train.experiment.base import Experiment, Session, explained, used_by
-from skyrl_train.experiment.driver import until_told
+from skyrl_train.errors import ConfigError, DataError, RunInterrupted
+from skyrl_train.experiment.base import Experiment, Session, raise_root_cause, required_components
+from skyrl_train.experiment.driver import run_until_signaled
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.registry import load_object, unknown
+from skyrl_train.registry import load_object, unknown_name_message
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ def read_rollouts(
         ConfigError: for a column that there is not.
         DataError: for a folder without rollouts, or with a file that cannot be read.
     """
-    from skyrl_train.data.dataset import as_dataset
-    from skyrl_train.report.rollout_files import RolloutFiles
+    from skyrl_train.data.dataset import to_hf_dataset
+    from skyrl_train.report.rollout_files import RolloutReader
 
-    files = RolloutFiles(Path(run))
+    files = RolloutReader(Path(run))
     if not files.steps():
         raise DataError(f"{run}: no rollouts are kept here: a run's folder has some with trainer.keep_rollouts.")
     try:
-        return as_dataset(files.table(steps, columns))
+        return to_hf_dataset(files.table(steps, columns))
     except OSError as error:
         raise DataError(f"{run}: its rollouts cannot be read: {error}") from error
     except ValueError as error:
@@ -113,7 +113,7 @@ def load_config(
         if not isinstance(override, str) or override.startswith("-"):
             raise ConfigError(f"{override!r}: must be text, key=value; flags are arguments here: preset, config_dir.")
     flags = {"--config-name": preset, "--config-dir": config_dir}
-    prepared = prepare([*overrides, *(f"{flag}={value}" for flag, value in flags.items() if value)], own_code=True)
+    prepared = prepare_config([*overrides, *(f"{flag}={value}" for flag, value in flags.items() if value)], has_user_code=True)
     for note in prepared.notes:
         log.info(note)
     for warning in prepared.warnings:
@@ -133,10 +133,10 @@ def check(cfg: Config, experiment: type[Experiment] = Experiment) -> None:
     """
     from skyrl_train.experiment.preflight import check_run
 
-    uses = used_by(experiment)
-    raise_all(missing(cfg, uses))
+    components = required_components(experiment)
+    raise_problems(find_missing_resources(cfg, components))
     check_plugins(cfg)
-    check_run(cfg, uses)
+    check_run(cfg, components)
 
 
 def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingResult:
@@ -155,12 +155,12 @@ def train(cfg: Config, experiment: type[Experiment] = Experiment) -> TrainingRes
         KeyboardInterrupt: after Ctrl-C.
     """
     _check_is_training(experiment)
-    raise_all(missing(cfg, used_by(experiment)))
+    raise_problems(find_missing_resources(cfg, required_components(experiment)))
     run = experiment(cfg)
     try:
-        with explained(run):
-            return _wait_for(until_told(_train(run), run.cluster.lost()))
-    except Stopped as stopped:
+        with raise_root_cause(run):
+            return _run_blocking(run_until_signaled(_train(run), run.cluster.wait_until_lost()))
+    except RunInterrupted as stopped:
         if stopped.signal == signal.SIGINT:
             raise KeyboardInterrupt from stopped
         raise
@@ -191,7 +191,7 @@ async def session(cfg: Config, experiment: type[Experiment] = Experiment) -> Asy
         ConfigError: for what is wrong or missing, with nothing left running.
     """
     _check_is_training(experiment)
-    raise_all(missing(cfg, used_by(experiment)))
+    raise_problems(find_missing_resources(cfg, required_components(experiment)))
     async with experiment(cfg).session() as run:
         yield run
 
@@ -209,9 +209,9 @@ async def engine(model: str, backend: str = "transformers", **options: Any) -> A
         ConfigError: for an unknown backend, or one that is not installed.
     """
     if backend not in ENGINES:
-        raise ConfigError(unknown("engine", backend, sorted(ENGINES)))
-    if backend in INSTALL and importlib.util.find_spec(backend) is None:
-        raise ConfigError(f"backend={backend!r} is not installed: {INSTALL[backend]}.")
+        raise ConfigError(unknown_name_message("engine", backend, sorted(ENGINES)))
+    if backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
+        raise ConfigError(f"backend={backend!r} is not installed: {INSTALL_COMMANDS[backend]}.")
     made: InferenceEngine = load_object(ENGINES[backend])(model=model, **options)
     try:
         yield made
@@ -244,7 +244,7 @@ def _hydra_key(key: str, name: Any) -> str:
     return name
 
 
-def _wait_for(task: Coroutine[Any, Any, T]) -> T:
+def _run_blocking(task: Coroutine[Any, Any, T]) -> T:
     """The result, from a thread of its own if this one has a running event loop (a notebook's cell)."""
     try:
         asyncio.get_running_loop()

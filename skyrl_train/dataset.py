@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset as Prompts, load_prompts
-from skyrl_train.data.messages import template_kwargs_of
+from skyrl_train.data.messages import get_chat_template_kwargs
 
 __all__ = ["PromptDataset"]
 
@@ -19,7 +19,7 @@ def PromptDataset(
     sources = [datasets] if isinstance(datasets, str) else list(datasets)
     return load_prompts(
         sources,
-        lambda prompt: len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, {}))),
+        lambda prompt: len(render_prompt(tokenizer, prompt.messages, get_chat_template_kwargs(prompt.env_extras, {}))),
         max_prompt_length,
         "",
     )

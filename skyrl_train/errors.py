@@ -46,7 +46,7 @@ class DataError(ConfigError):
     """A dataset that cannot be used; the message names file, row and what to change."""
 
 
-class RunDirectoryError(ConfigError):
+class RunFolderError(ConfigError):
     """An output folder that belongs to another run, is in use, or cannot be written."""
 
 
@@ -125,7 +125,7 @@ class NonFiniteUpdate(SkyRLError):
     """Loss or gradient stayed NaN or infinite."""
 
 
-class Unhealthy(SkyRLError):
+class GuardTriggered(SkyRLError):
     """A guard of trainer.guards stopped the run; the message names it, what it saw and what to do."""
 
 
@@ -145,11 +145,11 @@ class ClusterLost(SkyRLError):
     """A node or one of Ray's own processes died, or Ray did not start; the message says which."""
 
 
-class NoRoom(ClusterLost):
+class InsufficientResources(ClusterLost):
     """A node was lost, and what ran there fits nowhere else for now."""
 
 
-class Stopped(SkyRLError):
+class RunInterrupted(SkyRLError):
     """The run ended because it got a signal; its exit status is 128 + `signal`."""
 
     def __init__(self, signal: int):

@@ -21,16 +21,16 @@ import psutil
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from skyrl_train.listening import url_of
+from skyrl_train.listeners import socket_url
 
-HEAD_S = 30.0
+HEADER_TIMEOUT_S = 30.0
 """How long a connection may be without a whole request header, new or between two requests."""
-LINGER_S = 2.0
+LINGER_TIMEOUT_S = 2.0
 """How long a refused body is still read and dropped, so that its sender gets to read the refusal."""
-TRANSFER_S = 60.0
+TRANSFER_TIMEOUT_S_PER_MIB = 60.0
 """How long each MiB begun of a body or an answer may take: a client that is slower than that is not there any more."""
 MAX_CONNECTIONS = 4096
-_BURST = 128
+_MAX_BACKLOG = 128
 """The most connections that the event loop accepts before it runs anything else."""
 _ACCEPT_S = 0.01
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
@@ -39,22 +39,22 @@ _protocol_log.addFilter(lambda record: not (record.exc_info and isinstance(recor
 
 
 @dataclass(frozen=True)
-class Room:
+class ConnectionLimits:
     """At most half of the descriptors that were free: accepted connections are closed up to four bursts later."""
 
     connections: int
     backlog: int
 
 
-def room(most: int = MAX_CONNECTIONS) -> Room:
+def connection_limits(max_connections: int = MAX_CONNECTIONS) -> ConnectionLimits:
     """Return the room for connections in this process as it is now, from its soft limit of descriptors (RLIMIT_NOFILE).
 
     `most`: the most connections, however many descriptors are free.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = 4 * most if limit == resource.RLIM_INFINITY else limit - psutil.Process().num_fds()
-    connections = max(1, min(most, free // 4))
-    return Room(connections, backlog=max(1, min(_BURST, connections // 4)))
+    free = 4 * max_connections if limit == resource.RLIM_INFINITY else limit - psutil.Process().num_fds()
+    connections = max(1, min(max_connections, free // 4))
+    return ConnectionLimits(connections, backlog=max(1, min(_MAX_BACKLOG, connections // 4)))
 
 
 class HttpServer:
@@ -69,9 +69,9 @@ class HttpServer:
         await server.close()
     """
 
-    def __init__(self, app: web.Application, *, drain_s: float, most: int = MAX_CONNECTIONS):
+    def __init__(self, app: web.Application, *, drain_s: float, max_connections: int = MAX_CONNECTIONS):
         """`drain_s`: how long `close` waits for running requests. `most`: the most connections at the same time."""
-        self._app, self._drain_s, self._most = app, drain_s, most
+        self._app, self._drain_s, self._max_connections = app, drain_s, max_connections
         self.runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._is_closing = False
@@ -84,16 +84,16 @@ class HttpServer:
             logger=_protocol_log,
             handler_cancellation=True,
             auto_decompress=False,
-            keepalive_timeout=HEAD_S,
-            lingering_time=LINGER_S,
+            keepalive_timeout=HEADER_TIMEOUT_S,
+            lingering_time=LINGER_TIMEOUT_S,
             shutdown_timeout=max(self._drain_s, 0.01),  # 0 would be forever
         )
         await self.runner.setup()
-        server, admitted = self.runner.server, room(self._most)
+        server, admitted = self.runner.server, connection_limits(self._max_connections)
         assert server is not None
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                lambda: _Admission(server, 0 if self._is_closing else admitted.connections),
+                lambda: _ConnectionGate(server, 0 if self._is_closing else admitted.connections),
                 host,
                 port,
                 backlog=admitted.backlog,
@@ -115,33 +115,33 @@ class HttpServer:
     def url(self) -> str:
         """The address, e.g. http://127.0.0.1:8000, with the port that was taken."""
         assert self._listener is not None
-        return url_of(self._listener.sockets[0])
+        return socket_url(self._listener.sockets[0])
 
 
-class _Admission(asyncio.Protocol):
+class _ConnectionGate(asyncio.Protocol):
     """Hands a new connection to the server, or answers 503 with Retry-After if it has `most` of them.
 
     With `most` 0 it ends the connection.
     """
 
-    def __init__(self, server: web.Server, most: int):
-        self._server, self._most = server, most
+    def __init__(self, server: web.Server, max_connections: int):
+        self._server, self._max_connections = server, max_connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if not self._most:
+        if not self._max_connections:
             transport.abort()
-        elif len(self._server.connections) < self._most:
+        elif len(self._server.connections) < self._max_connections:
             handler: Any = self._server()
             transport.set_protocol(handler)
             handler.connection_made(transport)
         else:
-            transport.write(_full(self._most))
+            transport.write(_full(self._max_connections))
             transport.close()
 
 
-def _full(most: int) -> bytes:
-    text = f"This server has {most} connections, which is all that it may have; try again."
+def _full(max_connections: int) -> bytes:
+    text = f"This server has {max_connections} connections, which is all that it may have; try again."
     body = json.dumps(error_body(503, text, "too_many_connections")).encode()
     head = "HTTP/1.1 503 Service Unavailable", "Retry-After: 1", "Connection: close", "Content-Type: application/json"
     return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
@@ -156,27 +156,27 @@ def error_body(
     return {"error": error | ({"detail": detail} if detail else {})}
 
 
-def patience(size: int) -> float:
+def transfer_timeout_s(size: int) -> float:
     """Return the seconds that this many bytes may take in either direction."""
-    return TRANSFER_S * (1 + size // (1 << 20))
+    return TRANSFER_TIMEOUT_S_PER_MIB * (1 + size // (1 << 20))
 
 
 async def send(request: web.Request, response: web.StreamResponse) -> None:
     """Send an answer, or end the connection if the client does not take it in time."""
     size = len(response.body) if isinstance(response, web.Response) and isinstance(response.body, bytes) else 0
-    async with sending(request, size):
+    async with write_deadline(request, size):
         await response.prepare(request)
         await response.write_eof()
 
 
 @asynccontextmanager
-async def sending(request: web.Request, size: int) -> AsyncIterator[None]:
+async def write_deadline(request: web.Request, size: int) -> AsyncIterator[None]:
     """End the connection if the client does not take what is written inside in time; one that has gone is no error."""
     transport = request.transport
     if transport is not None:
         transport.set_write_buffer_limits(0)  # a write then ends when the kernel has all of it
     try:
-        async with asyncio.timeout(patience(size)):
+        async with asyncio.timeout(transfer_timeout_s(size)):
             yield
     except ConnectionError:
         pass

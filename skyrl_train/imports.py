@@ -6,11 +6,11 @@ import gc
 import importlib
 from collections.abc import Iterable
 
-PRELOADED = "SKYRL_PRELOAD"
+PRELOAD_ENV = "SKYRL_PRELOAD"
 """A variable of ours, set for the length of Ray's start: what workers import early, separated by commas."""
 
 
-def import_modules(names: Iterable[str]) -> None:
+def import_without_gc(names: Iterable[str]) -> None:
     """Import modules without garbage collection.
 
     What a module defines stays as long as the process, yet the collector looks through it again and again while it

@@ -25,7 +25,7 @@ class Metrics:
         self._weight: dict[str, float] = defaultdict(float)
         self._total: dict[str, float] = defaultdict(float)
         self._max: dict[str, float] = {}
-        self.under_way = ""
+        self.current_phase = ""
         """The innermost `timed` block that is running."""
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -42,7 +42,7 @@ class Metrics:
         """Add to a plain total, which is reported as a sum and not as a mean."""
         self._total[name] += amount
 
-    def maximum(self, name: str, value: float) -> None:
+    def update_max(self, name: str, value: float) -> None:
         """Keep the largest value. NaN stays: no number is larger than what was not computed."""
         held = self._max.get(name, value)
         self._max[name] = value if value > held or math.isnan(value) else held
@@ -50,16 +50,16 @@ class Metrics:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Measure the time of a block in seconds, summed under timing/<name>_s; a span of the run's time line."""
-        start, around = now(), self.under_way
-        self.under_way = name
+        start, around = now(), self.current_phase
+        self.current_phase = name
         try:
             with trace.span(name):
                 yield
         finally:
-            self.under_way = around
+            self.current_phase = around
             self.count(f"timing/{name}_s", now() - start)
 
-    def state(self) -> dict[str, dict[str, float]]:
+    def to_dict(self) -> dict[str, dict[str, float]]:
         """Plain numbers to send to another process; see `merge`."""
         return {
             "sum": dict(self._sum),
@@ -76,7 +76,7 @@ class Metrics:
         for name, value in state["total"].items():
             self._total[name] += value
         for name, value in state["max"].items():
-            self.maximum(name, value)
+            self.update_max(name, value)
 
     def flush(self) -> dict[str, float]:
         """Return the means of all names with a weight, the totals and the maxima, and reset."""
@@ -87,7 +87,7 @@ class Metrics:
         return values
 
 
-class NameLimit:
+class MetricNameLimit:
     """Bounds the names of metrics that come from outside: files and trackers keep a column for each of them.
 
     Example:
@@ -95,16 +95,16 @@ class NameLimit:
         limit.admits("a"), limit.admits("too long"), limit.admits("b"), limit.admits("c")  # (True, False, True, False)
     """
 
-    def __init__(self, most: int, longest: int):
+    def __init__(self, max_names: int, max_length: int):
         """`most`: distinct names that are admitted. `longest`: characters of a name."""
-        self._most, self._longest = most, longest
+        self._max_names, self._max_length = max_names, max_length
         self._names: set[str] = set()
 
     def admits(self, name: str) -> bool:
         """True for a name that was admitted before, and for a new one within both limits, which is then known."""
         if name in self._names:
             return True
-        if len(name) > self._longest or len(self._names) >= self._most:
+        if len(name) > self._max_length or len(self._names) >= self._max_names:
             return False
         self._names.add(name)
         return True

@@ -28,7 +28,7 @@ def reward(name: str) -> Callable[[T], T]:
     extras["reward_spec"]). It returns one finite number.
     """
     from skyrl_train.environments.registry import environments
-    from skyrl_train.environments.reward_function import RewardFunction
+    from skyrl_train.environments.function_env import RewardFunction
 
     def add(function: T) -> T:
         environments.register(name)(RewardFunction(function))  # type: ignore[arg-type]

@@ -56,12 +56,12 @@ class Registry(Generic[T]):
 
         return add
 
-    def forget(self, name: str) -> None:
+    def unregister(self, name: str) -> None:
         """Remove whatever is registered under a name."""
         self.table.pop(name, None)
         self.loaded.pop(name, None)
 
-    def own(self) -> dict[str, T | str]:
+    def user_items(self) -> dict[str, T | str]:
         """What is not built in, or no longer, by name: the object, or its "module:object" if it is not loaded yet."""
         current: dict[str, T | str] = {**self.table, **self.loaded}
         return {name: item for name, item in current.items() if self._built_in.get(name) not in (item, _origin(item))}
@@ -74,10 +74,10 @@ class Registry(Generic[T]):
             self.loaded[name] = load_object(self.table[name])
         if name in self.loaded:
             return self.loaded[name]
-        raise ConfigError(unknown(self.kind, name, self.names()))
+        raise ConfigError(unknown_name_message(self.kind, name, self.names()))
 
 
-def registered(kind: str, name: str) -> Any:
+def find_registered(kind: str, name: str) -> Any:
     """Return what is registered under a name; None if nothing is, or if it is a built-in that is not loaded.
 
     Imports nothing, so it also answers before the module with the registry of this kind is imported.
@@ -100,7 +100,7 @@ def _is_same(item: Any, other: Any) -> bool:
     return _origin(item) == _origin(other)
 
 
-def unknown(kind: str, name: str, known: list[str]) -> str:
+def unknown_name_message(kind: str, name: str, known: list[str]) -> str:
     """The message for a name that is not in a table: the name, what is allowed, and the nearest match."""
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

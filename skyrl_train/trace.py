@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TRACE_FILE = "trace.json"
-LIMIT_BYTES = 256 * 2**20
+MAX_TRACE_BYTES = 256 * 2**20
 """Size at which the file ends: about two million spans, which Perfetto still opens in a browser."""
-KEPT = 1 << 16
+MAX_BUFFERED_SPANS = 1 << 16
 """How many spans a process keeps until they are asked for; after that it forgets the oldest."""
 DRIVER = "driver"
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     begin: float
     """Unix time, in seconds."""
     end: float
-    row: str
+    track: str
     """Where it is shown among what its process does."""
     process: str
     overlaps: bool
@@ -44,54 +44,54 @@ class Span(NamedTuple):
 
 _note: Callable[[Iterable[Span]], None] | None = None
 """Where spans of this process go; None if it is not traced."""
-_collected: deque[Span] = deque(maxlen=KEPT)
+_collected: deque[Span] = deque(maxlen=MAX_BUFFERED_SPANS)
 
 
-def on() -> bool:
+def is_enabled() -> bool:
     """Whether spans of this process are noted."""
     return _note is not None
 
 
-def add(name: str, begin: float, *, row: str, process: str = DRIVER, overlaps: bool = False, **details: Any) -> None:
+def add_span(name: str, begin: float, *, track: str, process: str = DRIVER, overlaps: bool = False, **details: Any) -> None:
     """Note a span from `begin` (Unix time) until now."""
     if _note is not None:
-        _note([Span(name, begin, time.time(), row, process, overlaps, details)])
+        _note([Span(name, begin, time.time(), track, process, overlaps, details)])
 
 
 @contextmanager
-def span(name: str, *, row: str = "trainer", overlaps: bool = False) -> Iterator[None]:
+def span(name: str, *, track: str = "trainer", overlaps: bool = False) -> Iterator[None]:
     """Note how long a block takes, also if it raises."""
     begin = time.time()
     try:
         yield
     finally:
-        add(name, begin, row=row, overlaps=overlaps)
+        add_span(name, begin, track=track, overlaps=overlaps)
 
 
-def unix(moment: float) -> float:
+def to_unix_time(moment: float) -> float:
     """The Unix time of a moment of time.monotonic()."""
     return time.time() - (time.monotonic() - moment)
 
 
-def collect() -> None:
+def start_buffering() -> None:
     """Note spans of this process from now on, for a process that asks for them."""
     global _note
     _note = _collected.extend
 
 
-def hand_over() -> list[Span]:
+def drain_spans() -> list[Span]:
     """What was collected since the last call."""
     return [_collected.popleft() for _ in range(len(_collected))]
 
 
-def take_over(spans: Iterable[Span], process: str) -> None:
+def ingest_spans(spans: Iterable[Span], process: str) -> None:
     """Note what another process handed over, under the name `process`."""
     if _note is not None:
         _note(one._replace(process=process) for one in spans)
 
 
 @contextmanager
-def to_file(path: Path) -> Iterator[None]:
+def write_trace(path: Path) -> Iterator[None]:
     """Inside, spans of this process and those that it takes over are appended to `path`, which must not exist.
 
     A file that cannot be written costs the time line, and is said; the run goes on.
@@ -147,13 +147,13 @@ class TraceFile:
         return self._processes.setdefault(process, len(self._processes) + 1)
 
     def _events(self, span: Span) -> Iterator[dict[str, Any]]:
-        if (place := self._rows.get((span.process, span.row))) is None:
+        if (place := self._rows.get((span.process, span.track))) is None:
             if span.process not in self._processes:
                 yield _named("process_name", span.process, pid=self._pid(span.process))
-            place = self._rows[span.process, span.row] = self._pid(span.process), len(self._rows) + 1
-            yield _named("thread_name", span.row, pid=place[0], tid=place[1])
+            place = self._rows[span.process, span.track] = self._pid(span.process), len(self._rows) + 1
+            yield _named("thread_name", span.track, pid=place[0], tid=place[1])
         begin, end = round(span.begin * 1e6), round(span.end * 1e6)
-        event = {"name": span.name, "cat": span.row, "pid": place[0], "tid": place[1], "ts": begin}
+        event = {"name": span.name, "cat": span.track, "pid": place[0], "tid": place[1], "ts": begin}
         details = {"args": span.details} if span.details else {}
         if not span.overlaps:
             yield {"ph": "X", **event, "dur": end - begin, **details}
@@ -166,7 +166,7 @@ class TraceFile:
         """Append events, all of them or none; the first failure and the limit end the file."""
         text = "".join(f",\n{_json(event)}" for event in events)
         data = (text if self._size else f"[{text[1:]}").encode("ascii")
-        if self._size + len(data) > LIMIT_BYTES:
+        if self._size + len(data) > MAX_TRACE_BYTES:
             _log.warning("%s has %d MiB and ends here: Perfetto opens no larger ones.", self._path, self._size >> 20)
             self._end()
             return

@@ -1,4 +1,4 @@
-// Bundles the page into skyrl_train/report/page/{page.js,page.css}, where skyrl_train/report/page_files.py inlines it.
+// Bundles the page into skyrl_train/report/page/{page.js,page.css}, where skyrl_train/report/viewer_page.py inlines it.
 import { mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
 import { basename, dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";

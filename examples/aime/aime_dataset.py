@@ -14,7 +14,7 @@ import hashlib
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main
-from skyrl_train.environments.graders.numbers import fraction, number
+from skyrl_train.environments.graders.numbers import parse_fraction, parse_number
 from skyrl_train.errors import DataError
 
 HUB = {"train": "BytedTsinghua-SIA/DAPO-Math-17k:train", "test": "BytedTsinghua-SIA/AIME-2024:train"}
@@ -28,7 +28,7 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
         raise DataError(f"{where}: needs prompt (messages) and reward_model.ground_truth, got {row!r:.120}.")
     problem = (split, hashlib.sha256(repr(prompt).encode()).digest())
     text = str(spec["ground_truth"])
-    truth = text if fraction(text) is not None else number(text)
+    truth = text if parse_fraction(text) is not None else parse_number(text)
     if problem in SEEN or truth is None:
         return None
     SEEN.add(problem)

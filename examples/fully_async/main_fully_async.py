@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.base import Experiment, launch_experiment
 
 ASYNC = ("trainer.fully_async.enabled=true",)
 
 
 def main() -> None:
-    start(Experiment, [*ASYNC, *sys.argv[1:]])
+    launch_experiment(Experiment, [*ASYNC, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.graders.numbers import number
+from skyrl_train.environments.graders.numbers import parse_number
 from skyrl_train.errors import DataError
 
 HUB_NAME = "openai/gsm8k"
@@ -22,7 +22,7 @@ INSTRUCTION = (
 def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     """A row of the source (question, answer) as one of SkyRL's. Raises DataError for a row without an answer."""
     question, answer = text_column(where, row, "question"), text_column(where, row, "answer")
-    final = number(answer.rpartition("####")[2])
+    final = parse_number(answer.rpartition("####")[2])
     if final is None or "####" not in answer:
         raise DataError(f"{where}: needs an answer that ends in '#### <number>', got {answer[-120:]!r}.")
     return {

@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.graders.instructions import arguments_of
+from skyrl_train.environments.graders.instructions import parse_instruction_kwargs
 from skyrl_train.errors import DataError
 
 HUB = {"train": "argilla/ifeval-like-data:train", "test": "google/IFEval:train"}
@@ -34,7 +34,7 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
             f"{kwargs!r:.80}."
         )
     try:
-        given = [arguments_of(id, each, prompt) for id, each in zip(instructions, kwargs, strict=True)]
+        given = [parse_instruction_kwargs(id, each, prompt) for id, each in zip(instructions, kwargs, strict=True)]
     except ValueError:
         return None
     truth = {"instruction_id_list": instructions, "kwargs": given}

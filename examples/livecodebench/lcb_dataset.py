@@ -17,7 +17,7 @@ import zlib
 from typing import Any, NoReturn
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.graders.programs import parse_tests
+from skyrl_train.environments.graders.code_tests import parse_tests
 from skyrl_train.errors import DataError
 
 HUB_NAME = "agentica-org/DeepCoder-Preview-Dataset"

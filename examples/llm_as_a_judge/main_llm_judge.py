@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from skyrl_train.experiment.base import Experiment, start
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.base import Experiment, launch_experiment
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    start(Experiment)
+    launch_experiment(Experiment)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl_train.data.conversion import conversion_main, text_column
-from skyrl_train.environments.graders.boxed import boxed_contents
+from skyrl_train.environments.graders.boxed import iter_boxed
 
 HUB = {"train": "DigitalLearningGmbH/MATH-lighteval:train", "test": "HuggingFaceH4/MATH-500:test"}
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -23,7 +23,7 @@ def convert(where: str, row: dict[str, Any], split: str, index: int) -> dict[str
     problem = text_column(where, row, "problem")
     answer = row.get("answer")
     if answer is None:
-        *_, answer = ("", *boxed_contents(text_column(where, row, "solution")))
+        *_, answer = ("", *iter_boxed(text_column(where, row, "solution")))
     if not str(answer).strip():
         return None
     return {

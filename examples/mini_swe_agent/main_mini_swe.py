@@ -11,17 +11,17 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.problems import raise_all
+from skyrl_train.config.keys import replace_value
+from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.environments.tasks.mini_swe import TEMPLATES
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment, run_experiment
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 SECTION = "environment.skyrl_gym.mini_swe"
-OWN = ("generator.miniswe_config_path", "generator.miniswe_traj_dir")
+RECIPE_KEYS = ("generator.miniswe_config_path", "generator.miniswe_traj_dir")
 
 
 class MiniSWEExp(Experiment):
@@ -35,11 +35,11 @@ def with_settings(config: Config) -> Config:
     """The configuration with what the recipe's own keys say. Raises ConfigError for a file that is none or is wrong."""
     own = config.generator.own
     if own.get("miniswe_traj_dir") is not None:
-        config = with_value_at(config, f"{SECTION}.traj_dir", str(own["miniswe_traj_dir"]))
+        config = replace_value(config, f"{SECTION}.traj_dir", str(own["miniswe_traj_dir"]))
     for name, value in _settings(own.get("miniswe_config_path")).items():
-        config = with_value_at(config, f"{SECTION}.{name}", value)
-    config = with_value_at(config, "environment.env_class", "mini_swe")
-    raise_all(validate(config, open_to_names=True))  # what a file says is checked like what a command line says
+        config = replace_value(config, f"{SECTION}.{name}", value)
+    config = replace_value(config, "environment.env_class", "mini_swe")
+    raise_problems(validate(config, allow_unregistered_names=True))  # what a file says is checked like what a command line says
     return config
 
 
@@ -58,15 +58,15 @@ def _settings(path: Any) -> dict[str, Any]:
         ) from error
 
 
-def with_plus(arguments: list[str]) -> list[str]:
+def add_recipe_defaults(arguments: list[str]) -> list[str]:
     """The command line with what a recipe leaves out: the environment, and the plus that says that a key is our own."""
     environment = "environment.env_class=mini_swe"  # else its settings would be warned of as without effect
-    return [environment, *(f"+{one}" if one.partition("=")[0] in OWN else one for one in arguments)]
+    return [environment, *(f"+{one}" if one.partition("=")[0] in RECIPE_KEYS else one for one in arguments)]
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    run_experiment(MiniSWEExp, with_plus(sys.argv[1:]))
+    run_experiment(MiniSWEExp, add_recipe_defaults(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ class Task:
     name: str
     problem: str
     module: str
-    faulty: str
-    mended: str
+    buggy: str
+    fixed: str
     visible: str
     """The body of a test that the repository brings."""
     tests: tuple[tuple[str, str], ...]
@@ -35,7 +35,7 @@ class Task:
             'if __name__ == "__main__":\n    unittest.main()\n'
         )
         readme = f"# {self.name}\n\nRun the tests: python3 -m unittest\n"
-        return {self.module: self.faulty, self.test_file: test, "README.md": readme}
+        return {self.module: self.buggy, self.test_file: test, "README.md": readme}
 
 
 TASKS = (

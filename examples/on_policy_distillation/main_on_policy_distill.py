@@ -5,12 +5,12 @@ from __future__ import annotations
 import skyrl_train as sk
 from skyrl_train.algorithms.advantages import distillation
 from skyrl_train.experiment.base import Experiment, run_experiment
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 sk.register.advantage("no_op")(distillation)
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
     run_experiment(Experiment)
 

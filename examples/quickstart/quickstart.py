@@ -91,13 +91,13 @@ def warm_up(run: Path, seed: int, steps: int | None) -> Path:
         f"trainer.ckpt_path={run / 'sft'}",
         f"trainer.export_path={run / 'sft' / 'export'}",
         f"trainer.seed={seed}",
-        *at_most(steps),
+        *max_steps_override(steps),
     ]
-    launch("main_sft", "warm_up", overrides)
+    run_entrypoint("main_sft", "warm_up", overrides)
     return next((run / "sft" / "export").glob("global_step_*/policy"))
 
 
-def at_most(steps: int | None) -> list[str]:
+def max_steps_override(steps: int | None) -> list[str]:
     """What limits a run, if anything is to limit it further than its preset does."""
     return [] if steps is None else [f"trainer.max_steps={steps}"]
 
@@ -112,10 +112,10 @@ def train(run: Path, model: Path, seed: int, overrides: list[str]) -> None:
         f"trainer.export_path={run / 'grpo' / 'export'}",
         f"trainer.seed={seed}",
     ]
-    launch("main_base", "grpo", [*given, *overrides])
+    run_entrypoint("main_base", "grpo", [*given, *overrides])
 
 
-def launch(entrypoint: str, preset: str, overrides: list[str]) -> None:
+def run_entrypoint(entrypoint: str, preset: str, overrides: list[str]) -> None:
     """Start an entrypoint as a user would, with one of the presets in this folder."""
     module = f"skyrl_train.entrypoints.{entrypoint}"
     subprocess.run(

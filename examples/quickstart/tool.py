@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from model import save_model
-from quickstart import arguments_of, at_most, launch, write_jsonl
+from quickstart import arguments_of, max_steps_override, run_entrypoint, write_jsonl
 
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
@@ -32,17 +32,17 @@ def main() -> None:
     parameters = save_model(run / "model", texts, arguments.seed)
     print(f"tool: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
     files = {split: f"['{run / 'data' / split}.jsonl']" for split in ("demonstrations", "train", "validation")}
-    warming = given(run, "sft", run / "model", files["demonstrations"], arguments.seed)
-    launch("main_sft", "warm_up", [*warming, *at_most(arguments.warm_up_steps)])
+    warming = common_overrides(run, "sft", run / "model", files["demonstrations"], arguments.seed)
+    run_entrypoint("main_sft", "warm_up", [*warming, *max_steps_override(arguments.warm_up_steps)])
     warm = next((run / "sft" / "export").glob("global_step_*/policy"))
-    overrides = given(run, "grpo", warm, files["train"], arguments.seed)
-    launch("main_base", "tool", [*overrides, f"data.val_data={files['validation']}", *arguments.overrides])
+    overrides = common_overrides(run, "grpo", warm, files["train"], arguments.seed)
+    run_entrypoint("main_base", "tool", [*overrides, f"data.val_data={files['validation']}", *arguments.overrides])
     key = "eval/products/avg_score"
     scores = [line[key] for line in read_jsonl(run / "grpo" / METRICS_FILE) if key in line]
     print(f"tool: eval accuracy {scores[0]:.3f} -> {scores[-1]:.3f}, run at {run}")
 
 
-def given(run: Path, name: str, model: Path, data: str, seed: int) -> list[str]:
+def common_overrides(run: Path, name: str, model: Path, data: str, seed: int) -> list[str]:
     return [
         f"data.train_data={data}",
         f"trainer.policy.model.path={model}",

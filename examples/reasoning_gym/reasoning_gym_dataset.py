@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.data.conversion import write_split
-from skyrl_train.environments.foreign.reasoning_gym import make_rows
+from skyrl_train.environments.integrations.reasoning_gym import make_rows
 from skyrl_train.errors import ConfigError
 
 

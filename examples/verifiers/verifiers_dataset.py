@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from skyrl_train.data.conversion import write_split
-from skyrl_train.environments.foreign.verifiers import make_rows
+from skyrl_train.environments.integrations.verifiers import make_rows
 from skyrl_train.errors import ConfigError
 
 

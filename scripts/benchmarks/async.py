@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from gated_run import GATED, LENGTHS, THREADS
-from measure import PASSIVE, Side, about, line
+from measure import PASSIVE, BenchmarkProcess, environment_info, format_environment_info
 from workload import SMALL, Work, prompt_texts, run_command, save_model, write_prompts
 
 from skyrl_train.config.choices import ENGINES
@@ -128,7 +128,7 @@ def measure(
         *options.overrides,
     ]
     command = run_command(folder, model, work, total, "fsdp2", overrides)
-    with Side("run", command, folder, gates) as side:
+    with BenchmarkProcess("run", command, folder, gates) as side:
         side.start()
         side.step()
         window = side.step()
@@ -199,8 +199,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if options.schedules[0] != BASE:
         parser.error(f"--schedules: {BASE} comes first, as the others are compared with it")
-    report = about(*(name for name in options.backends if name != "transformers")) | {"cores": os.cpu_count()}
-    print(line(report), flush=True)
+    report = environment_info(*(name for name in options.backends if name != "transformers")) | {"cores": os.cpu_count()}
+    print(format_environment_info(report), flush=True)
     results = []
     with tempfile.TemporaryDirectory(prefix="async-") as name:
         folder = Path(name)

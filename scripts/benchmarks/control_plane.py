@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import HERE, about
+from measure import HERE, environment_info
 from worktrees import trees
 
 SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
@@ -65,23 +65,23 @@ def scored(sequences: int, tokens: int) -> dict[str, float]:
 
 
 def batch(sequences: int, tokens: int, scores: bool = False) -> dict[str, float]:
-    from skyrl_train.cluster.runtime import Cluster
+    from skyrl_train.cluster.ray_cluster import Cluster
     from skyrl_train.data import batch as module
 
     with_arrays = hasattr(module, "rewards_by_token")
     total = sequences * tokens
-    with Cluster(workers=RANKS, preload=["torch"]) as cluster:
+    with Cluster(num_actors=RANKS, preload=["torch"]) as cluster:
         learner = idle_learner(cluster, scores)
         asyncio.run(
-            learned(learner, rollouts(8, 2 * PROMPT_TOKENS, with_arrays), with_arrays)
+            run_update(learner, rollouts(8, 2 * PROMPT_TOKENS, with_arrays), with_arrays)
         )  # starts threads, imports
         gc.collect()
-        with Watch() as watch:
+        with PeakMemoryMonitor() as watch:
             groups = rollouts(sequences, tokens, with_arrays)
             held = own_memory() - watch.at_first
             watch.begin()
             spent = time.process_time()
-            taken = asyncio.run(learned(learner, groups, with_arrays, watch))
+            taken = asyncio.run(run_update(learner, groups, with_arrays, watch))
             spent = time.process_time() - spent
     of_scores = {
         "of these old and reference log-probs, bytes a token": taken["scored"] / total,
@@ -102,20 +102,20 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
     from idle_rank import IdleRank
 
     from skyrl_train.cluster.actors import spawn
-    from skyrl_train.cluster.placement import reserve
+    from skyrl_train.cluster.placement import reserve_pool
     from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 
     # Beyond the machine's cores: they have nothing to do.
-    slots = reserve(cluster, count=1, tenants=RANKS, device="cpu", total_slots=1, deadline_s=60, key="ranks")
+    slots = reserve_pool(cluster, count=1, actors_per_slot=RANKS, device="cpu", total_slots=1, deadline_s=60, key="ranks")
     ranks = [
         spawn(
             cluster,
             f"{IdleRank.__module__}:{IdleRank.__name__}",
             {},
-            slots=slots,
+            pool=slots,
             index=0,
             name=f"rank {rank}",
-            concurrent=False,
+            is_async=False,
             deadline_s=600.0,
         )
         for rank in range(RANKS)
@@ -125,22 +125,22 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
     return Learner(group, group if scores else None, sizes, needs_old_logprobs=True if scores else None)
 
 
-async def learned(learner: Any, groups: list[Any], with_arrays: bool, watch: Watch | None = None) -> dict[str, float]:
+async def run_update(learner: Any, groups: list[Any], with_arrays: bool, watch: PeakMemoryMonitor | None = None) -> dict[str, float]:
     """From rollouts to an update, as a run does it.
 
     `until advantages`: the most memory until they are there, bytes; `scored`: of these log-probs of the learner;
     `collate` and `score`: CPU-seconds; `stood still`: the longest time for which the event loop did, seconds.
     """
-    from skyrl_train.algorithms.advantages import AdvantageStep, grpo
+    from skyrl_train.algorithms.advantages import AdvantageCalculator, grpo
     from skyrl_train.data import batch as module
     from skyrl_train.metrics import Metrics
 
-    step = AdvantageStep(partial(grpo, grpo_norm_by_std=True))
-    in_thread = asyncio.to_thread if with_arrays else at_once
+    step = AdvantageCalculator(partial(grpo, grpo_norm_by_std=True))
+    in_thread = asyncio.to_thread if with_arrays else call_synchronously
     without: dict[str, Any] = (
         {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
     )
-    async with ticking() as longest:
+    async with measure_loop_lag() as longest:
         begun = time.process_time()
         found = await in_thread(partial(module.collate, **without), groups)
         collated = time.process_time()
@@ -152,16 +152,16 @@ async def learned(learner: Any, groups: list[Any], with_arrays: bool, watch: Wat
         found = await in_thread(step, found, Metrics())
         taken["until advantages"] = watch.most if watch else 0
         if with_arrays:
-            from skyrl_train.data.arrays import give_back
+            from skyrl_train.data.token_arrays import trim_memory
 
             found = found.with_tokens(token_rewards=None)
-            await asyncio.to_thread(give_back)
+            await asyncio.to_thread(trim_memory)
         await learner.update(found)
     return taken | {"stood still": longest[0]}
 
 
 @contextlib.asynccontextmanager
-async def ticking() -> AsyncIterator[list[float]]:
+async def measure_loop_lag() -> AsyncIterator[list[float]]:
     """By how much a sleep of a few milliseconds was too long at most, in seconds: so long the loop stood still."""
     longest = [0.0]
 
@@ -178,7 +178,7 @@ async def ticking() -> AsyncIterator[list[float]]:
     task.cancel()
 
 
-async def at_once(function: Any, *args: Any) -> Any:
+async def call_synchronously(function: Any, *args: Any) -> Any:
     """As it was before."""
     return function(*args)
 
@@ -188,7 +188,7 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
     from skyrl_train.data.messages import Prompt
     from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
     from skyrl_train.engines.base import Completion, VersionSpan
-    from skyrl_train.rollouts.conversation import Ledger
+    from skyrl_train.rollouts.conversation import TrajectoryBuilder
 
     generator = np.random.default_rng(0)
     groups = []
@@ -202,9 +202,9 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
                 ids, logprobs = ids.tolist(), logprobs.tolist()
             spans = [VersionSpan(0, len(ids), 0)]
             item: Any = Trajectory(prompt, sample, [], [], [], [], [], 0.0, "abort", 1.0)  # type: ignore[arg-type]
-            ledger = Ledger(item)
-            ledger.open(list(range(1000, 1000 + PROMPT_TOKENS)))
-            ledger.sample(Completion(str(sample), ids, logprobs, logprobs, "stop", spans))
+            ledger = TrajectoryBuilder(item)
+            ledger.start_episode(list(range(1000, 1000 + PROMPT_TOKENS)))
+            ledger.append_sample(Completion(str(sample), ids, logprobs, logprobs, "stop", spans))
             item.reward = float(sample % 2)
             items.append(item)
         groups.append(TrajectoryGroup(prompt, items))
@@ -213,26 +213,26 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
 
 def shards(sequences: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data import batch as module
-    from skyrl_train.learner.shards import PassLimits, micro_batches, shares_prompts
+    from skyrl_train.learner.batch_sharding import MicroBatchLimits, split_into_micro_batches, should_share_prompts
 
     with_arrays = hasattr(module, "rewards_by_token")
     groups = rollouts(sequences, tokens, with_arrays)
     without: dict[str, Any] = (
         {"token_rewards": False} if "token_rewards" in signature(module.collate).parameters else {}
     )
-    limits = PassLimits(None, 16_384, 6 * 1024, None)
-    with_store = find_spec("skyrl_train.learner.shards") is not None
-    stored_shards: Any = import_module("skyrl_train.learner.shards") if with_store else None
+    limits = MicroBatchLimits(None, 16_384, 6 * 1024, None)
+    with_store = find_spec("skyrl_train.learner.batch_sharding") is not None
+    stored_shards: Any = import_module("skyrl_train.learner.batch_sharding") if with_store else None
     times = []
     for _ in range(7):
         start = time.process_time()
         found = module.collate(groups, **without)
-        sent = found.to_update("policy") if hasattr(found, "to_update") else found
+        sent = found.select_update_inputs("policy") if hasattr(found, "select_update_inputs") else found
         if stored_shards is not None:
             divided = stored_shards.Shards(sent, [range(len(sent))], RANKS, limits)
             divided.updates(lambda part: part, divided.mini_batches[0], sent)
         else:
-            for rows in micro_batches(sent, RANKS, limits, shares_prompts(sent, limits)):
+            for rows in split_into_micro_batches(sent, RANKS, limits, should_share_prompts(sent, limits)):
                 for one in rows:
                     sent.select(one)
         times.append(time.process_time() - start)
@@ -241,15 +241,15 @@ def shards(sequences: int, tokens: int) -> dict[str, float]:
 
 def parts(sequences: int, ranks: int) -> dict[str, float]:
     from skyrl_train.data.batch import collate
-    from skyrl_train.learner.shards import PassLimits, Shards
+    from skyrl_train.learner.batch_sharding import MicroBatchLimits, ShardedBatch
 
-    found = collate(rollouts(sequences, PROMPT_TOKENS + 16, True), token_rewards=False).to_update("policy")
+    found = collate(rollouts(sequences, PROMPT_TOKENS + 16, True), token_rewards=False).select_update_inputs("policy")
     each = sequences // MINI_BATCHES
     rows = [range(begin, begin + each) for begin in range(0, sequences, each)]
     start = time.process_time()
-    divided = Shards(found, rows, ranks, PassLimits(None, 16_384, 6 * 1024, None))
+    divided = ShardedBatch(found, rows, ranks, MicroBatchLimits(None, 16_384, 6 * 1024, None))
     for one in divided.mini_batches:
-        divided.updates(lambda part: part, one, found.select(one.rows, copy=False))
+        divided.update_calls(lambda part: part, one, found.select(one.rows, copy=False))
     return {"into parts, CPU-s": time.process_time() - start}
 
 
@@ -293,7 +293,7 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
             ]
             await generator.rollout(prompts[0], 0)  # starts processes
             reset_peak()
-            async with ticking() as longest:
+            async with measure_loop_lag() as longest:
                 start = time.process_time()
                 found = await asyncio.gather(*(generator.rollout(one, at) for at, one in enumerate(prompts)))
                 spent = time.process_time() - start
@@ -304,9 +304,9 @@ def conversations(number: int, tokens: int) -> dict[str, float]:
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError):  # as a run does since then
-            from skyrl_train.experiment.driver import collecting_seldom
+            from skyrl_train.experiment.driver import relaxed_gc
 
-            stack.enter_context(collecting_seldom())
+            stack.enter_context(relaxed_gc())
         turns, stood_still = asyncio.run(run())
     return {
         "turns a CPU-s": turns,
@@ -333,7 +333,7 @@ def bytes_as_large_ids() -> Any:
     return large
 
 
-class Watch:
+class PeakMemoryMonitor:
     """Looks at this process's own memory every few milliseconds: what it shares with Ray's other processes is apart."""
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ class Watch:
         """From here on the most counts."""
         self.most = 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PeakMemoryMonitor:
         self._thread.start()
         return self
 
@@ -409,7 +409,7 @@ def main() -> None:
         measures = {"batch": batch, "scored": scored, "shards": shards, "parts": parts, "conversations": conversations}
         print(json.dumps(measures[kind](*map(int, size.split("x")))))
         return
-    print(json.dumps(about()))
+    print(json.dumps(environment_info()))
     rows: list[dict[str, Any]] = []
     with trees(given.against) as found:
         sizes_of = {
@@ -426,7 +426,7 @@ def main() -> None:
                     print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
     if given.json is not None:
-        given.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1))
+        given.json.write_text(json.dumps({"about": environment_info(), "rows": rows}, indent=1))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -44,17 +44,17 @@ from typing import Any
 import psutil
 import torch
 
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.config.hydra import load
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.predicates import count_slots
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.experiment.engines import build_client, build_engines
-from skyrl_train.experiment.layout import place, threads_per_process
+from skyrl_train.experiment.placement import reserve_slots, threads_per_process
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 
 KINDS = ("transformers", "vllm", "sglang")
@@ -73,7 +73,7 @@ def requests_of(run: int) -> list[SampleRequest]:
     """The requests of the `run`-th run."""
     ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    return [SampleRequest(f"{run}.{i}", token_array(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)]
+    return [SampleRequest(f"{run}.{i}", to_token_array(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)]
 
 
 def lengths(completions: Sequence[Completion]) -> list[int]:
@@ -101,12 +101,12 @@ def bare_transformers(model: str, threads: int) -> Iterator[Generate]:
 def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
     import skyrl_train.engines.vllm.engine  # noqa: F401, I001  says how vLLM is to be imported
     import vllm
-    from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments
+    from skyrl_train.engines.vllm.arguments import configure_threads, engine_arguments
 
     given = {"dtype": "float32", "max_num_seqs": PROMPTS, "max_model_len": MAX_MODEL_LEN}
     arguments = engine_arguments(model, True, 0, given)
     del arguments["worker_extension_cls"]
-    bind_threads(threads, 1, on_cpu=True)
+    configure_threads(threads, 1, on_cpu=True)
     llm = vllm.LLM(**arguments)
     sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
 
@@ -120,10 +120,10 @@ def bare_vllm(model: str, threads: int) -> Iterator[Generate]:
 
 @contextmanager
 def bare_sglang(model: str, threads: int) -> Iterator[Generate]:
-    from skyrl_train.engines.sglang import stand_ins
+    from skyrl_train.engines.sglang import stubs
     from skyrl_train.engines.sglang.arguments import engine_arguments
 
-    sys.path.insert(0, str(Path(stand_ins.__file__).parent))
+    sys.path.insert(0, str(Path(stubs.__file__).parent))
     os.environ |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -182,7 +182,7 @@ def serve(connection: Connection, way: Callable[..., AbstractContextManager[Gene
             assert list(found) == [NEW_TOKENS] * PROMPTS, found
 
 
-class Elsewhere:
+class GenerateProcess:
     """A way to generate in another process."""
 
     def __init__(self, way: Callable[..., AbstractContextManager[Generate]], *args: Any):
@@ -210,7 +210,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class EngineThroughput:
     """Medians: tokens per second, and the CPU-seconds of a run."""
 
     engine: str
@@ -243,8 +243,8 @@ def cpu_seconds() -> float:
     return sum(one.user + one.system for one in times)
 
 
-async def compare(kind: str, model: str, repeats: int) -> Speeds:
-    cfg = load(
+async def compare(kind: str, model: str, repeats: int) -> EngineThroughput:
+    cfg = load_preset(
         [
             "device=cpu",
             f"trainer.policy.model.path={model}",
@@ -257,7 +257,7 @@ async def compare(kind: str, model: str, repeats: int) -> Speeds:
     timeouts = cfg.trainer.timeouts
     with Cluster() as cluster:
         counts = count_slots(cfg.trainer.placement, cfg.generator, with_policy=False)
-        layout = place(cluster, counts, cfg.trainer.placement, cfg.generator, device="cpu", deadline_s=60)
+        layout = reserve_slots(cluster, counts, cfg.trainer.placement, cfg.generator, device="cpu", deadline_s=60)
         assert layout.engines is not None
         threads = threads_per_process(cluster, layout.engines, "cpu")
         engines = await build_engines(cluster, cfg.generator, timeouts, layout.engines, "cpu")
@@ -272,7 +272,7 @@ async def compare(kind: str, model: str, repeats: int) -> Speeds:
             return seconds
 
         async with HttpEndpoint(engines[0], None, model_name="tiny") as endpoint:
-            others = [Elsewhere(BARE[kind], model, threads), Elsewhere(remote, endpoint.url, endpoint.token)]
+            others = [GenerateProcess(BARE[kind], model, threads), GenerateProcess(remote, endpoint.url, endpoint.token)]
             try:
                 for other in others:
                     await other.started()
@@ -287,7 +287,7 @@ async def compare(kind: str, model: str, repeats: int) -> Speeds:
         await client.close()
     medians = [[statistics.median(values) for values in zip(*runs[3 + i :: 3], strict=True)] for i in range(3)]
     seconds, cpu = zip(*medians, strict=True)
-    return Speeds(kind, threads, *(PROMPTS * NEW_TOKENS / one for one in seconds), *cpu)
+    return EngineThroughput(kind, threads, *(PROMPTS * NEW_TOKENS / one for one in seconds), *cpu)
 
 
 def compare_all(kinds: Sequence[str], repeats: int) -> list[dict[str, Any]]:
@@ -350,7 +350,7 @@ async def measure(case: Case, device: str, repeats: int) -> Result:
     generate = hugging_face(model.to(device).eval(), case, prompts)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True)
     requests = [
-        SampleRequest(f"{p}.{s}", token_array(prompt), sampling, seed=1000 * p + s)
+        SampleRequest(f"{p}.{s}", to_token_array(prompt), sampling, seed=1000 * p + s)
         for p, prompt in enumerate(prompts)
         for s in range(case.samples)
     ]

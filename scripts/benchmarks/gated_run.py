@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measure import Gate
+from measure import StepBarrier
 
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.experiment import engines, learner
@@ -26,11 +26,11 @@ LENGTHS = "BENCHMARK_LENGTHS"
 """In a run's environment: "mean,sigma" of answers' log-normal lengths in tokens; unset: as long as they may be."""
 
 
-class GateTracker:
+class BarrierTracker:
     """Stands still between steps. A step lasts from one call of `log` to the next: whatever a run does is in it."""
 
     def __init__(self) -> None:
-        self._gate = Gate()
+        self._gate = StepBarrier()
         self._steps = {int(step) for step in os.environ.get(GATED, "").split(",") if step}
 
     def begin(self, step: int, total_steps: int) -> None:
@@ -47,11 +47,11 @@ class GateTracker:
         pass
 
 
-class GatedRun(Experiment):
+class BarrierExperiment(Experiment):
     """Its trackers first, so that what they do with a step's numbers is counted to the step."""
 
     def build_tracker(self, directory: Path) -> Any:
-        return Trackers({"run": super().build_tracker(directory), "gate": GateTracker()})
+        return Trackers({"run": super().build_tracker(directory), "gate": BarrierTracker()})
 
     def build_client(self, engines: Sequence[Any]) -> Any:
         """Return a client that samples past end-of-sequence tokens, so that the length of a response is known."""
@@ -86,4 +86,4 @@ def compute_with(threads: int) -> None:
 if __name__ == "__main__":
     if THREADS in os.environ:
         compute_with(int(os.environ[THREADS]))
-    run_experiment(GatedRun)
+    run_experiment(BarrierExperiment)

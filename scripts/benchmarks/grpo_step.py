@@ -40,7 +40,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure import HERE, PASSIVE, Side, Step, about, in_turns, line, median, medians_by_role
+from measure import HERE, PASSIVE, BenchmarkProcess, Step, environment_info, interleave_steps, format_environment_info, median, medians_by_role
 from workload import SMALL, Work, assert_did, prompt_texts, run_command, save_model, write_prompts
 from worktrees import trees
 
@@ -67,8 +67,8 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
             side = OURS if commit == "now" else commit
             run = run_command(folder, model, work, total, options.strategy, options.overrides, side, tree)
             starts[side] = (run, {"PYTHONPATH": str(tree)})
-        sides = [stack.enter_context(Side(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
-        found = in_turns(sides, options.warm_up, options.steps, WATCHED)
+        sides = [stack.enter_context(BenchmarkProcess(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
+        found = interleave_steps(sides, options.warm_up, options.steps, WATCHED)
         peaks = {
             side.name: {
                 "peak_mib": sum(side.peak.values()) / 2**20,
@@ -89,9 +89,9 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
 
 
 def assert_trl_did(work: Work, steps: list[Step]) -> None:
-    counted = [step.told["num_tokens"] for step in steps]
+    counted = [step.reported["num_tokens"] for step in steps]
     grown = {after - before for before, after in pairwise(counted)}
-    lengths = {step.told[f"completions/{end}_length"] for step in steps for end in ("min", "max")}
+    lengths = {step.reported[f"completions/{end}_length"] for step in steps for end in ("min", "max")}
     assert grown <= {work.tokens} and lengths == {work.new_tokens}, f"{grown} tokens a step, responses of {lengths}"
 
 
@@ -101,10 +101,10 @@ def summary(name: str, steps: list[Step]) -> dict[str, Any]:
     cpu = statistics.median(step.total_cpu_s for step in steps)
     if name not in (THEIRS, SLEEPING):
         generation, update = by_role.get("engine", 0.0), by_role.get("learner", 0.0)
-        timings = {key: median(steps, key) for key in sorted(steps[0].told) if key.startswith("timing/")}
+        timings = {key: median(steps, key) for key in sorted(steps[0].reported) if key.startswith("timing/")}
     else:
         generation = median(steps, "generation_cpu_s")
-        update = statistics.median(step.total_cpu_s - step.told["generation_cpu_s"] for step in steps)
+        update = statistics.median(step.total_cpu_s - step.reported["generation_cpu_s"] for step in steps)
         timings = {"timing/generate_s": median(steps, "generation_s")}
     return {
         "cpu_s": cpu,
@@ -154,8 +154,8 @@ def main() -> None:
     options.sides = list(options.sides or ([OURS] if options.against else SIDES))
     if options.against:
         options.sides.append(options.against)
-    report = about("trl") | {"threads": os.cpu_count(), "strategy": options.strategy, "overrides": options.overrides}
-    print(f"{line(report)}; {options.strategy}, {report['threads']} threads a process")
+    report = environment_info("trl") | {"threads": os.cpu_count(), "strategy": options.strategy, "overrides": options.overrides}
+    print(f"{format_environment_info(report)}; {options.strategy}, {report['threads']} threads a process")
     report["results"] = []
     for vocabulary in options.vocabulary:
         report["results"].append(compare(options, vocabulary))

@@ -12,9 +12,9 @@ from skyrl_train.metrics import Metrics
 class IdleRank:
     """The part of a LearnerWorker that a step calls."""
 
-    def score(self, micro_batches: list[Any], num_micro_batches: int, share_prompts: bool = False) -> torch.Tensor:
+    def forward(self, micro_batches: list[Any], num_micro_batches: int, share_prompts: bool = False) -> torch.Tensor:
         return torch.zeros(sum(len(batch.input_ids) for batch in micro_batches))
 
     def update(self, mini_batch: Any) -> dict[str, Any]:
         assert all(len(batch) for batch in mini_batch.micro_batches)
-        return Metrics().state()
+        return Metrics().to_dict()

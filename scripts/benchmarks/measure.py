@@ -35,7 +35,7 @@ SAMPLED_EVERY_S = 0.2
 """How often a side's memory is read while it computes."""
 
 
-def about(*packages: str) -> dict[str, Any]:
+def environment_info(*packages: str) -> dict[str, Any]:
     """Commit, machine, and versions of what was measured."""
 
     def git(*arguments: str) -> str:
@@ -61,7 +61,7 @@ def _version(name: str) -> str:
         return importlib.metadata.version(f"{name}-cpu")
 
 
-def line(found: Mapping[str, Any]) -> str:
+def format_environment_info(found: Mapping[str, Any]) -> str:
     """`about` for people."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
@@ -78,7 +78,7 @@ def _processor() -> str:
     return next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), "unknown")
 
 
-class Gate:
+class StepBarrier:
     """In a side's root process: `wait` before the first step, and with what a step was like after each."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Gate:
 class Step:
     """One step of a side."""
 
-    told: dict[str, Any]
+    reported: dict[str, Any]
     """What the side said of it."""
     wall_s: float
     cpu_s: dict[str, float]
@@ -109,7 +109,7 @@ class Step:
         return sum(self.cpu_s.values())
 
 
-class Side:
+class BenchmarkProcess:
     """A command under way. A context manager: nothing of it is left behind."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Side:
         there.close()  # so that its end is the end of what can be received
         self._root = psutil.Process(self._process.pid)
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> BenchmarkProcess:
         return self
 
     def __exit__(
@@ -241,7 +241,7 @@ _ROLES = {
 """Part of a command line -> whose it is; the first that fits."""
 
 
-def in_turns(sides: Sequence[Side], warm_up: int, steps: int, watched: int = 0) -> dict[str, list[Step]]:
+def interleave_steps(sides: Sequence[BenchmarkProcess], warm_up: int, steps: int, watched: int = 0) -> dict[str, list[Step]]:
     """`steps` of every side after `warm_up` that do not count, one side at a time.
 
     After them come `watched` ones, which are not returned: their memory is looked at, for `Side.peak`.
@@ -267,7 +267,7 @@ def in_turns(sides: Sequence[Side], warm_up: int, steps: int, watched: int = 0) 
 
 def median(steps: Sequence[Step], name: str) -> float:
     """Of what the side told under that name; 0 where it told nothing."""
-    return statistics.median(float(step.told.get(name, 0.0)) for step in steps)
+    return statistics.median(float(step.reported.get(name, 0.0)) for step in steps)
 
 
 def medians_by_role(steps: Sequence[Step]) -> dict[str, float]:

@@ -18,7 +18,7 @@ STARTED = psutil.Process().create_time()
 _ended: dict[str, float] = {}
 
 
-def ends(phase: str) -> None:
+def mark_phase_end(phase: str) -> None:
     """The first time only."""
     _ended.setdefault(phase, time.time() - STARTED)
 
@@ -27,34 +27,34 @@ class Timed(Experiment):
     """Says when its parts are ready."""
 
     def __init__(self, cfg: Config):
-        ends("python, configuration")
+        mark_phase_end("python, configuration")
         import ray
 
         connect = ray.init
 
         def init(*args: Any, **kwargs: Any) -> Any:
-            ends("import of ray")
+            mark_phase_end("import of ray")
             context = connect(*args, **kwargs)
-            ends("ray.init")
+            mark_phase_end("ray.init")
             return context
 
         ray.init = init
         super().__init__(cfg)
-        ends("imports, tokenizer, data")
+        mark_phase_end("imports, tokenizer, data")
 
     def build_trainer(self, running: Any, schedule: Any = None) -> Any:
         """Its start and its first step are the last phases."""
-        ends("ranks and engines")
+        mark_phase_end("ranks and engines")
         trainer = super().build_trainer(running, schedule)
         start, step = trainer._start, trainer._step
 
         async def started() -> None:
             await start()
-            ends("weights")
+            mark_phase_end("weights")
 
         async def stepped() -> None:
             await step()
-            ends("first step")
+            mark_phase_end("first step")
 
         trainer._start, trainer._step = started, stepped  # type: ignore[method-assign]
         return trainer

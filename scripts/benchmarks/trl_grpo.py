@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from even_digits import even_share
-from measure import Gate
+from measure import StepBarrier
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from workload import LEARNING_RATE, Work
@@ -35,7 +35,7 @@ class BetweenSteps(TrainerCallback):
     """A step lasts from one report of metrics to the next."""
 
     def __init__(self) -> None:
-        self.gate = Gate()
+        self.gate = StepBarrier()
         self.trainer: Measured | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -33,10 +33,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
-from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.sync import WeightSync
 
@@ -55,7 +55,7 @@ def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
     """The engine's process: calls what it is told to until told None."""
     torch.set_num_threads(threads)
     held = tensors(gb, count, seed=1)
-    receiver = WeightReceiver(InPlace(lambda: held), "engine")
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: held), "engine")
     groups: list[BroadcastGroup] = []
     buffer = torch.zeros(sum(tensor.nbytes for tensor in held.values()), dtype=torch.uint8)
 
@@ -133,12 +133,12 @@ class Trainer:
 
         self.sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=bucket_bytes, rank=0)
 
-    async def all(self, method: str, *arguments: Any) -> list[Any]:
+    async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         names = {
             "send_weights": "send",
             "connect_weights": "connect",
             "disconnect_weights": "disconnect",
-            "weights_delivered": "delivered",
+            "mark_weights_delivered": "mark_delivered",
         }
         if method == "address":
             return [free_address()]

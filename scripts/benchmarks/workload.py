@@ -159,5 +159,5 @@ def assert_did(work: Work, steps: Sequence[Step]) -> None:
         "response/max_tokens": work.new_tokens,
     }
     for step in steps:
-        found = {name: step.told[name] for name in wanted}
+        found = {name: step.reported[name] for name in wanted}
         assert found == wanted, f"{found} instead of {wanted}"

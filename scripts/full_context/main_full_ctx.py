@@ -13,18 +13,18 @@ import random
 import sys
 from typing import Any
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment, run_experiment
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 KEY = "trainer.num_dummy_steps"
 DEFAULT_STEPS = 5
 
 
-class FullLength:
+class FullLengthRollouts:
     """Groups of made-up samples, the rewards of which differ; every one as long as the configuration allows."""
 
     def __init__(self, config: Any, tokenizer: Any):
@@ -45,8 +45,8 @@ class FullLength:
             turns = [Turn(0, count, reward, "length", 0, 0)]
             item = Trajectory.empty(prompt, sample, self._temperature)
             item.prompt_ids, item.response_ids, item.loss_spans = (
-                token_array(prompt_ids),
-                token_array(ids),
+                to_token_array(prompt_ids),
+                to_token_array(ids),
                 [(0, count)],
             )
             item.turns, item.reward, item.stop_reason = turns, reward, "length"
@@ -58,7 +58,7 @@ class FullContextExp(Experiment):
     """An experiment that is given its rollouts."""
 
     def build_generator(self, client: Any, environments: Any, *, evaluation: bool) -> Any:
-        return FullLength(self.config, self.tokenizer)
+        return FullLengthRollouts(self.config, self.tokenizer)
 
 
 def with_steps(arguments: list[str]) -> list[str]:
@@ -72,7 +72,7 @@ def with_steps(arguments: list[str]) -> list[str]:
     return [*kept, f"trainer.max_steps={steps}", *(f"trainer.{one}" for one in nothing), "trainer.resume_mode=none"]
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
     try:
         arguments = with_steps(sys.argv[1:])

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import runs
-from workshop import Workshop
+from workshop import RecordingWorkspace
 
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.experiment.base import start
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.experiment.base import launch_experiment
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 
 RECORDED = Path(__file__).parents[2] / "tests" / "unit" / "report" / "recorded"
@@ -66,15 +66,15 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     sys.path[:0] = folders
     with tempfile.TemporaryDirectory(prefix="recordings-") as temporary:
-        workshop = Workshop(arguments.work.resolve() if arguments.work else Path(temporary))
+        workshop = RecordingWorkspace(arguments.work.resolve() if arguments.work else Path(temporary))
         with Cluster():  # one Ray for all
             for name in names:
                 record(workshop, name, arguments.output)
 
 
-def record(workshop: Workshop, name: str, folder: Path) -> None:
+def record(workshop: RecordingWorkspace, name: str, folder: Path) -> None:
     """Make the run and write its recording into a folder."""
-    begun, teacher = time.monotonic(), runs.RUNS[name].taught_by
+    begun, teacher = time.monotonic(), runs.RUNS[name].teacher_run
     if teacher and not workshop.trained(teacher):
         make(workshop, teacher)
     make(workshop, name)
@@ -84,11 +84,11 @@ def record(workshop: Workshop, name: str, folder: Path) -> None:
     print(f"recorded {name}: {len(rows)} rows in {time.monotonic() - begun:.0f} s", flush=True)
 
 
-def make(workshop: Workshop, name: str) -> None:
+def make(workshop: RecordingWorkspace, name: str) -> None:
     run = runs.RUNS[name]
     overrides = workshop.overrides(name, run)
     shutil.rmtree(workshop.output(name), ignore_errors=True)
-    start(run.experiment, overrides, own_code=True)
+    launch_experiment(run.experiment, overrides, has_user_code=True)
 
 
 def kept(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

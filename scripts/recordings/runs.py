@@ -29,11 +29,11 @@ class Run:
     """Of the rows that are trained on. Those of evaluations stay as they are."""
     random_model: bool = False
     """One that knows nothing, and hardly ever ends an answer."""
-    taught_by: str = ""
+    teacher_run: str = ""
     """Another run, whose model is the reference."""
 
 
-WELL: Keys = {
+HEALTHY: Keys = {
     "trainer.max_steps": 24,
     "trainer.train_batch_size": 8,
     "trainer.policy_mini_batch_size": 8,
@@ -43,7 +43,7 @@ WELL: Keys = {
     "generator.weight_sync_check": "off",
     "trainer.plugins": "[illnesses]",
 }
-AHEAD: Keys = {
+ASYNC: Keys = {
     "trainer.placement.colocate_all": "false",
     "trainer.fully_async.enabled": "true",
     "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
@@ -61,15 +61,15 @@ MAY_FAIL = "trainer.max_failed_fraction"
 def _changed(steps: int, keys: Keys | None = None, **rest: object) -> Run:
     """The well one, of so many steps, without evaluations, and with something else that is changed."""
     changed = {"trainer.max_steps": steps, EVALUATION: -1, "trainer.eval_before_train": "false", **(keys or {})}
-    return Run({**WELL, **changed}, **rest)  # type: ignore[arg-type]
+    return Run({**HEALTHY, **changed}, **rest)  # type: ignore[arg-type]
 
 
 LONG: Keys = {ANSWER_TOKENS: 1000, "trainer.timeouts.rollout_s": 1, MAY_FAIL: 0.9}
-SLOW_ENGINE: Keys = {**AHEAD, ANSWER_TOKENS: 1000, BATCH: 2, MINI_BATCH: 2, SAMPLES: 2, STALENESS: 1}
-SLOW_LEARNER: Keys = {**AHEAD, "trainer.update_epochs_per_batch": 8, LEARNING_RATE: 1e-5, STALENESS: 1}
+SLOW_ENGINE: Keys = {**ASYNC, ANSWER_TOKENS: 1000, BATCH: 2, MINI_BATCH: 2, SAMPLES: 2, STALENESS: 1}
+SLOW_LEARNER: Keys = {**ASYNC, "trainer.update_epochs_per_batch": 8, LEARNING_RATE: 1e-5, STALENESS: 1}
 HUGE: Keys = {BATCH: 64, MINI_BATCH: 64, "trainer.max_tokens_per_microbatch": 65536}
 
-ILL = {
+UNHEALTHY = {
     "no_difference": _changed(6, environment="samereward"),
     "trainer_starved": _changed(10, SLOW_ENGINE, environment="letters", random_model=True),
     "engines_starved": _changed(8, SLOW_LEARNER),
@@ -116,14 +116,14 @@ def _preset(path: Path) -> Run:
     keys: dict[str, object] = dict(OF_PRESETS)
     if path.stem == "dapo":
         keys["trainer.algorithm.overlong_buffer.len"] = 8  # of 48 tokens
-    return Run(keys, path, taught_by="quickstart" if path.stem == "distillation" else "")
+    return Run(keys, path, teacher_run="quickstart" if path.stem == "distillation" else "")
 
 
 RUNS = {
-    "well": Run(WELL),
+    "well": Run(HEALTHY),
     # Three bursts and a little more. Its engines have nothing left to do in the last six steps.
-    "well_async": _changed(28, {**AHEAD, STALENESS: 6}),
-    **{f"{rule}_ill": run for rule, run in ILL.items()},
+    "well_async": _changed(28, {**ASYNC, STALENESS: 6}),
+    **{f"{rule}_ill": run for rule, run in UNHEALTHY.items()},
     "quickstart": Run({"trainer.hf_save_interval": 40}),
     # gsm8k is what the others share.
     **{f"preset_{path.stem}": _preset(path) for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "gsm8k"},

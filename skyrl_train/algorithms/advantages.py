@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
-from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, TokenAdvantages, asked_for, keywords_of
+from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, TokenAdvantages, select_keyword_arguments, get_keyword_parameters
 from skyrl_train.data.batch import TrainBatch, pack
 from skyrl_train.metrics import Metrics
 
@@ -43,8 +43,8 @@ def grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, grpo_norm_by_std:
     The standard deviation is the unbiased one. A group without information (one valid sample, or equal rewards) gets
     exactly 0.
     """
-    group = _Groups(group_ids, valid)
-    centred = group.centred(rewards)
+    group = _GroupStatistics(group_ids, valid)
+    centred = group.center(rewards)
     if grpo_norm_by_std:
         variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + EPSILON)
@@ -58,8 +58,8 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """A = r - mean(r of the others in its group) (arXiv:2402.14740, eq. 6); 0 for a sample without others."""
-    group = _Groups(group_ids, valid)
-    return (group.centred(rewards) * group.counts / (group.counts - 1).clamp(min=1)).to(rewards.dtype)
+    group = _GroupStatistics(group_ids, valid)
+    return (group.center(rewards) * group.counts / (group.counts - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def maxrl(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     Meant for rewards of 0 and 1: m is then the pass rate, and at least 1 / n if any sample passes. The lower bound
     matters only for other rewards, if penalties bring m near 0 or below. A group of equal rewards gets 0.
     """
-    group = _Groups(group_ids, valid)
+    group = _GroupStatistics(group_ids, valid)
     floor = 1 / group.counts.clamp(min=1)
-    return (group.centred(rewards) / torch.maximum(group.means(rewards), floor)).to(rewards.dtype)
+    return (group.center(rewards) / torch.maximum(group.means(rewards), floor)).to(rewards.dtype)
 
 
 def opo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, response_lengths: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def opo(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, response_lengths: 
 
     Exactly 0 if all rewards of a group are equal, and for a group of one sample.
     """
-    group = _Groups(group_ids, valid)
-    centred = group.centred(rewards)  # b shifts with the rewards: equal ones give exactly 0
+    group = _GroupStatistics(group_ids, valid)
+    centred = group.center(rewards)  # b shifts with the rewards: equal ones give exactly 0
     lengths = response_lengths.double() * valid
     baseline = group.sums(lengths * centred) / group.sums(lengths).clamp(min=1)
     return torch.where(valid, centred - baseline, 0.0).to(rewards.dtype)
@@ -97,15 +97,15 @@ def reinforce_pp(
 ) -> TokenAdvantages:
     """`reinforce++`: discounted sum of rewards from each token on, normalised over the batch (arXiv:2501.03262)."""
     returns = _discounted_sums(token_rewards, mask, sequence_ids, gamma)
-    return TokenAdvantages(batch_normalised(returns, mask, correction=1), returns)
+    return TokenAdvantages(batch_normalize(returns, mask, correction=1), returns)
 
 
 def reinforce_pp_baseline(
     rewards: Tensor, group_ids: Tensor, valid: Tensor, *, mask: Tensor, sequence_ids: Tensor
 ) -> TokenAdvantages:
     """`reinforce++_baseline`: r - mean(r of its group), normalised over the batch's tokens (arXiv:2501.03262)."""
-    centred = _Groups(group_ids, valid).centred(rewards).to(rewards.dtype)
-    return TokenAdvantages(batch_normalised(torch.where(mask, centred[sequence_ids], 0.0), mask, correction=1))
+    centred = _GroupStatistics(group_ids, valid).center(rewards).to(rewards.dtype)
+    return TokenAdvantages(batch_normalize(torch.where(mask, centred[sequence_ids], 0.0), mask, correction=1))
 
 
 def gae(
@@ -131,9 +131,9 @@ def gae(
     following = torch.cat([sampled[1:], sampled.new_zeros(min(1, len(sampled)))])
     following[:-1][rows[1:] != rows[:-1]] = 0.0
     deltas = token_rewards[mask].double() + gamma * following - sampled
-    advantages = _spread(suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
+    advantages = _scatter_to_tokens(suffix_sums(deltas, rows, gamma * lambd), mask).to(values.dtype)
     returns = torch.where(mask, advantages + values, 0.0)
-    return TokenAdvantages(batch_normalised(advantages, mask, correction=1), returns)
+    return TokenAdvantages(batch_normalize(advantages, mask, correction=1), returns)
 
 
 def distillation(
@@ -153,12 +153,12 @@ def distillation(
     return TokenAdvantages(torch.where(mask, ref_logprobs - old_logprobs, 0.0))
 
 
-Compared = Literal["group", "step"]
+ComparisonScope = Literal["group", "step"]
 """Among which samples an estimator compares rewards: those of one prompt, or all of a step."""
 _COMPARE_GROUPS = (grpo, dr_grpo, rloo, maxrl, opo, reinforce_pp_baseline)
 
 
-def compared(estimator: Callable[..., Any]) -> Compared | None:
+def get_comparison_scope(estimator: Callable[..., Any]) -> ComparisonScope | None:
     """Among which samples an estimator compares rewards; None if it reads none.
 
     Of a user's own estimator "step" is assumed: what compares groups learns nothing from a step of equal rewards
@@ -169,7 +169,7 @@ def compared(estimator: Callable[..., Any]) -> Compared | None:
     return "group" if estimator in _COMPARE_GROUPS else "step"
 
 
-def batch_normalised(advantages: Tensor, mask: Tensor, *, correction: int = 0) -> Tensor:
+def batch_normalize(advantages: Tensor, mask: Tensor, *, correction: int = 0) -> Tensor:
     """(A - mean) / std over the tokens that count (`trainer.algorithm.advantage_batch_normalize`).
 
     advantages [T], mask [T] bool; 0 outside the mask. The variance, at least 1e-8, is the sum of squares over
@@ -182,7 +182,7 @@ def batch_normalised(advantages: Tensor, mask: Tensor, *, correction: int = 0) -
     return (centred * (centred.square().sum() / freedom).clamp(min=1e-8).rsqrt()).to(advantages.dtype)
 
 
-class _Groups:
+class _GroupStatistics:
     """Statistics of each sample's group over its valid samples; every result is [B] float64.
 
     In float64, the mean of equal float32 rewards is exact; a rounding error divided by 1e-6 would be an advantage.
@@ -201,7 +201,7 @@ class _Groups:
     def means(self, values: Tensor) -> Tensor:
         return self.sums(values) / self.counts.clamp(min=1)
 
-    def centred(self, values: Tensor) -> Tensor:
+    def center(self, values: Tensor) -> Tensor:
         """Values minus their group's mean; 0 for invalid samples."""
         return torch.where(self._valid, values.double() - self.means(values), 0.0)
 
@@ -235,7 +235,7 @@ def suffix_sums(values: Tensor, rows: Tensor, factor: float) -> Tensor:
     return result
 
 
-def _spread(sampled: Tensor, mask: Tensor) -> Tensor:
+def _scatter_to_tokens(sampled: Tensor, mask: Tensor) -> Tensor:
     """[S] -> [T], 0 outside the mask."""
     result = torch.zeros(len(mask), dtype=sampled.dtype, device=sampled.device)
     result[mask] = sampled
@@ -244,13 +244,13 @@ def _spread(sampled: Tensor, mask: Tensor) -> Tensor:
 
 def _discounted_sums(values: Tensor, mask: Tensor, sequence_ids: Tensor, factor: float) -> Tensor:
     sums = suffix_sums(values[mask].double(), sequence_ids[mask], factor)
-    return _spread(sums, mask).to(values.dtype)
+    return _scatter_to_tokens(sums, mask).to(values.dtype)
 
 
 # -- advantages of a batch ---------------------------------------------------------------------------------------------
 
 
-TENSORS = frozenset(
+ESTIMATOR_TENSORS = frozenset(
     {
         "mask",
         "sequence_ids",
@@ -263,7 +263,7 @@ TENSORS = frozenset(
     }
 )
 """The tensors that estimators may take as keywords."""
-_AT_ONCE = 1 << 20
+_STATISTICS_CHUNK_TOKENS = 1 << 20
 """Tokens whose statistics are summed at a time: they are float64 then."""
 
 
@@ -276,7 +276,7 @@ class KLInReward:
 
 
 @dataclass
-class AdvantageStep:
+class AdvantageCalculator:
     """Applies the estimator to the rewards (minus the KL penalty).
 
     With batch normalisation, advantages are then normalised over the tokens of the batch.
@@ -288,41 +288,41 @@ class AdvantageStep:
     kl: KLInReward | None = None
 
     @property
-    def reads_token_rewards(self) -> bool:
-        return "token_rewards" in keywords_of(self.estimator)
+    def needs_token_rewards(self) -> bool:
+        return "token_rewards" in get_keyword_parameters(self.estimator)
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
         """Return the batch with `sequence_advantages` [B], if all tokens of a sequence have the same one, or with
         `advantages` (and `returns`, from estimators with a critic) [T], 0 outside the mask."""
         episodes = batch.episodes  # an estimator sees an episode as one sequence, even if it consists of several
-        rewards, token_rewards = episodes.first(batch.rewards), batch.token_rewards
+        rewards, token_rewards = episodes.first_per_episode(batch.rewards), batch.token_rewards
         if self.kl is not None:
             penalty = self.kl_penalty(self.kl, batch, metrics)
-            rewards = rewards - episodes.sums(penalty).to(rewards.dtype)
+            rewards = rewards - episodes.sum_per_episode(penalty).to(rewards.dtype)
             token_rewards = None if token_rewards is None else token_rewards - penalty.to(token_rewards.dtype)
         tensors = {
             "mask": lambda: batch.loss_mask,
-            "sequence_ids": lambda: episodes.of_token,
+            "sequence_ids": lambda: episodes.token_to_episode,
             "token_rewards": lambda: token_rewards,
-            "response_lengths": lambda: episodes.loss_tokens,
+            "response_lengths": lambda: episodes.num_loss_tokens,
             "values": lambda: batch.values,
             "old_logprobs": lambda: batch.old_logprobs,
             "ref_logprobs": lambda: batch.ref_logprobs,
             "rollout_logprobs": lambda: batch.rollout_logprobs,
         }
-        groups, valid = episodes.first(batch.group_ids), episodes.first(batch.status)
-        wanted = {name: tensor() for name, tensor in asked_for(self.estimator, tensors).items()}
+        groups, valid = episodes.first_per_episode(batch.group_ids), episodes.first_per_episode(batch.status)
+        wanted = {name: tensor() for name, tensor in select_keyword_arguments(self.estimator, tensors).items()}
         result = self.estimator(rewards, groups, valid, **wanted)
         if isinstance(result, TokenAdvantages):
             batch = replace(batch, advantages=result.advantages, returns=result.returns, sequence_advantages=None)
         else:
             numbers = result if result.is_floating_point() else result.float()
-            numbers = numbers[episodes.of_sequence]
+            numbers = numbers[episodes.sequence_to_episode]
             batch = replace(batch, advantages=None, returns=None, sequence_advantages=numbers)
         if self.advantage_batch_normalize and (advantages := batch.token_advantages) is not None:
-            advantages = batch_normalised(advantages, batch.loss_mask)
+            advantages = batch_normalize(advantages, batch.loss_mask)
             batch = replace(batch, advantages=advantages, sequence_advantages=None)
-        describe(batch, metrics)
+        record_advantage_metrics(batch, metrics)
         return batch
 
     def kl_penalty(self, kl: KLInReward, batch: TrainBatch, metrics: Metrics) -> Tensor:
@@ -332,45 +332,45 @@ class AdvantageStep:
             batch.old_logprobs,
             batch.ref_logprobs,
             batch.loss_mask,
-            **asked_for(kl.estimator, {"frozen_logprobs": batch.old_logprobs, "old_logprobs": batch.rollout_logprobs}),
+            **select_keyword_arguments(kl.estimator, {"frozen_logprobs": batch.old_logprobs, "old_logprobs": batch.rollout_logprobs}),
         )
         episodes = batch.episodes
-        tokens = episodes.sums(batch.loss_mask.float())
-        means = (episodes.sums(nats) / tokens.clamp(min=1))[tokens > 0]
+        tokens = episodes.sum_per_episode(batch.loss_mask.float())
+        means = (episodes.sum_per_episode(nats) / tokens.clamp(min=1))[tokens > 0]
         mean_kl = float(means.mean()) if len(means) else 0.0
         penalty = kl.controller.coef * nats
         metrics.add("policy/kl_in_reward", mean_kl)
         metrics.add("policy/kl_coef", kl.controller.coef)
-        kl.controller.update(mean_kl, episodes.count)
+        kl.controller.update(mean_kl, episodes.num_episodes)
         return penalty
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """The state that a resumed run needs: the adapted KL coefficient."""
         return {} if self.kl is None else {"kl_coef": self.kl.controller.coef}
 
-    def load_state(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         if self.kl is not None:
             self.kl.controller.coef = float(state.get("kl_coef", self.kl.controller.coef))
 
 
-def describe(batch: TrainBatch, metrics: Metrics) -> None:
+def record_advantage_metrics(batch: TrainBatch, metrics: Metrics) -> None:
     """advantages/*: statistics over the tokens that count."""
-    for chosen in _counting(batch):
+    for chosen in _iterate_advantages(batch):
         if not len(chosen):
             continue
         metrics.add_sum("advantages/mean", float(chosen.sum()), weight=len(chosen))
         metrics.add_sum("advantages/abs_mean", float(chosen.abs().sum()), weight=len(chosen))
-        metrics.maximum("advantages/abs_max", float(chosen.abs().max()))
+        metrics.update_max("advantages/abs_max", float(chosen.abs().max()))
         metrics.add_sum("advantages/zero_fraction", float(torch.count_nonzero(chosen == 0)), weight=len(chosen))
 
 
-def _counting(batch: TrainBatch) -> Iterator[Tensor]:
+def _iterate_advantages(batch: TrainBatch) -> Iterator[Tensor]:
     """The advantages of the tokens that count, in order, some at a time: float64."""
     if batch.advantages is not None:
-        for values, counts in zip(batch.advantages.split(_AT_ONCE), batch.loss_mask.split(_AT_ONCE), strict=True):
+        for values, counts in zip(batch.advantages.split(_STATISTICS_CHUNK_TOKENS), batch.loss_mask.split(_STATISTICS_CHUNK_TOKENS), strict=True):
             yield values[counts].double()
     elif batch.sequence_advantages is not None:
-        tokens = batch.loss_tokens
-        for rows in pack(tokens.tolist(), None, _AT_ONCE):
+        tokens = batch.num_loss_tokens
+        for rows in pack(tokens.tolist(), None, _STATISTICS_CHUNK_TOKENS):
             chosen = slice(rows[0], rows[-1] + 1)
             yield torch.repeat_interleave(batch.sequence_advantages[chosen].double(), tokens[chosen])

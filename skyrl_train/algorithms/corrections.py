@@ -43,12 +43,12 @@ def sequence_ratios(
     return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def truncated(ratios: Tensor, high: float) -> Tensor:
+def truncate_ratios(ratios: Tensor, high: float) -> Tensor:
     """min(w, high): truncated importance sampling, of tokens or of sequences (fengyao.notion.site/off-policy-rl)."""
     return ratios.clamp(max=high)
 
 
-def inside(ratios: Tensor, low: float | None, high: float | None) -> Tensor:
+def within_bounds(ratios: Tensor, low: float | None, high: float | None) -> Tensor:
     """bool: low <= w <= high; a bound of None always holds."""
     kept = torch.ones_like(ratios, dtype=torch.bool)
     if low is not None:
@@ -58,7 +58,7 @@ def inside(ratios: Tensor, low: float | None, high: float | None) -> Tensor:
     return kept
 
 
-def all_inside(kept: Tensor, mask: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
+def all_tokens_within_bounds(kept: Tensor, mask: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
     """[B] bool: every token of the sequence that counts is inside the bounds, given by kept [T] bool."""
     outside = (mask & ~kept).long()
     return outside.new_zeros(num_sequences).index_add(0, sequence_ids, outside) == 0
@@ -78,7 +78,7 @@ class OffPolicyCorrection:
     """`trainer.algorithm.off_policy_correction`: first masks, then weights for the remaining tokens."""
 
     settings: OffPolicyCorrectionConfig
-    reads_token_rewards = False
+    needs_token_rewards = False
 
     def __call__(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
         """Return the batch with a narrower `loss_mask` and with `importance_weights`, as configured."""
@@ -86,31 +86,31 @@ class OffPolicyCorrection:
             return batch
         old, rollout = batch.old_logprobs, batch.rollout_logprobs
         ratios = importance_ratios(old, rollout, batch.loss_mask)
-        _describe(batch, ratios, metrics)
-        mask = self._kept(batch, ratios, metrics)
+        _record_mismatch_metrics(batch, ratios, metrics)
+        mask = self._filter_mask(batch, ratios, metrics)
         if torch.equal(mask, batch.loss_mask):
             mask = batch.loss_mask  # which ranks that have scored the batch have already
         weights = None
         if self.settings.tis_ratio_type == "token":
             high = self.settings.token_tis_ratio_clip_high
-            weights = truncated(ratios, high)
-            _count(metrics, "correction/truncated_tokens", (ratios > high)[mask])
+            weights = truncate_ratios(ratios, high)
+            _record_fraction(metrics, "correction/truncated_tokens", (ratios > high)[mask])
         elif self.settings.tis_ratio_type == "sequence":
             high = self.settings.sequence_tis_ratio_clip_high
             episodes = batch.episodes
-            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, episodes.of_token, episodes.count)
-            weights = truncated(of_sequences, high)[episodes.of_token].to(old.dtype)
-            _count(metrics, "correction/truncated_sequences", (of_sequences > high)[_counting(batch)])
+            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, episodes.token_to_episode, episodes.num_episodes)
+            weights = truncate_ratios(of_sequences, high)[episodes.token_to_episode].to(old.dtype)
+            _record_fraction(metrics, "correction/truncated_sequences", (of_sequences > high)[_has_loss_tokens(batch)])
         return batch.with_tokens(loss_mask=mask, importance_weights=weights)
 
-    def _kept(self, batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> Tensor:
+    def _filter_mask(self, batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> Tensor:
         """[T] the loss mask without the sequences and tokens that are too far off-policy."""
-        settings, counting, episodes = self.settings, _counting(batch), batch.episodes
+        settings, counting, episodes = self.settings, _has_loss_tokens(batch), batch.episodes
         low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
-        keep = torch.ones(episodes.count, dtype=torch.bool)
+        keep = torch.ones(episodes.num_episodes, dtype=torch.bool)
         if low is not None or high is not None:
-            kept = all_inside(inside(ratios, low, high), batch.loss_mask, episodes.of_token, episodes.count)
-            _count(metrics, "correction/outlier_sequences", ~kept[counting])
+            kept = all_tokens_within_bounds(within_bounds(ratios, low, high), batch.loss_mask, episodes.token_to_episode, episodes.num_episodes)
+            _record_fraction(metrics, "correction/outlier_sequences", ~kept[counting])
             keep &= kept
         if (metric := settings.sequence_mask_metric) is not None:
             geometric = metric == "geometric"
@@ -118,8 +118,8 @@ class OffPolicyCorrection:
                 batch.old_logprobs,  # type: ignore[arg-type]
                 batch.rollout_logprobs,  # type: ignore[arg-type]
                 batch.loss_mask,
-                episodes.of_token,
-                episodes.count,
+                episodes.token_to_episode,
+                episodes.num_episodes,
                 geometric=geometric,
             )
             bounds = (
@@ -127,19 +127,19 @@ class OffPolicyCorrection:
                 if geometric
                 else (settings.product_mask_low, settings.product_mask_high)
             )
-            kept = inside(of_sequences, *bounds)
-            _count(metrics, "correction/masked_sequences", ~kept[counting])
+            kept = within_bounds(of_sequences, *bounds)
+            _record_fraction(metrics, "correction/masked_sequences", ~kept[counting])
             keep &= kept
-        mask = batch.loss_mask & keep[episodes.of_token]
-        low, high = token_bounds(settings)
+        mask = batch.loss_mask & keep[episodes.token_to_episode]
+        low, high = get_token_mask_bounds(settings)
         if low is not None or high is not None:
-            kept = inside(ratios, low, high)
-            _count(metrics, "correction/masked_tokens", ~kept[batch.loss_mask])
+            kept = within_bounds(ratios, low, high)
+            _record_fraction(metrics, "correction/masked_tokens", ~kept[batch.loss_mask])
             mask = mask & kept
         return mask
 
 
-def token_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, float | None]:
+def get_token_mask_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, float | None]:
     """Least and greatest ratio of a token that is not masked; None is no bound. Of two ways to write one, both hold."""
     low, high = [settings.token_mask_is_threshold_low], [settings.token_mask_is_threshold_high]
     if settings.token_mask_eps_low is not None:
@@ -152,16 +152,16 @@ def token_bounds(settings: OffPolicyCorrectionConfig) -> tuple[float | None, flo
     )
 
 
-def _counting(batch: TrainBatch) -> Tensor:
+def _has_loss_tokens(batch: TrainBatch) -> Tensor:
     """[E] bool: samples with at least one token that counts."""
-    return batch.episodes.loss_tokens > 0
+    return batch.episodes.num_loss_tokens > 0
 
 
-def _count(metrics: Metrics, name: str, hits: Tensor) -> None:
+def _record_fraction(metrics: Metrics, name: str, hits: Tensor) -> None:
     metrics.add_sum(name, float(hits.sum()), weight=max(len(hits), 1))
 
 
-def _describe(batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> None:
+def _record_mismatch_metrics(batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> None:
     """mismatch/*: how far the engine's log-probs are from the trainer's, over tokens that count; KL in nats."""
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
     mask = batch.loss_mask
@@ -170,11 +170,11 @@ def _describe(batch: TrainBatch, ratios: Tensor, metrics: Metrics) -> None:
     inside_mask = ratios[mask].double()
     kl = k3(batch.rollout_logprobs, batch.old_logprobs, mask)[mask].double()
     episodes = batch.episodes
-    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, episodes.of_token, episodes.count)
+    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, episodes.token_to_episode, episodes.num_episodes)
     metrics.add("mismatch/ratio_mean", float(inside_mask.mean()))
     metrics.add("mismatch/ratio_std", float(inside_mask.std(correction=0)))
-    metrics.maximum("mismatch/ratio_max", float(inside_mask.max()))
+    metrics.update_max("mismatch/ratio_max", float(inside_mask.max()))
     metrics.add("mismatch/ratio_min", float(inside_mask.min()))
     metrics.add("mismatch/kl", float(kl.mean()))
     metrics.add("mismatch/ess_tokens", float(effective_sample_size(inside_mask)))
-    metrics.add("mismatch/ess_sequences", float(effective_sample_size(of_sequences[_counting(batch)])))
+    metrics.add("mismatch/ess_sequences", float(effective_sample_size(of_sequences[_has_loss_tokens(batch)])))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.ratios import MAX_LOG_RATIO, importance_ratios
-from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov, selects
+from skyrl_train.algorithms.token_selection import select_clip_cov_tokens, select_kl_cov_tokens, selects_tokens_with
 
 
 def clipped_surrogate(
@@ -215,7 +215,7 @@ def dppo_tv(
         delta_low = delta_high = tv_threshold
     moved = frozen_logprobs.exp() - rollout_logprobs.exp()
     outside = (moved < -delta_low) | (moved > delta_high)
-    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, outside)
+    return _mask_outside_trust_region(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, outside)
 
 
 def dppo_kl(
@@ -230,10 +230,10 @@ def dppo_kl(
     """Like `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
     p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
     divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
-    return _trusted(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > kl_threshold)
+    return _mask_outside_trust_region(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > kl_threshold)
 
 
-@selects(choose_clip_cov)
+@selects_tokens_with(select_clip_cov_tokens)
 def clip_cov(
     logprobs: Tensor,
     advantages: Tensor,
@@ -251,7 +251,7 @@ def clip_cov(
     return torch.where(selected, 0.0, values), (mask & selected).to(logprobs.dtype)
 
 
-@selects(choose_kl_cov)
+@selects_tokens_with(select_kl_cov_tokens)
 def kl_cov(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, old_logprobs: Tensor, selected: Tensor, ppo_kl_coef: float
 ) -> tuple[Tensor, Tensor]:
@@ -274,7 +274,7 @@ def _reinforce(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tenso
     return -weight * advantages * logprobs
 
 
-def _trusted(
+def _mask_outside_trust_region(
     logprobs: Tensor, frozen: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-u A, except on tokens that are `outside` the trust region and that A would push further."""

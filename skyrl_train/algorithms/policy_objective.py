@@ -10,11 +10,11 @@ from torch import Tensor
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.ratios import importance_ratios
-from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, asked_for, keywords_of
+from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, select_keyword_arguments, get_keyword_parameters
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
-TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "sequence_ids", "selected"})
+POLICY_LOSS_TENSORS = frozenset({"frozen_logprobs", "old_logprobs", "rollout_logprobs", "sequence_ids", "selected"})
 """The tensors that losses and KL estimators may take as keywords."""
 
 
@@ -33,18 +33,18 @@ class PolicyObjective:
     kl_loss_coef: float = 0.0
     entropy_loss_coef: float | None = None
     """None: no entropy bonus; entropy is still reported."""
-    reports_mismatch: bool = True
+    report_mismatch: bool = True
     """Whether to report mismatch/*; False where a correction does, of the whole batch before it masks any of it."""
 
     @property
-    def wants_entropy(self) -> bool:
+    def needs_entropy(self) -> bool:
         """Always True, even without a bonus: a run must show if its entropy collapses."""
         return True
 
     @property
-    def reads_old_logprobs(self) -> bool:
+    def needs_old_logprobs(self) -> bool:
         """Whether the objective needs the policy's log-probs from before the step's first update."""
-        asks = keywords_of(self.policy_loss), keywords_of(self.kl_estimator) if self.kl_estimator else {}
+        asks = get_keyword_parameters(self.policy_loss), get_keyword_parameters(self.kl_estimator) if self.kl_estimator else {}
         return any("old_logprobs" in keywords for keywords in asks)
 
     def __call__(
@@ -62,13 +62,13 @@ class PolicyObjective:
         tensors = _tensors(batch, logprobs)
         old_logprobs = tensors["old_logprobs"]
         assert old_logprobs is not None
-        values, clipped = self.per_token(batch, logprobs, tensors)
+        values, clipped = self.compute_token_losses(batch, logprobs, tensors)
         policy_loss = (values * weights).sum()
         terms = [policy_loss]
         token_sums = {"policy/clip_ratio": clipped}
         if self.kl_estimator is not None:
             assert batch.ref_logprobs is not None, "KL in the loss needs the reference's log-probs"
-            kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask, **asked_for(self.kl_estimator, tensors))
+            kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask, **select_keyword_arguments(self.kl_estimator, tensors))
             terms.append(self.kl_loss_coef * (kl * weights).sum())
             token_sums["policy/kl"] = kl.detach()
         if entropy is not None:
@@ -81,23 +81,23 @@ class PolicyObjective:
         with torch.no_grad():
             losses = {"policy/policy_loss": policy_loss, "policy/loss": loss}
             maxima = {}
-            if batch.old_logprobs is not None or self.reads_old_logprobs:
+            if batch.old_logprobs is not None or self.needs_old_logprobs:
                 ratio = torch.where(mask, importance_ratios(logprobs, old_logprobs, mask), 0.0)
                 token_sums["policy/ratio"] = maxima["policy/ratio_max"] = ratio
-            if batch.rollout_logprobs is not None and self.reports_mismatch:
+            if batch.rollout_logprobs is not None and self.report_mismatch:
                 ratio = torch.where(mask, importance_ratios(old_logprobs, batch.rollout_logprobs, mask), 0.0)
                 token_sums["mismatch/ratio_mean"] = maxima["mismatch/ratio_max"] = ratio
                 token_sums["mismatch/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask)
             _record(batch, old_logprobs, losses, token_sums, maxima, mini_batch_tokens, metrics)
         return loss
 
-    def per_token(
+    def compute_token_losses(
         self, batch: TrainBatch, logprobs: Tensor, tensors: Mapping[str, Tensor | None] | None = None
     ) -> tuple[Tensor, Tensor]:
         """[T] the policy loss of each token times its importance weight, and whether it was clipped."""
         advantages = batch.token_advantages
         assert advantages is not None, "advantages come before the loss"
-        wanted = asked_for(self.policy_loss, _tensors(batch, logprobs) if tensors is None else tensors)
+        wanted = select_keyword_arguments(self.policy_loss, _tensors(batch, logprobs) if tensors is None else tensors)
         values, clipped = self.policy_loss(logprobs, advantages, batch.loss_mask, **wanted)
         if batch.importance_weights is not None:
             values = values * torch.where(batch.loss_mask, batch.importance_weights, 0.0)
@@ -147,4 +147,4 @@ def _record(
     for name in sums:
         metrics.add_sum(name, next(found), weight=tokens)
     for name in maxima:
-        metrics.maximum(name, next(found))
+        metrics.update_max(name, next(found))

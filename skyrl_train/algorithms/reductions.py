@@ -30,10 +30,10 @@ from skyrl_train.data.batch import TrainBatch
 class SequenceReduction:
     """A reduction whose weights are the same for all tokens of a sequence; called like any other."""
 
-    def __init__(self, of_sequences: Callable[..., Tensor]):
+    def __init__(self, compute_sequence_weights: Callable[..., Tensor]):
         """`of_sequences`: (tokens [B], sequence_ids [B], group_ids [B], *, settings) to weights [B] float64."""
-        self.of_sequences = of_sequences
-        update_wrapper(self, of_sequences)
+        self.compute_sequence_weights = compute_sequence_weights
+        update_wrapper(self, compute_sequence_weights)
 
     def __call__(self, mask: Tensor, sequence_ids: Tensor, group_ids: Tensor, **settings: Any) -> Tensor:
         """[T] float64"""
@@ -41,22 +41,22 @@ class SequenceReduction:
         begins = torch.cat([mask.new_ones(1), (ids[:, 1:] != ids[:, :-1]).any(0)])[: len(mask)]
         index = begins.cumsum(0) - 1
         tokens = torch.bincount(index[mask], minlength=int(begins.sum()))
-        return torch.where(mask, self.of_sequences(tokens, *ids[:, begins], **settings)[index], 0.0)
+        return torch.where(mask, self.compute_sequence_weights(tokens, *ids[:, begins], **settings)[index], 0.0)
 
     def __reduce__(self) -> str:
         """By name, like a function."""
-        return self.of_sequences.__qualname__
+        return self.compute_sequence_weights.__qualname__
 
 
-def weigh(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
+def assign_loss_weights(mini_batch: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
     """Return the mini-batch with `sequence_weights` or else `loss_weights`; settings must already be bound."""
     inner, settings = (reduction.func, reduction.keywords) if isinstance(reduction, partial) else (reduction, {})
     if isinstance(inner, SequenceReduction):
-        ids = mini_batch.episodes_of_sequences, mini_batch.group_ids
-        return replace(mini_batch, sequence_weights=inner.of_sequences(mini_batch.loss_tokens, *ids, **settings))
+        ids = mini_batch.sequence_to_episode, mini_batch.group_ids
+        return replace(mini_batch, sequence_weights=inner.compute_sequence_weights(mini_batch.num_loss_tokens, *ids, **settings))
     return mini_batch.with_tokens(
         loss_weights=reduction(
-            mini_batch.loss_mask, mini_batch.episodes.of_token, mini_batch.per_token(mini_batch.group_ids)
+            mini_batch.loss_mask, mini_batch.episodes.token_to_episode, mini_batch.expand_to_tokens(mini_batch.group_ids)
         )
     )
 

@@ -45,7 +45,7 @@ kl_estimators: Registry[KLEstimator] = Registry("KL estimator", KL_ESTIMATORS)
 reductions: Registry[Reduction] = Registry("loss reduction", REDUCTIONS)
 sft_losses: Registry[SFTLoss] = Registry("SFT loss", SFT_LOSSES)
 
-FORMER_NAMES = {
+DEPRECATED_KEYWORDS = {
     "eps_low": "eps_clip_low",
     "eps_high": "eps_clip_high",
     "norm_by_std": "grpo_norm_by_std",
@@ -54,31 +54,31 @@ FORMER_NAMES = {
 """Keywords by which users' functions may still ask for a key."""
 
 
-def keywords_of(function: Callable[..., Any]) -> dict[str, bool]:
+def get_keyword_parameters(function: Callable[..., Any]) -> dict[str, bool]:
     """Keyword-only parameters by name -> whether they are required."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def bind(
-    function: Callable[..., Any], what: str, settings: Mapping[str, Any], tensors: frozenset[str]
+def bind_settings(
+    function: Callable[..., Any], kind: str, settings: Mapping[str, Any], tensors: frozenset[str]
 ) -> Callable[..., Any]:
     """Bind the settings that `function` takes as keywords; call the result with the tensors of `asked_for`.
 
     `what` names the algorithm in error messages. Raises ConfigError for a keyword without default that is neither a
     setting nor one of `tensors`.
     """
-    keywords = keywords_of(function)
-    values = {old: settings[name] for old, name in FORMER_NAMES.items() if name in settings} | dict(settings)
+    keywords = get_keyword_parameters(function)
+    values = {old: settings[name] for old, name in DEPRECATED_KEYWORDS.items() if name in settings} | dict(settings)
     unknown = [name for name, required in keywords.items() if required and name not in values.keys() | tensors]
     if unknown:
         raise ConfigError(
-            f"{what} asks for {', '.join(unknown)}, which nobody has; settings are {', '.join(sorted(settings))}; "
+            f"{kind} asks for {', '.join(unknown)}, which nobody has; settings are {', '.join(sorted(settings))}; "
             f"tensors are {', '.join(sorted(tensors))}."
         )
     return partial(function, **{name: values[name] for name in keywords if name in values})
 
 
-def asked_for(function: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+def select_keyword_arguments(function: Callable[..., Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The subset of `tensors` that a bound function takes as keywords."""
-    return {name: tensors[name] for name in keywords_of(function) if name in tensors}
+    return {name: tensors[name] for name in get_keyword_parameters(function) if name in tensors}

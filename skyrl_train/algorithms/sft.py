@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from skyrl_train.algorithms.registry import SFTLoss, asked_for
+from skyrl_train.algorithms.registry import SFTLoss, select_keyword_arguments
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
@@ -32,7 +32,7 @@ def minor_sft(
     return torch.where(mask, -logsigmoid(minor_beta * margin)[sequence_ids], 0.0)
 
 
-TENSORS = frozenset({"ref_logprobs", "sequence_ids"})
+SFT_LOSS_TENSORS = frozenset({"ref_logprobs", "sequence_ids"})
 """The tensors that supervised losses may take as keywords."""
 
 
@@ -43,7 +43,7 @@ class SFTObjective:
     sft_loss: SFTLoss = sft
 
     @property
-    def wants_entropy(self) -> bool:
+    def needs_entropy(self) -> bool:
         return False
 
     def __call__(
@@ -53,7 +53,7 @@ class SFTObjective:
         mask, weights = batch.loss_mask, batch.token_weights
         assert weights is not None, "weights come before the update"
         tensors = {"ref_logprobs": batch.ref_logprobs, "sequence_ids": batch.sequence_ids}
-        values = self.sft_loss(logprobs, mask, **asked_for(self.sft_loss, tensors))
+        values = self.sft_loss(logprobs, mask, **select_keyword_arguments(self.sft_loss, tensors))
         loss = (values * weights).sum()
         total, tokens = torch.stack([values.detach().sum().double(), mask.sum().double()]).tolist()
         metrics.add_sum("sft/loss", total, weight=tokens)

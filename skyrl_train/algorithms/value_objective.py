@@ -32,7 +32,7 @@ class ValueObjective:
     """Maximum distance of values from those that were used for the advantages; beyond it, the loss is clipped."""
 
     @property
-    def wants_entropy(self) -> bool:
+    def needs_entropy(self) -> bool:
         return False
 
     def __call__(

@@ -19,26 +19,26 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from skyrl_train import trace
-from skyrl_train.cluster.node_loss import lost_node
-from skyrl_train.cluster.output import append_output_to
-from skyrl_train.cluster.placement import Slots, in_slot
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS
-from skyrl_train.cluster.stacks import write_on_signal
+from skyrl_train.cluster.node_loss import describe_lost_node
+from skyrl_train.cluster.actor_logs import redirect_output
+from skyrl_train.cluster.placement import ResourcePool, slot_scheduling_strategy
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS
+from skyrl_train.cluster.stack_dumps import dump_stacks_on_signal
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
-from skyrl_train.imports import import_modules
+from skyrl_train.imports import import_without_gc
 from skyrl_train.registry import load_object
-from skyrl_train.tasks import within
+from skyrl_train.aio import with_timeout
 
 _log = logging.getLogger(__name__)
-_CALLS = "calls"
+_TRACE_ROW = "calls"
 """The row of an actor's time line that has its calls."""
-_CALLS_AT_A_TIME = 1_000_000
+_MAX_CONCURRENCY = 1_000_000
 """Of a concurrent actor: no limit, as what waits for one keeps health checks, pauses and aborts waiting behind it. Each
 call under way takes 60 KiB of its memory, and no thread."""
 
 
-class _Shell:
+class _WorkerActor:
     """An actor with one object of any class; it runs one call at a time."""
 
     def __init__(
@@ -48,22 +48,22 @@ class _Shell:
         kwargs: Mapping[str, Any],
         plugins: Sequence[str],
         environment: Mapping[str, str],
-        single_machine: bool,
-        log: Path | None,
+        is_single_node: bool,
+        log_path: Path | None,
         traced: bool,
     ):
         os.environ.update(environment)  # before anything imports torch
         if traced:
-            trace.collect()
+            trace.start_buffering()
         self._name = name
-        if log is not None:
-            append_output_to(log, f"{name}, process {os.getpid()}")
-        write_on_signal()
+        if log_path is not None:
+            redirect_output(log_path, f"{name}, process {os.getpid()}")
+        dump_stacks_on_signal()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
-        os.environ[GROUP_ADDRESS] = LOOPBACK if single_machine else os.environ[NODE_ADDRESS]
-        import_modules([*plugins, target.partition(":")[0]])
+        os.environ[BIND_ADDRESS] = LOOPBACK if is_single_node else os.environ[NODE_ADDRESS]
+        import_without_gc([*plugins, target.partition(":")[0]])
         gc.freeze()  # what they define is never garbage, and half a million objects to look through
-        with trace.span("start", row=_CALLS):
+        with trace.span("start", row=_TRACE_ROW):
             self._object = load_object(target)(**kwargs)
 
     def __repr__(self) -> str:
@@ -76,32 +76,32 @@ class _Shell:
 
     def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         """The result of `call`, and the spans that were noted here since the last answer."""
-        with trace.span(method, row=_CALLS):
+        with trace.span(method, row=_TRACE_ROW):
             result = self.call(method, args, kwargs, *stored)
-        return result, trace.hand_over()
+        return result, trace.drain_spans()
 
-    def read(self, attribute: str) -> Any:
+    def get_attribute(self, attribute: str) -> Any:
         return getattr(self._object, attribute)
 
 
-class _AsyncShell(_Shell):
+class _AsyncWorkerActor(_WorkerActor):
     """An actor with one object whose methods are coroutines; it runs many calls at a time."""
 
     async def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:  # type: ignore[override]
         result = super().call(method, args, kwargs, *stored)
         return await result if inspect.isawaitable(result) else result
 
-    async def lives(self) -> None:
+    async def wait_forever(self) -> None:
         """Never returns: who waits for it hears when this process is gone."""
         await asyncio.Event().wait()
 
     async def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
-        with trace.span(method, row=_CALLS, overlaps=True):
+        with trace.span(method, row=_TRACE_ROW, overlaps=True):
             result = await self.call(method, args, kwargs, *stored)
-        return result, trace.hand_over()
+        return result, trace.drain_spans()
 
 
-class Remote:
+class ActorProxy:
     """A handle to an object in another process: `await remote.method(...)` runs the method there.
 
     An exception raised there is raised here with its own type. If the process dies, `died` is raised; a call that takes
@@ -113,10 +113,10 @@ class Remote:
         handle: ActorHandle,
         name: str,
         deadline_s: float,
-        died: type[SkyRLError] = WorkerDied,
+        death_error: type[SkyRLError] = WorkerDied,
         deadlines: Mapping[str, float] | None = None,
-        log: Path | None = None,
-        on_many_nodes: bool = False,
+        log_path: Path | None = None,
+        is_multi_node: bool = False,
     ):
         """
         Args:
@@ -124,21 +124,21 @@ class Remote:
             log: Where the process prints to, which the error of its death names.
             on_many_nodes: Whether its node may be lost while we live: then that error says so.
         """
-        self._log = log
-        self._on_many_nodes = on_many_nodes
+        self._log_path = log_path
+        self._is_multi_node = is_multi_node
         self._deadlines = dict(deadlines or {})
         self._handle = handle
         self._name = name
         self._deadline_s = deadline_s
-        self._died = died
-        self._parts: Sequence[Remote] = ()
+        self._death_error = death_error
+        self._parts: Sequence[ActorProxy] = ()
         self._killed = False
 
     @property
     def name(self) -> str:
         return self._name
 
-    def know(self, **attributes: Any) -> None:
+    def cache_attributes(self, **attributes: Any) -> None:
         """Store constant attributes of the object here, to be read without a call."""
         self.__dict__.update(attributes)
 
@@ -151,27 +151,27 @@ class Remote:
 
         return call
 
-    async def call_within(self, deadline_s: float, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call_with_deadline(self, deadline_s: float, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method with a given deadline."""
         return await self._call(deadline_s, method, args, kwargs)
 
-    def store(self, value: Any) -> ObjectRef[Any]:
+    def put(self, value: Any) -> ObjectRef[Any]:
         """Put a value into shared memory, where all actors of a machine read its arrays, until it is let go of.
 
         It blocks, for a large one for a while: to be called in a thread.
         """
         return ray.put(value)
 
-    async def call_stored(self, method: str, plan: Any, stored: Sequence[ObjectRef[Any]]) -> Any:
+    async def call_with_refs(self, method: str, plan: Any, refs: Sequence[ObjectRef[Any]]) -> Any:
         """Call a method with `plan.arguments(*values)`, made there of what `store` has stored."""
-        return await self._call(self._deadlines.get(method, self._deadline_s), method, plan, {}, *stored)
+        return await self._call(self._deadlines.get(method, self._deadline_s), method, plan, {}, *refs)
 
-    async def read(self, attribute: str, deadline_s: float) -> Any:
+    async def get_attribute(self, attribute: str, deadline_s: float) -> Any:
         """Read an attribute; the first call waits for the constructor."""
         return await self._wait(self._handle.read.remote(attribute), "start", deadline_s)
 
     @property
-    def id(self) -> str:
+    def actor_id(self) -> str:
         """Ray's name of the actor."""
         return str(self._handle._actor_id.hex())
 
@@ -182,7 +182,7 @@ class Remote:
             for process in (self, *self._parts):
                 stack.callback(ray.kill, process._handle, no_restart=True)
 
-    def lives_with(self, parts: Sequence[Remote], cluster: Cluster) -> None:
+    def link_lifetimes(self, parts: Sequence[ActorProxy], cluster: Cluster) -> None:
         """Have these processes belong to this one, which can do nothing without them: none outlives another.
 
         All are concurrent actors. Each part has a method `ended`, which returns or raises once it is of no use any
@@ -190,17 +190,17 @@ class Remote:
         """
         self._parts = parts
         for watch in (self._end_parts(), *(self._end_after(part) for part in parts)):
-            cluster.owns_watch(asyncio.get_running_loop().create_task(watch))
+            cluster.register_watcher(asyncio.get_running_loop().create_task(watch))
 
     async def _end_parts(self) -> None:
         with suppress(Exception):  # whoever calls this process says what it died of
-            await self._wait(self._handle.lives.remote(), "lives", math.inf)
+            await self._wait(self._handle.lives.remote(), "wait_forever", math.inf)
         if not self._killed:
             self.kill()
 
-    async def _end_after(self, part: Remote) -> None:
+    async def _end_after(self, part: ActorProxy) -> None:
         try:
-            await part.call_within(math.inf, "ended")
+            await part.call_with_deadline(math.inf, "wait_until_exit")
             how = f"{part.name} ended"
         except Exception as error:  # whatever it is: what waits for the part would wait for ever
             how = str(error)
@@ -209,40 +209,40 @@ class Remote:
             self.kill()
 
     async def _call(
-        self, deadline_s: float, method: str, args: Any, kwargs: Mapping[str, Any], *stored: ObjectRef[Any]
+        self, deadline_s: float, method: str, args: Any, kwargs: Mapping[str, Any], *refs: ObjectRef[Any]
     ) -> Any:
-        if not trace.on():
-            return await self._wait(self._handle.call.remote(method, args, kwargs, *stored), method, deadline_s)
-        reference: Any = self._handle.call_traced.remote(method, args, kwargs, *stored)
+        if not trace.is_enabled():
+            return await self._wait(self._handle.call.remote(method, args, kwargs, *refs), method, deadline_s)
+        reference: Any = self._handle.call_traced.remote(method, args, kwargs, *refs)
         result, spans = await self._wait(reference, method, deadline_s)
-        trace.take_over(spans, self._name)
+        trace.ingest_spans(spans, self._name)
         return result
 
     async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
         future = asyncio.wrap_future(reference.future())
         try:
-            return await within(deadline_s, future)
+            return await with_timeout(deadline_s, future)
         except RayTaskError as error:
             with suppress(AttributeError):
                 error.cause.raised_in = f"{self._name}.{method}"
             raise error.cause from error
         except RayActorError as error:
-            see = "" if self._log is None else f" What it printed: {self._log}"
-            lost = await lost_node(self.id) if self._on_many_nodes else None
+            see = "" if self._log_path is None else f" What it printed: {self._log_path}"
+            lost = await describe_lost_node(self.actor_id) if self._is_multi_node else None
             cause = _first_cause(error) if lost is None else lost
-            raise self._died(f"{self._name} died during {method}: {cause}{see}") from error
+            raise self._death_error(f"{self._name} died during {method}: {cause}{see}") from error
         except (TimeoutError, GetTimeoutError) as error:
             if isinstance(error, SkyRLError):
                 raise
             raise DeadlineExceeded(f"{self._name}.{method}", deadline_s) from error
 
 
-def carries_another(error: BaseException | None) -> bool:
+def is_ray_task_error(error: BaseException | None) -> bool:
     """Whether it is Ray's, around an exception of another process: its text is the traceback there."""
     return isinstance(error, RayTaskError)
 
 
-_ADVICE = "Some common causes include"
+_RAY_HINT_PREFIX = "Some common causes include"
 """How Ray goes on after the way in which a process ended: five lines about what may have killed it."""
 
 
@@ -251,7 +251,7 @@ def _first_cause(error: RayActorError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and not line.startswith(("File", "The actor"))]
     cause = (named or lines or ["no reason given"])[-1]
-    return cause.partition(_ADVICE)[0].rstrip()
+    return cause.partition(_RAY_HINT_PREFIX)[0].rstrip()
 
 
 def spawn(
@@ -259,40 +259,40 @@ def spawn(
     target: str,
     kwargs: Mapping[str, Any],
     *,
-    slots: Slots,
+    pool: ResourcePool,
     index: int,
     name: str,
-    concurrent: bool,
+    is_async: bool,
     deadline_s: float,
-    died: type[SkyRLError] = WorkerDied,
+    death_error: type[SkyRLError] = WorkerDied,
     devices: str | None = None,
     deadlines: Mapping[str, float] | None = None,
-    apart: bool = False,
-) -> Remote:
+    runs_user_code: bool = False,
+) -> ActorProxy:
     """Start an actor with "module:Class"(**kwargs) in slot `index`; returns without waiting for the constructor.
 
     `concurrent`: for classes with coroutine methods. `devices`: the accelerators of all slots that it uses
     (placement.visible_devices), instead of only that of slot `index`. `deadlines`: see Remote. `apart`: it runs users'
     code in processes of its own, so it imports no plugins, and what it prints is left to Ray, which shows it.
     """
-    shell = ray.remote(_AsyncShell if concurrent else _Shell)
-    share = slots.together / slots.tenants  # of a slot, or of all slots of a bundle
+    shell = ray.remote(_AsyncWorkerActor if is_async else _WorkerActor)
+    share = pool.slots_per_bundle / pool.actors_per_slot  # of a slot, or of all slots of a bundle
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    if slots.gpus:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
-        environment["OMP_NUM_THREADS"] = str(slots.cores)
-    log, plugins = (None, ()) if apart else (cluster.log_of(name), cluster.plugins)
+    if pool.gpus_per_slot:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
+        environment["OMP_NUM_THREADS"] = str(pool.min_cores_per_slot)
+    log, plugins = (None, ()) if runs_user_code else (cluster.actor_log_path(name), cluster.plugins)
     handle: Any = shell.options(
         # Ray counts in ten-thousandths and rounds up: three thirds of a slot would not fit into it.
-        num_cpus=math.floor(slots.cpus * share * 10_000) / 10_000 if not slots.gpus else 0,
-        num_gpus=slots.gpus * share if devices is None else 0,
-        max_concurrency=_CALLS_AT_A_TIME if concurrent else 1,
-        scheduling_strategy=in_slot(slots, index),
-    ).remote(name, target, dict(kwargs), plugins, environment, cluster.single_machine, log, trace.on())
-    cluster.owns_actor(handle)
-    return Remote(handle, name, deadline_s, died, deadlines, log, on_many_nodes=not cluster.single_machine)
+        num_cpus=math.floor(pool.cpus_per_slot * share * 10_000) / 10_000 if not pool.gpus_per_slot else 0,
+        num_gpus=pool.gpus_per_slot * share if devices is None else 0,
+        max_concurrency=_MAX_CONCURRENCY if is_async else 1,
+        scheduling_strategy=slot_scheduling_strategy(pool, index),
+    ).remote(name, target, dict(kwargs), plugins, environment, cluster.is_single_node, log, trace.is_enabled())
+    cluster.register_actor(handle)
+    return ActorProxy(handle, name, deadline_s, death_error, deadlines, log, is_multi_node=not cluster.is_single_node)
 
 
-def spawn_anywhere(
+def spawn_unpinned(
     cluster: Cluster,
     target: str,
     kwargs: Mapping[str, Any],
@@ -300,9 +300,9 @@ def spawn_anywhere(
     options: Mapping[str, Any],
     name: str,
     deadline_s: float,
-) -> Remote:
+) -> ActorProxy:
     """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
-    shell: Any = ray.remote(_AsyncShell).options(**options)
-    handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.single_machine, None, trace.on())
-    cluster.owns_actor(handle)
-    return Remote(handle, name, deadline_s, on_many_nodes=not cluster.single_machine)
+    shell: Any = ray.remote(_AsyncWorkerActor).options(**options)
+    handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.is_single_node, None, trace.is_enabled())
+    cluster.register_actor(handle)
+    return ActorProxy(handle, name, deadline_s, is_multi_node=not cluster.is_single_node)

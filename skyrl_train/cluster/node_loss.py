@@ -9,13 +9,13 @@ from typing import Any
 import ray
 from ray._private.state import actors as table_of_actors
 
-KNOWN_WITHIN_S = 45.0
+NODE_LOSS_DETECTION_S = 45.0
 """By then Ray has given up a node that fell silent: by default after five health checks, 3 s apart, of up to 10 s."""
-_LOOKS_EVERY_S = 0.25
+_POLL_INTERVAL_S = 0.25
 _ALIVE = "ALIVE"
 
 
-async def lost_node(actor: str, within_s: float = KNOWN_WITHIN_S) -> str | None:
+async def describe_lost_node(actor_id: str, within_s: float = NODE_LOSS_DETECTION_S) -> str | None:
     """What to say of an actor (Ray's id) that does not answer if its node is lost; None if the node lives.
 
     Waits until Ray knows: either that the actor's process has ended, or that its node has. Ray has no such tables for a
@@ -25,13 +25,13 @@ async def lost_node(actor: str, within_s: float = KNOWN_WITHIN_S) -> str | None:
         return None
     deadline = time.monotonic() + within_s
     while True:
-        known, alive = await asyncio.to_thread(_look, actor)
+        known, alive = await asyncio.to_thread(_look, actor_id)
         place = known.get("Address", {})
         if place.get("NodeID") and place["NodeID"] not in alive:
             return f"its node {place['IPAddress']} (Ray's id {place['NodeID'][:12]}) was lost."
         if known.get("State") != _ALIVE or time.monotonic() > deadline:
             return None
-        await asyncio.sleep(_LOOKS_EVERY_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 def _look(actor: str) -> tuple[dict[str, Any], set[str]]:

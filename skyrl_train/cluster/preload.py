@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import os
 
-from skyrl_train.imports import PRELOADED, import_modules
+from skyrl_train.imports import PRELOAD_ENV, import_without_gc
 
-import_modules(filter(None, os.environ.get(PRELOADED, "").split(",")))
+import_without_gc(filter(None, os.environ.get(PRELOAD_ENV, "").split(",")))

@@ -90,9 +90,9 @@ ENVIRONMENTS = {
     "multiply": "skyrl_train.environments.tasks.multiply:MultiplyEnv",
     "searchcode": "skyrl_train.environments.tasks.searchcode:SearchCodeEnv",
     "search": "skyrl_train.environments.tasks.search:SearchEnv",
-    "openenv": "skyrl_train.environments.foreign.openenv:OpenEnvEnv",
-    "reasoning_gym": "skyrl_train.environments.foreign.reasoning_gym:ReasoningGymEnv",
-    "verifiers": "skyrl_train.environments.foreign.verifiers:VerifiersEnv",
+    "openenv": "skyrl_train.environments.integrations.openenv:OpenEnvEnv",
+    "reasoning_gym": "skyrl_train.environments.integrations.reasoning_gym:ReasoningGymEnv",
+    "verifiers": "skyrl_train.environments.integrations.verifiers:VerifiersEnv",
 }
 
 TOOLS: dict[str, str] = {

@@ -37,42 +37,42 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
-from skyrl_train.config.convert import Unfit, build, foreign_targets, inspect, is_reference, read
-from skyrl_train.config.keys import aliases, all_keys, canonical, leaves, spelt
-from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.value_parsing import InvalidValue, build_section, find_hydra_targets, find_value_problems, is_interpolation, parse_value
+from skyrl_train.config.keys import key_aliases, all_keys, canonical_key, value_keys, canonical_value
+from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.schema import Config
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.config.section import Section, freeze
-from skyrl_train.config.skyrl_keys import notes_of, problems_of, skyrl_key, take_skyrl_keys
-from skyrl_train.durable import write_durably
+from skyrl_train.config.skyrl_keys import describe_ignored_skyrl_keys, find_skyrl_key_problems, find_skyrl_key, pop_skyrl_keys
+from skyrl_train.atomic_files import atomic_write_text
 from skyrl_train.errors import ConfigError
 
-BASE = "ppo_base_config"
-SCHEMA = "skyrl_schema"
+BASE_PRESET = "ppo_base_config"
+SCHEMA_NAME = "skyrl_schema"
 CONFIG_FILE = "config.yaml"
 """In a run's folder: its configuration, whole."""
 
 
-def presets_dir() -> Path:
+def presets_folder() -> Path:
     """The folder of the YAML presets: inside the package when installed, `config/` next to it in a checkout."""
     package = Path(skyrl_train.__file__).resolve().parent
     for folder in (package / "presets", package.parent / "config"):
-        if (folder / f"{BASE}.yaml").is_file():
+        if (folder / f"{BASE_PRESET}.yaml").is_file():
             return folder
-    raise ConfigError(f"{BASE}.yaml was not found next to {package}: the installation is incomplete; reinstall it.")
+    raise ConfigError(f"{BASE_PRESET}.yaml was not found next to {package}: the installation is incomplete; reinstall it.")
 
 
-def plain(section: Section) -> dict[str, Any]:
+def to_dict(section: Section) -> dict[str, Any]:
     """A section as nested plain values (lists, not tuples)."""
-    return {item.name: _plain(getattr(section, item.name)) for item in dataclasses.fields(section)}  # type: ignore[arg-type]
+    return {item.name: _to_plain(getattr(section, item.name)) for item in dataclasses.fields(section)}  # type: ignore[arg-type]
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Section):
-        return plain(value)
+        return to_dict(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _to_plain(item) for key, item in value.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _open(content: dict[str, Any]) -> DictConfig:
@@ -83,7 +83,7 @@ def _open(content: dict[str, Any]) -> DictConfig:
     return made
 
 
-ConfigStore.instance().store(name=SCHEMA, node=_open(plain(Config())), provider="skyrl_train")
+ConfigStore.instance().store(name=SCHEMA_NAME, node=_open(to_dict(Config())), provider="skyrl_train")
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -114,17 +114,17 @@ class Override:
     text: str
     key: str
     value: Any
-    deletes: bool = False
-    sweeps: bool = False
+    is_delete: bool = False
+    is_sweep: bool = False
     error: str = ""
     """Why the grammar refused it."""
 
     @property
     def for_hydra(self) -> str:
         """The text that sets the key whether or not Hydra has it already: keys are checked by this package."""
-        if self.deletes or self.error or self.key.startswith(("hydra.", "hydra/")):
+        if self.is_delete or self.error or self.key.startswith(("hydra.", "hydra/")):
             return self.text
-        key = canonical(self.key) if skyrl_key(self.key) is None else self.key
+        key = canonical_key(self.key) if find_skyrl_key(self.key) is None else self.key
         return f"++{key}={self.text.partition('=')[2]}"
 
 
@@ -138,11 +138,11 @@ def parse_override(text: str) -> Override:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
         if (found := _json(value)) is not None:
-            return parse_override(f"{key}={in_grammar(found)}")
+            return parse_override(f"{key}={to_override_literal(found)}")
         return Override(text, key.lstrip("+~"), value, error=str(error).strip().splitlines()[0])
     name = parsed.key_or_group if parsed.package is None else f"{parsed.key_or_group}@{parsed.package}"
-    sweeps = parsed.is_sweep_override()
-    return Override(text, name, value if sweeps else parsed.value(), parsed.is_delete(), sweeps)
+    is_sweep = parsed.is_sweep_override()
+    return Override(text, name, value if is_sweep else parsed.value(), parsed.is_delete(), is_sweep)
 
 
 def _json(text: str) -> Any:
@@ -153,44 +153,44 @@ def _json(text: str) -> Any:
         return None
 
 
-def in_grammar(value: Any) -> str:
+def to_override_literal(value: Any) -> str:
     """Return a plain value as Hydra's grammar has it."""
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{in_grammar(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{to_override_literal(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(in_grammar, value))}]"
+        return f"[{','.join(map(to_override_literal, value))}]"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return json.dumps(value)
 
 
-def compose(overrides: Sequence[str], name: str | None = None, directory: str | None = None) -> DictConfig:
+def compose(overrides: Sequence[str], name: str | None = None, preset_folder: str | None = None) -> DictConfig:
     """The raw configuration, interpolations unresolved. Raises ConfigError for what Hydra cannot compose."""
-    if directory is not None and not Path(directory).is_dir():
-        raise ConfigError(f"--config-dir={directory}: must be a folder that exists.")
+    if preset_folder is not None and not Path(preset_folder).is_dir():
+        raise ConfigError(f"--config-dir={preset_folder}: must be a folder that exists.")
     try:
-        with _composing, _own_hydra(directory):
-            return hydra.compose(name or BASE, list(overrides), return_hydra_config=True)
+        with _composing, _own_hydra(preset_folder):
+            return hydra.compose(name or BASE_PRESET, list(overrides), return_hydra_config=True)
     except RecursionError as error:
         raise ConfigError(
-            f"The configuration {name or BASE} cannot be composed: presets include each other, or a YAML alias refers "
+            f"The configuration {name or BASE_PRESET} cannot be composed: presets include each other, or a YAML alias refers "
             "to itself."
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
-        if isinstance(error, MissingConfigException) and directory is not None:
-            _refuse_yml(directory, error.missing_cfg_file or "")
+        if isinstance(error, MissingConfigException) and preset_folder is not None:
+            _refuse_yml(preset_folder, error.missing_cfg_file or "")
         text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise ConfigError(f"The configuration {name or BASE} cannot be composed: {text}") from error
+        raise ConfigError(f"The configuration {name or BASE_PRESET} cannot be composed: {text}") from error
 
 
-def _refuse_yml(directory: str, missing: str) -> None:
+def _refuse_yml(preset_folder: str, missing: str) -> None:
     """Raise ConfigError if the preset that was not found, or one that it builds on, is a .yml."""
-    file = os.path.join(directory, missing).removesuffix(".yaml").removesuffix(".yml") + ".yml"
+    file = os.path.join(preset_folder, missing).removesuffix(".yaml").removesuffix(".yml") + ".yml"
     if os.path.isfile(file):
         raise ConfigError(f"{file}: presets end in .yaml; rename it.")
 
 
-class PresetFolder(SearchPathPlugin):
+class PresetSearchPath(SearchPathPlugin):
     """A Hydra plugin that adds the folder of `--config-dir` to those in which Hydra looks for presets."""
 
     folder: ClassVar[str | None] = None
@@ -201,17 +201,17 @@ class PresetFolder(SearchPathPlugin):
 
 
 @contextmanager
-def _own_hydra(directory: str | None) -> Iterator[None]:
+def _own_hydra(preset_folder: str | None) -> Iterator[None]:
     """Set Hydra up over our presets and those of `directory`, and restore the caller's Hydra afterwards."""
     outer, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
     GlobalHydra.instance().clear()
-    Plugins.instance().register(PresetFolder)
-    PresetFolder.folder = directory
+    Plugins.instance().register(PresetSearchPath)
+    PresetSearchPath.folder = preset_folder
     try:
-        with hydra.initialize_config_dir(str(presets_dir()), JobRuntime.instance().get("name"), version_base="1.3"):
+        with hydra.initialize_config_dir(str(presets_folder()), JobRuntime.instance().get("name"), version_base="1.3"):
             yield
     finally:
-        PresetFolder.folder = None
+        PresetSearchPath.folder = None
         GlobalHydra.instance().hydra = outer
         VersionBase.instance().version_base = base
 
@@ -220,17 +220,17 @@ _composing = threading.Lock()
 """Hydra keeps its plugins, and what it composes with, in one place of the process."""
 
 
-def keys_of_preset(name: str | None, directory: str | None) -> frozenset[str]:
+def preset_keys(name: str | None, preset_folder: str | None) -> frozenset[str]:
     """Keys that are written in a preset itself, not in those that it builds on."""
-    for folder in (directory, presets_dir()):
+    for folder in (preset_folder, presets_folder()):
         if folder is not None and (path := preset_file(folder, name)).is_file():
-            return frozenset(map(canonical, _leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8")))))
+            return frozenset(map(canonical_key, _leaf_keys(yaml.safe_load(path.read_text(encoding="utf-8")))))
     return frozenset()
 
 
 def preset_file(folder: str | Path, name: str | None) -> Path:
     """Return the file in `folder` that `--config-name` names."""
-    return Path(folder, f"{(name or BASE).removesuffix('.yaml')}.yaml")
+    return Path(folder, f"{(name or BASE_PRESET).removesuffix('.yaml')}.yaml")
 
 
 def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
@@ -239,12 +239,12 @@ def _leaf_keys(content: Any, prefix: str = "") -> Iterator[str]:
         yield from _leaf_keys(value, f"{prefix}{key}.")
 
 
-def changed_keys(content: Mapping[str, Any]) -> Iterator[str]:
+def non_default_keys(content: Mapping[str, Any]) -> Iterator[str]:
     """The keys of nested plain values that are not as they are by default."""
     defaults = dict(_leaf_values(_defaults().content))
     for key, value in _leaf_values(content):
         if key not in defaults or defaults[key] != value:
-            yield canonical(key)
+            yield canonical_key(key)
 
 
 def _leaf_values(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -255,7 +255,7 @@ def _leaf_values(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{name}", value
 
 
-def unresolved(raw: DictConfig) -> dict[str, Any]:
+def to_unresolved_dict(raw: DictConfig) -> dict[str, Any]:
     """Nested plain values with interpolations as text."""
     content = OmegaConf.to_container(raw, resolve=False, throw_on_missing=False)
     assert isinstance(content, dict)
@@ -264,7 +264,7 @@ def unresolved(raw: DictConfig) -> dict[str, Any]:
 
 def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
     """Move values under other names (see keys.aliases) to the keys themselves, in place."""
-    for alias, name in aliases().items():
+    for alias, name in key_aliases().items():
         section, last = _section_of(content, alias)
         if section is None or last not in section:
             continue
@@ -293,38 +293,38 @@ def _section_of(content: dict[str, Any], name: str, make: bool = False) -> tuple
     return (section, last) if isinstance(section, dict) else (None, last)
 
 
-def respell(content: dict[str, Any]) -> None:
+def replace_value_aliases(content: dict[str, Any]) -> None:
     """Replace other spellings (see fields.Facts) by the values that they mean, in place."""
-    for name, key in leaves().items():
-        section, last = _section_of(content, name) if key.facts.spellings else (None, "")
+    for name, key in value_keys().items():
+        section, last = _section_of(content, name) if key.metadata.spellings else (None, "")
         if section is not None and last in section:
-            section[last] = spelt(name, section[last])
+            section[last] = canonical_value(name, section[last])
 
 
-def resolve(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
+def resolve_interpolations(content: dict[str, Any], skip: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
     """The dataclasses, interpolations resolved. Keys in `skip` and values that are problems keep their defaults.
 
     So one mistake does not hide the next: the rest can still be checked.
     """
     problems: list[Problem] = []
-    values = _Values(_merged(_defaults().content, _without(content, skip)))
+    values = _InterpolatedValues(_merged(_defaults().content, _without(content, skip)))
 
     def leaf(key: str, hint: Any, default: Any) -> Any:
         try:
-            return read(values.resolved(key), hint)
-        except Unfit as unfit:
+            return parse_value(values.resolved(key), hint)
+        except InvalidValue as unfit:
             problems.append(Problem(key, values.resolved(key), unfit.allowed, unfit.advice))
         except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(Problem(key, values.written(key), "resolvable", _why_not_resolved(error)))
+            problems.append(Problem(key, values.raw(key), "resolvable", _why_not_resolved(error)))
         try:
-            return read(_defaults().resolved(key), hint)
-        except (Unfit, OmegaConfBaseException):
+            return parse_value(_defaults().resolved(key), hint)
+        except (InvalidValue, OmegaConfBaseException):
             return default
 
-    return build(Config, leaf), problems
+    return build_section(Config, leaf), problems
 
 
-class _Values:
+class _InterpolatedValues:
     """Nested plain values, some of which refer to others. OmegaConf, which is slow, is asked for these only."""
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -334,7 +334,7 @@ class _Values:
     def _config(self) -> DictConfig:
         return OmegaConf.create(self.content)
 
-    def written(self, key: str) -> Any:
+    def raw(self, key: str) -> Any:
         """The value before resolution; of a section that is itself a reference, that reference."""
         value: Any = self.content
         for part in key.split("."):
@@ -343,20 +343,20 @@ class _Values:
 
     def resolved(self, key: str) -> Any:
         """The value, its references followed. Raises OmegaConfBaseException, RecursionError."""
-        value = self.written(key)
-        if not _refers(value):
+        value = self.raw(key)
+        if not _has_interpolation(value):
             return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
         value = OmegaConf.select(self._config, key, throw_on_missing=True)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _refers(value: Any) -> bool:
+def _has_interpolation(value: Any) -> bool:
     """Return True if OmegaConf would read another value than the one that is written."""
     if isinstance(value, dict):
-        return any(map(_refers, value.values()))
+        return any(map(_has_interpolation, value.values()))
     if isinstance(value, list):
-        return any(map(_refers, value))
-    return is_reference(value) or value == "???"
+        return any(map(_has_interpolation, value))
+    return is_interpolation(value) or value == "???"
 
 
 def _merged(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
@@ -371,9 +371,9 @@ def _merged(defaults: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]
 
 
 @functools.cache
-def _defaults() -> _Values:
+def _defaults() -> _InterpolatedValues:
     """Interpolations unresolved; not to be written to."""
-    return _Values(plain(Config()))
+    return _InterpolatedValues(to_dict(Config()))
 
 
 def _why_not_resolved(error: Exception) -> str:
@@ -393,28 +393,28 @@ def _without(content: dict[str, Any], skip: Sequence[str], prefix: str = "") -> 
     }
 
 
-def finish(raw: DictConfig) -> tuple[Config, list[Problem], list[str]]:
+def to_config(raw: DictConfig) -> tuple[Config, list[Problem], list[str]]:
     """Turn a composed configuration into the dataclasses, not frozen.
 
     Returns the configuration, what is wrong with keys and types, and notes about SkyRL's keys without effect.
     """
-    content = unresolved(raw)
+    content = to_unresolved_dict(raw)
     hydra_section = content.pop("hydra", {})
-    taken = list(take_skyrl_keys(content))
-    problems = [*foreign_targets(hydra_section), *rename_aliases(content)]
-    respell(content)
-    problems += inspect("", content)
-    config, more = resolve(content, [problem.key for problem in problems])
-    return config, [*problems, *more, *problems_of(taken, config)], list(notes_of(taken))
+    taken = list(pop_skyrl_keys(content))
+    problems = [*find_hydra_targets(hydra_section), *rename_aliases(content)]
+    replace_value_aliases(content)
+    problems += find_value_problems("", content)
+    config, more = resolve_interpolations(content, [problem.key for problem in problems])
+    return config, [*problems, *more, *find_skyrl_key_problems(taken, config)], list(describe_ignored_skyrl_keys(taken))
 
 
-def load(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
+def load_preset(overrides: Sequence[str] = (), preset: str | None = None) -> Config:
     """The frozen configuration of a preset and overrides, as written: neither fitted to a device nor validated.
 
     Raises ConfigError for unknown keys and wrong types. Entrypoints use `prepare`, which does all the rest too.
     """
-    config, problems, _ = finish(compose([parse_override(text).for_hydra for text in overrides], preset))
-    raise_all(problems)
+    config, problems, _ = to_config(compose([parse_override(text).for_hydra for text in overrides], preset))
+    raise_problems(problems)
     return freeze(config)
 
 
@@ -423,12 +423,12 @@ def save_resolved(config: Config, path: Path) -> None:
 
     `--config-dir FOLDER --config-name NAME` starts from it again.
     """
-    text = yaml.safe_dump({"defaults": [BASE, "_self_"], **redact(plain(config))}, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump({"defaults": [BASE_PRESET, "_self_"], **redact(to_dict(config))}, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, text)
+    atomic_write_text(path, text)
 
 
-def show_information(argv: Sequence[str], overrides: Sequence[str]) -> None:
+def print_hydra_info(argv: Sequence[str], overrides: Sequence[str]) -> None:
     """What Hydra's own flags print (`--help`, `--cfg job`, `--info`, ...): the overrides are already checked.
 
     The contents of credential variables are left out.
@@ -439,6 +439,6 @@ def show_information(argv: Sequence[str], overrides: Sequence[str]) -> None:
     said = io.StringIO()
     try:
         with redirect_stdout(said):
-            hydra.main(version_base="1.3", config_path=str(presets_dir()), config_name=BASE)(lambda _: None)()
+            hydra.main(version_base="1.3", config_path=str(presets_folder()), config_name=BASE_PRESET)(lambda _: None)()
     finally:
         print(redact(said.getvalue()), end="")

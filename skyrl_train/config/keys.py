@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.schema import Config
-from skyrl_train.config.section import NO_FACTS, Facts, Section, facts_of
+from skyrl_train.config.section import NO_METADATA, KeyMetadata, Section, get_metadata
 
-MEANT = {
+KEY_SUGGESTIONS = {
     "adam_beta1": "trainer.policy.optimizer_config.adam_betas",
     "batch_size": "trainer.train_batch_size",
     "beta": "trainer.algorithm.kl_loss_coef",
@@ -81,26 +81,26 @@ class Key:
     """One key. `default` may be an interpolation; a section's is None."""
 
     name: str
-    hint: Any
+    type_hint: Any
     default: Any
-    facts: Facts = NO_FACTS
+    metadata: KeyMetadata = NO_METADATA
 
     @property
     def is_section(self) -> bool:
-        return isinstance(self.hint, type) and issubclass(self.hint, Section)
+        return isinstance(self.type_hint, type) and issubclass(self.type_hint, Section)
 
     @property
-    def is_free(self) -> bool:
+    def is_free_form(self) -> bool:
         """A free-form mapping: what is below it is not checked."""
-        return any(typing.get_origin(arm) is dict for arm in arms(self.hint))
+        return any(typing.get_origin(arm) is dict for arm in union_members(self.type_hint))
 
 
-def arms(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a union type, or the type itself."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def hints(section: type[Section]) -> dict[str, Any]:
+def field_types(section: type[Section]) -> dict[str, Any]:
     """Types of a section's fields, in order."""
     kind: Any = section  # to mypy, classes with instances that have no hash have none either
     resolved = _type_hints(kind)
@@ -119,73 +119,73 @@ def all_keys() -> dict[str, Key]:
 
 
 def _walk(prefix: str, section: Section) -> Iterator[Key]:
-    types = hints(type(section))
+    types = field_types(type(section))
     for item in dataclasses.fields(section):  # type: ignore[arg-type]
-        name, value, facts = f"{prefix}{item.name}", getattr(section, item.name), facts_of(item)
+        name, value, metadata = f"{prefix}{item.name}", getattr(section, item.name), get_metadata(item)
         if isinstance(value, Section):
-            yield Key(name, type(value), None, facts)
+            yield Key(name, type(value), None, metadata)
             yield from _walk(f"{name}.", value)
         else:
-            yield Key(name, types[item.name], value, facts)
+            yield Key(name, types[item.name], value, metadata)
 
 
 @functools.cache
-def leaves() -> dict[str, Key]:
+def value_keys() -> dict[str, Key]:
     """The keys that hold a value."""
     return {name: key for name, key in all_keys().items() if not key.is_section}
 
 
 @functools.cache
-def aliases() -> dict[str, str]:
+def key_aliases() -> dict[str, str]:
     """Other names of keys that are accepted -> the keys; giving both with different values is an error."""
     found = {}
-    for key in leaves().values():
+    for key in value_keys().values():
         section, _, own_name = key.name.rpartition(".")
-        for alias in key.facts.aliases:
+        for alias in key.metadata.aliases:
             found[alias.format(name=own_name) if "." in alias else f"{section}.{alias}"] = key.name
     return found
 
 
 @functools.cache
-def other_sections() -> frozenset[str]:
+def alias_sections() -> frozenset[str]:
     """Sections that exist only in other names of keys."""
-    return frozenset(alias.rpartition(".")[0] for alias in aliases()) - all_keys().keys()
+    return frozenset(alias.rpartition(".")[0] for alias in key_aliases()) - all_keys().keys()
 
 
 def _suggested() -> list[str]:
     """Names that a misspelt one may have been meant to be. Those in `other_sections` are accepted but not suggested."""
-    return [*all_keys(), *(alias for alias in aliases() if alias.rpartition(".")[0] not in other_sections())]
+    return [*all_keys(), *(alias for alias in key_aliases() if alias.rpartition(".")[0] not in alias_sections())]
 
 
-def find(name: str) -> Key | None:
+def find_key(name: str) -> Key | None:
     """The key of that name, or the free-form mapping it lies in; None if there is none."""
-    name = canonical(name)
+    name = canonical_key(name)
     while name:
         if key := all_keys().get(name):
             return key
         name = name.rpartition(".")[0]
-        if (key := all_keys().get(name)) and not key.is_free:
+        if (key := all_keys().get(name)) and not key.is_free_form:
             return None
     return None
 
 
-def misspelt_sibling(name: str) -> str | None:
+def suggest_sibling_key(name: str) -> str | None:
     """The known key of the same section whose name is almost this one."""
     section = name.rpartition(".")[0]
     siblings = [key for key in _suggested() if key.rpartition(".")[0] == section]
     return next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.85)), None)
 
 
-def nearest(name: str) -> str | None:
+def suggest_key(name: str) -> str | None:
     """The known key that was probably meant.
 
     Without some of its sections, called what others call it, misspelt in its section, or misspelt anywhere.
     """
     if shortened := _without_sections(name):
         return shortened
-    if (leaf := name.rpartition(".")[2]) in MEANT:
-        return MEANT[leaf]
-    if sibling := misspelt_sibling(name):
+    if (leaf := name.rpartition(".")[2]) in KEY_SUGGESTIONS:
+        return KEY_SUGGESTIONS[leaf]
+    if sibling := suggest_sibling_key(name):
         return sibling
     known = [key for key in _suggested() if not name.startswith(f"{key}.")]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
@@ -200,30 +200,30 @@ def nearest(name: str) -> str | None:
 def _without_sections(name: str) -> str | None:
     """The first key that has all words of the name in their order, the last one last: `trainer.lr`."""
     words = name.split(".")
-    for key in leaves():
+    for key in value_keys():
         parts = iter(key.split("."))
         if len(words) > 1 and key.rpartition(".")[2] == words[-1] and all(word in parts for word in words):
             return key
     return None
 
 
-def canonical(name: str) -> str:
+def canonical_key(name: str) -> str:
     """The name itself, or what it becomes if it, or the free-form mapping it lies in, is another name of a key."""
     head = name
     while head:
-        if head in aliases():
-            return aliases()[head] + name[len(head) :]
+        if head in key_aliases():
+            return key_aliases()[head] + name[len(head) :]
         head = head.rpartition(".")[0]
     return name
 
 
-def spelt(name: str, value: Any) -> Any:
+def canonical_value(name: str, value: Any) -> Any:
     """The value itself, or the one that it is another spelling of."""
-    spellings = leaves()[name].facts.spellings if name in leaves() else {}
+    spellings = value_keys()[name].metadata.spellings if name in value_keys() else {}
     return next((meant for other, meant in spellings.items() if type(other) is type(value) and other == value), value)
 
 
-def value_at(config: Config, name: str) -> Any:
+def get_value(config: Config, name: str) -> Any:
     """The value of a key in a configuration. The key may also lie in a free-form mapping."""
     value: Any = config
     for part in name.split("."):
@@ -231,9 +231,9 @@ def value_at(config: Config, name: str) -> Any:
     return value
 
 
-def with_value_at(section: Any, name: str, value: Any) -> Any:
+def replace_value(section: Any, name: str, value: Any) -> Any:
     """A copy of a configuration, or of a section of one, with one key changed."""
     first, _, rest = name.partition(".")
     return dataclasses.replace(
-        section, **{first: with_value_at(getattr(section, first), rest, value) if rest else value}
+        section, **{first: replace_value(getattr(section, first), rest, value) if rest else value}
     )

@@ -17,7 +17,7 @@ from enum import StrEnum
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
 from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
-from skyrl_train.registry import registered
+from skyrl_train.registry import find_registered
 
 REFERENCE_ESTIMATORS = frozenset({"distillation"})
 """Built-in advantage estimators whose functions ask for `ref_logprobs`."""
@@ -29,7 +29,7 @@ GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce++_baseline",
 """Built-in advantage estimators that compare the responses of one prompt with each other."""
 
 
-class Argument(StrEnum):
+class ArgumentUse(StrEnum):
     """How a function takes an argument."""
 
     REQUIRED = "required"
@@ -39,30 +39,30 @@ class Argument(StrEnum):
     """A plugin's function that is not registered yet."""
 
 
-def _ref_logprobs(algorithm: AlgorithmConfig) -> Argument:
+def _ref_logprobs_use(algorithm: AlgorithmConfig) -> ArgumentUse:
     name = algorithm.advantage_estimator
-    return _argument("advantage estimator", name, "ref_logprobs", ADVANTAGE_ESTIMATORS, REFERENCE_ESTIMATORS)
+    return _get_argument_use("advantage estimator", name, "ref_logprobs", ADVANTAGE_ESTIMATORS, REFERENCE_ESTIMATORS)
 
 
-def _sft_ref_logprobs(algorithm: AlgorithmConfig) -> Argument:
-    return _argument("SFT loss", algorithm.sft.loss_type, "ref_logprobs", SFT_LOSSES, REFERENCE_SFT_LOSSES)
+def _sft_ref_logprobs_use(algorithm: AlgorithmConfig) -> ArgumentUse:
+    return _get_argument_use("SFT loss", algorithm.sft.loss_type, "ref_logprobs", SFT_LOSSES, REFERENCE_SFT_LOSSES)
 
 
-def _values(algorithm: AlgorithmConfig) -> Argument:
+def _values_use(algorithm: AlgorithmConfig) -> ArgumentUse:
     name = algorithm.advantage_estimator
-    return _argument("advantage estimator", name, "values", ADVANTAGE_ESTIMATORS, CRITIC_ESTIMATORS)
+    return _get_argument_use("advantage estimator", name, "values", ADVANTAGE_ESTIMATORS, CRITIC_ESTIMATORS)
 
 
-def _argument(kind: str, name: str, argument: str, table: dict[str, str], readers: frozenset[str]) -> Argument:
-    function = registered(kind, name)
+def _get_argument_use(kind: str, name: str, argument: str, table: dict[str, str], readers: frozenset[str]) -> ArgumentUse:
+    function = find_registered(kind, name)
     if function is None:
         if name in table:
-            return Argument.REQUIRED if name in readers else Argument.ABSENT
-        return Argument.UNKNOWN
+            return ArgumentUse.REQUIRED if name in readers else ArgumentUse.ABSENT
+        return ArgumentUse.UNKNOWN
     parameter = inspect.signature(function).parameters.get(argument)
     if parameter is None:
-        return Argument.ABSENT
-    return Argument.REQUIRED if parameter.default is parameter.empty else Argument.OPTIONAL
+        return ArgumentUse.ABSENT
+    return ArgumentUse.REQUIRED if parameter.default is parameter.empty else ArgumentUse.OPTIONAL
 
 
 # -- KL divergence and reference
@@ -85,17 +85,17 @@ def measures_kl(algorithm: AlgorithmConfig) -> bool:
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """True if training with rewards reads the reference model's log-probs."""
-    return measures_kl(algorithm) or _ref_logprobs(algorithm) in (Argument.REQUIRED, Argument.OPTIONAL)
+    return measures_kl(algorithm) or _ref_logprobs_use(algorithm) in (ArgumentUse.REQUIRED, ArgumentUse.OPTIONAL)
 
 
 def sft_needs_reference(algorithm: AlgorithmConfig) -> bool:
     """True if supervised fine-tuning reads the reference model's log-probs."""
-    return _sft_ref_logprobs(algorithm) in (Argument.REQUIRED, Argument.OPTIONAL)
+    return _sft_ref_logprobs_use(algorithm) in (ArgumentUse.REQUIRED, ArgumentUse.OPTIONAL)
 
 
-def may_read_reference(algorithm: AlgorithmConfig) -> bool:
+def may_need_reference(algorithm: AlgorithmConfig) -> bool:
     """True if a run may have a reference model: some kind of training reads it, or a plugin's function may."""
-    asked = Argument.UNKNOWN in (_ref_logprobs(algorithm), _sft_ref_logprobs(algorithm))
+    asked = ArgumentUse.UNKNOWN in (_ref_logprobs_use(algorithm), _sft_ref_logprobs_use(algorithm))
     return asked or needs_reference(algorithm) or sft_needs_reference(algorithm)
 
 
@@ -104,29 +104,29 @@ def may_read_reference(algorithm: AlgorithmConfig) -> bool:
 
 def needs_critic(trainer: TrainerConfig) -> bool:
     """True if the advantage estimator gets values: it requires them, or accepts them and a critic is configured."""
-    values = _values(trainer.algorithm)
-    return values is Argument.REQUIRED or (values is Argument.OPTIONAL and bool(trainer.critic.model.path))
+    values = _values_use(trainer.algorithm)
+    return values is ArgumentUse.REQUIRED or (values is ArgumentUse.OPTIONAL and bool(trainer.critic.model.path))
 
 
 def lacks_critic(trainer: TrainerConfig) -> bool:
     """True if the advantage estimator requires values and no critic is configured."""
-    return _values(trainer.algorithm) is Argument.REQUIRED and not trainer.critic.model.path
+    return _values_use(trainer.algorithm) is ArgumentUse.REQUIRED and not trainer.critic.model.path
 
 
-def may_read_values(algorithm: AlgorithmConfig) -> bool:
+def may_need_critic(algorithm: AlgorithmConfig) -> bool:
     """True if the advantage estimator takes values, or is a plugin's that may."""
-    return _values(algorithm) is not Argument.ABSENT
+    return _values_use(algorithm) is not ArgumentUse.ABSENT
 
 
 # -- Losses and estimators by name
 
 
-def loss_is(algorithm: AlgorithmConfig, *names: str) -> bool:
+def may_use_loss(algorithm: AlgorithmConfig, *names: str) -> bool:
     """True for one of these or a plugin's: nobody here knows what a plugin's loss asks for."""
     return algorithm.policy_loss_type in names or algorithm.policy_loss_type not in POLICY_LOSSES
 
 
-def estimator_is(algorithm: AlgorithmConfig, *names: str) -> bool:
+def may_use_estimator(algorithm: AlgorithmConfig, *names: str) -> bool:
     """True for one of these or a plugin's: nobody here knows what a plugin's estimator asks for."""
     return algorithm.advantage_estimator in names or algorithm.advantage_estimator not in ADVANTAGE_ESTIMATORS
 
@@ -134,7 +134,7 @@ def estimator_is(algorithm: AlgorithmConfig, *names: str) -> bool:
 # -- Off-policy correction
 
 
-def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
+def get_off_policy_correction(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
     """The settings of the correction; SkyRL's older keys for token-level truncation (`use_tis`) are translated."""
     correction = algorithm.off_policy_correction
     if not algorithm.use_tis or correction.tis_ratio_type is not None:
@@ -142,9 +142,9 @@ def correction_of(algorithm: AlgorithmConfig) -> OffPolicyCorrectionConfig:
     return replace(correction, tis_ratio_type="token", token_tis_ratio_clip_high=algorithm.tis_imp_ratio_cap)
 
 
-def corrects(algorithm: AlgorithmConfig) -> bool:
+def has_off_policy_correction(algorithm: AlgorithmConfig) -> bool:
     """True if any off-policy correction is on."""
-    correction = correction_of(algorithm)
+    correction = get_off_policy_correction(algorithm)
     switches = (
         correction.tis_ratio_type,
         correction.sequence_mask_metric,
@@ -161,7 +161,7 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
 # -- Sequences
 
 
-def longest_sequence(generator: GeneratorConfig) -> int:
+def max_sequence_length(generator: GeneratorConfig) -> int:
     """The most tokens that a sequence may have."""
     return generator.max_input_length + generator.sampling_params.max_generate_length
 
@@ -185,7 +185,7 @@ def runs_groups_independently(config: Config, *, evaluation: bool = False) -> bo
     return config.trainer.fully_async.enabled or takes_fastest or generator.rate_limit.enabled
 
 
-def evaluates(trainer: TrainerConfig) -> bool:
+def has_evaluation(trainer: TrainerConfig) -> bool:
     """True if training evaluates on data.val_data at any time."""
     return trainer.eval_before_train or trainer.eval_interval > 0
 
@@ -194,7 +194,7 @@ def evaluates(trainer: TrainerConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class Uses:
+class RunComponents:
     """The parts of a configuration that an entrypoint uses, and that must therefore be there."""
 
     train_data: bool = True
@@ -221,7 +221,7 @@ class SlotCounts:
     critic_colocated: bool
     reward_colocated: bool
     """Colocated with the policy, or with the engines if there is no policy."""
-    time_shared: bool
+    engines_colocated: bool
     """Whether engines and learner take turns on the same slots."""
 
     @property
@@ -233,12 +233,12 @@ class SlotCounts:
 
     @property
     def total(self) -> int:
-        if self.time_shared:
+        if self.engines_colocated:
             return max(self.policy, self.engines)
         return self.policy + self.reference + self.critic + self.reward + self.engines
 
 
-def slots_per_engine(generator: GeneratorConfig) -> int:
+def gpus_per_engine(generator: GeneratorConfig) -> int:
     """Accelerators of one engine: tensor x pipeline parallel."""
     return generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
 
@@ -270,7 +270,7 @@ def count_slots(
     critic_colocated = with_critic and is_colocated(placement, "critic")
     reward_colocated = with_reward and is_colocated(placement, "reward") and (with_policy or with_engines)
     policy = num_ranks(placement, "policy") if with_policy else 0
-    engines = generator.num_inference_engines * slots_per_engine(generator) if with_engines else 0
+    engines = generator.num_inference_engines * gpus_per_engine(generator) if with_engines else 0
     return SlotCounts(
         policy=policy,
         reference=num_ranks(placement, "ref") if with_reference and not reference_colocated else 0,
@@ -280,33 +280,33 @@ def count_slots(
         reference_colocated=reference_colocated,
         critic_colocated=critic_colocated,
         reward_colocated=reward_colocated,
-        time_shared=placement.colocate_all and bool(policy) and bool(engines),
+        engines_colocated=placement.colocate_all and bool(policy) and bool(engines),
     )
 
 
-def slots_of(config: Config, uses: Uses) -> SlotCounts:
+def count_run_slots(config: Config, components: RunComponents) -> SlotCounts:
     """Return the slots of the run. What a plugin's algorithm needs counts once the plugin is imported."""
     algorithm = config.trainer.algorithm
-    reference = needs_reference(algorithm) if uses.engines else sft_needs_reference(algorithm)
+    reference = needs_reference(algorithm) if components.engines else sft_needs_reference(algorithm)
     return count_slots(
         config.trainer.placement,
         config.generator,
-        with_policy=uses.learner,
-        with_reference=uses.learner and reference,
-        with_critic=uses.learner and uses.engines and needs_critic(config.trainer),
-        with_reward=uses.rewards and config.trainer.reward.model.path is not None,
-        with_engines=uses.engines and config.generator.run_engines_locally,
+        with_policy=components.learner,
+        with_reference=components.learner and reference,
+        with_critic=components.learner and components.engines and needs_critic(config.trainer),
+        with_reward=components.rewards and config.trainer.reward.model.path is not None,
+        with_engines=components.engines and config.generator.run_engines_locally,
     )
 
 
-def num_hosts(config: Config, uses: Uses) -> int:
+def num_environment_hosts(config: Config, components: RunComponents) -> int:
     """Environment hosts of the run: 0 where it has no environments, or they run beside the driver."""
-    return config.environment.hosts if uses.rewards else 0
+    return config.environment.hosts if components.rewards else 0
 
 
-def cpus_of_hosts(config: Config, uses: Uses) -> float:
+def environment_host_cpus(config: Config, components: RunComponents) -> float:
     """CPUs of the cluster that the run's environment hosts take from its slots."""
-    return num_hosts(config, uses) * config.environment.host_cpus
+    return num_environment_hosts(config, components) * config.environment.host_cpus
 
 
 # -- Weight syncs
@@ -317,12 +317,12 @@ def has_colocated_engines(config: Config) -> bool:
     return config.trainer.placement.colocate_all and config.generator.run_engines_locally
 
 
-def shares_memory(config: Config) -> bool:
+def shares_gpu_memory(config: Config) -> bool:
     """True if engines and learner take turns on the same accelerators."""
     return config.device == "cuda" and has_colocated_engines(config)
 
 
-def weight_route(config: Config, *, one_node: bool = True) -> str:
+def resolve_weight_sync_route(config: Config, *, is_single_node: bool = True) -> str:
     """The configured route, or for `auto` the fastest one of engines that support all.
 
     That is "ipc" (shared memory) if each engine is colocated with a trainer rank, else "broadcast" (the network).
@@ -334,14 +334,14 @@ def weight_route(config: Config, *, one_node: bool = True) -> str:
     if generator.weight_sync_route != "auto":
         return generator.weight_sync_route
     if config.device == "cpu":  # all engines read rank 0's memory
-        can_share = one_node and placement.policy_num_nodes == 1
+        can_share = is_single_node and placement.policy_num_nodes == 1
     else:
-        can_share = generator.num_inference_engines * slots_per_engine(generator) <= num_ranks(placement, "policy")
+        can_share = generator.num_inference_engines * gpus_per_engine(generator) <= num_ranks(placement, "policy")
     # The route shares memory by memfd, which only Linux has.
     return "ipc" if has_colocated_engines(config) and can_share and sys.platform == "linux" else "broadcast"
 
 
-def wants_adapter(config: Config) -> bool:
+def prefers_adapter_sync(config: Config) -> bool:
     """True if engines that support it should get the policy's adapter separately instead of merged into the model.
 
     `auto`: only if merging into the engines' dtype would round most of the adapter away. In float32 it does not, and
@@ -352,14 +352,14 @@ def wants_adapter(config: Config) -> bool:
     return lora.rank > 0 and wanted[lora.sync]
 
 
-def replaces_weights(config: Config) -> bool:
+def sync_replaces_all_weights(config: Config) -> bool:
     """True if every sync replaces all that an engine holds as weights, so that it need not keep them until then.
 
     It does not where only changes are sent, nor does it replace adapters that an engine has a place for.
     """
     generator = config.generator
-    partial = generator.weight_sync_only_changed or wants_adapter(config)
-    return shares_memory(config) and not partial and "max_lora_rank" not in generator.engine_init_kwargs
+    partial = generator.weight_sync_only_changed or prefers_adapter_sync(config)
+    return shares_gpu_memory(config) and not partial and "max_lora_rank" not in generator.engine_init_kwargs
 
 
 def sleep_level(config: Config) -> int:
@@ -367,4 +367,4 @@ def sleep_level(config: Config) -> int:
 
     At level 2 they give up their weights, of which vLLM would keep a copy at level 1.
     """
-    return 2 if replaces_weights(config) else 1
+    return 2 if sync_replaces_all_weights(config) else 1

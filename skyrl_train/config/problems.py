@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import visible
+from skyrl_train.terminal import escape_control_chars
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Problem:
     advice: str = ""
 
     def __str__(self) -> str:
-        return one_line(f"{self.key}={show(self.value)}: must be {self.allowed}. {self.advice}")
+        return one_line(f"{self.key}={format_value(self.value)}: must be {self.allowed}. {self.advice}")
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class UnknownKey(Problem):
     """A key that nothing reads."""
 
     def __str__(self) -> str:
-        return one_line(f"{self.key}={show(self.value)}: unknown key. {self.advice}")
+        return one_line(f"{self.key}={format_value(self.value)}: unknown key. {self.advice}")
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is written on the command line, without the contents of credential variables; long ones are cut."""
     value = redact(value)
     if value is None or isinstance(value, bool):
@@ -46,10 +46,10 @@ def show(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """The text with line breaks and control characters written out, and no secret: it may quote anything typed."""
-    return visible(redact(text).rstrip())
+    return escape_control_chars(redact(text).rstrip())
 
 
-def raise_all(problems: Iterable[Problem | ConfigError]) -> None:
+def raise_problems(problems: Iterable[Problem | ConfigError]) -> None:
     """Raise one ConfigError that lists every problem, a line each; nothing if there are none."""
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     if lines:

@@ -91,36 +91,36 @@ class Range:
 
     low: float
     high: float = math.inf
-    above: bool = False
-    below: bool = False
-    or_zero: bool = False
+    exclusive_low: bool = False
+    exclusive_high: bool = False
+    allow_zero: bool = False
     """0 is in it too."""
 
     def __contains__(self, value: float) -> bool:
-        if self.or_zero and value == 0:
+        if self.allow_zero and value == 0:
             return True
-        left = value > self.low if self.above else value >= self.low
-        return left and (value < self.high if self.below else value <= self.high)
+        left = value > self.low if self.exclusive_low else value >= self.low
+        return left and (value < self.high if self.exclusive_high else value <= self.high)
 
     def __str__(self) -> str:
-        left = f"{'0 or ' if self.or_zero else ''}{'more than' if self.above else 'at least'} {self.low:g}"
-        right = f" and {'less than' if self.below else 'at most'} {self.high:g}"
+        left = f"{'0 or ' if self.allow_zero else ''}{'more than' if self.exclusive_low else 'at least'} {self.low:g}"
+        right = f" and {'less than' if self.exclusive_high else 'at most'} {self.high:g}"
         return left if self.high == math.inf else left + right
 
 
 AT_LEAST_ONE = Range(1)
-NOT_NEGATIVE = Range(0)
-POSITIVE = Range(0, above=True)
+NON_NEGATIVE = Range(0)
+POSITIVE = Range(0, exclusive_low=True)
 FRACTION = Range(0, 1)
-POSITIVE_FRACTION = Range(0, 1, above=True)
-MINUS_ONE_OR_MORE = Range(-1)
-REPETITION_PENALTY = Range(0.01, 100)
-TEMPERATURE = Range(0.01, or_zero=True)
+POSITIVE_FRACTION = Range(0, 1, exclusive_low=True)
+AT_LEAST_MINUS_ONE = Range(-1)
+REPETITION_PENALTY_RANGE = Range(0.01, 100)
+TEMPERATURE_RANGE = Range(0.01, allow_zero=True)
 """Of sampling: 0 is greedy. Logits divided by less than 0.01 overflow, and vLLM would use 0.01 instead."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class KeyMetadata:
     """The metadata of a field."""
 
     range: Range | None = None
@@ -141,16 +141,16 @@ class Facts:
     """SkyRL's default, where ours is another one: recipes spell theirs out, which says nothing about the run."""
 
 
-NO_FACTS = Facts()
+NO_METADATA = KeyMetadata()
 
 
-def key(default: Any = MISSING, *, factory: Any = MISSING, **facts: Any) -> Any:
+def config_field(default: Any = MISSING, *, factory: Any = MISSING, **metadata: Any) -> Any:
     """A dataclass field with Facts. `aliases` may be a single one instead of a tuple."""
-    if isinstance(facts.get("aliases"), str):
-        facts["aliases"] = (facts["aliases"],)
-    return dataclasses.field(default=default, default_factory=factory, metadata={"facts": Facts(**facts)})
+    if isinstance(metadata.get("aliases"), str):
+        metadata["aliases"] = (metadata["aliases"],)
+    return dataclasses.field(default=default, default_factory=factory, metadata={"facts": KeyMetadata(**metadata)})
 
 
-def facts_of(item: dataclasses.Field[Any]) -> Facts:
+def get_metadata(item: dataclasses.Field[Any]) -> KeyMetadata:
     """The facts of a field; those of a plain one are empty."""
-    return item.metadata.get("facts", NO_FACTS)
+    return item.metadata.get("facts", NO_METADATA)

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.keys import value_at, with_value_at
-from skyrl_train.config.problems import Problem, one_line, show
+from skyrl_train.config.keys import get_value, replace_value
+from skyrl_train.config.problems import Problem, one_line, format_value
 from skyrl_train.config.schema import Config
 
 
@@ -30,7 +30,7 @@ class SkyRLKey:
     """
 
     advice: str
-    accepted: tuple[Any, ...] | None = None
+    accepted_values: tuple[Any, ...] | None = None
 
 
 _ROUTER = "The model's own router is used as it is configured."
@@ -154,7 +154,7 @@ _ONLY_SPEED = re.compile(
 
 
 @functools.cache
-def skyrl_key(name: str) -> SkyRLKey | None:
+def find_skyrl_key(name: str) -> SkyRLKey | None:
     """The entry of a key, or of the innermost section of SKYRL_KEYS that it lies in."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
@@ -165,28 +165,28 @@ def skyrl_key(name: str) -> SkyRLKey | None:
     return None
 
 
-def take_skyrl_keys(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def pop_skyrl_keys(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Remove the keys of SKYRL_KEYS from nested plain values, and the sections that this leaves empty."""
     for name in list(content):
         key, value = f"{prefix}{name}", content[name]
         has_keys = isinstance(value, dict) and bool(value)
         if has_keys:
-            yield from take_skyrl_keys(value, f"{key}.")
-        if skyrl_key(key) is not None and not has_keys:
+            yield from pop_skyrl_keys(value, f"{key}.")
+        if find_skyrl_key(key) is not None and not has_keys:
             yield key, value
-        if (has_keys and not value) or (skyrl_key(key) is not None and not has_keys):
+        if (has_keys and not value) or (find_skyrl_key(key) is not None and not has_keys):
             del content[name]
 
 
-def problems_of(taken: Iterable[tuple[str, Any]], config: Config) -> Iterator[Problem]:
+def find_skyrl_key_problems(taken: Iterable[tuple[str, Any]], config: Config) -> Iterator[Problem]:
     """Yield what would change results and cannot be honoured."""
     for key, value in taken:
-        entry = skyrl_key(key)
-        if entry is None or entry.accepted is None:
+        entry = find_skyrl_key(key)
+        if entry is None or entry.accepted_values is None:
             continue
-        accepted = [_followed(one, config) for one in entry.accepted]
+        accepted = [_follow_interpolation(one, config) for one in entry.accepted_values]
         if value not in accepted:
-            yield Problem(key, value, " or ".join(show(one) for one in accepted), entry.advice)
+            yield Problem(key, value, " or ".join(format_value(one) for one in accepted), entry.advice)
     if config.trainer.strategy == "megatron":
         yield from _pass_through_problems(config)
 
@@ -202,26 +202,26 @@ def _pass_through_problems(config: Config) -> Iterator[Problem]:
             given["optimizer_config_kwargs"] = optimizer
         for name, advice in given.items():
             for key, value in getattr(megatron, name).items():
-                entry = skyrl_key(f"{section}.{key}")
-                is_accepted = entry is not None and (entry.accepted is None or value in entry.accepted)
+                entry = find_skyrl_key(f"{section}.{key}")
+                is_accepted = entry is not None and (entry.accepted_values is None or value in entry.accepted_values)
                 if not is_accepted and not _ONLY_SPEED.search(key):
                     yield Problem(f"{section}.{name}.{key}", value, "left out with strategy=megatron", advice)
 
 
-def notes_of(taken: Iterable[tuple[str, Any]]) -> Iterator[str]:
+def describe_ignored_skyrl_keys(taken: Iterable[tuple[str, Any]]) -> Iterator[str]:
     """Yield a line for all keys without effect that have the same advice."""
     by_advice: dict[str, list[str]] = {}
     for key, value in taken:
-        entry = skyrl_key(key)
-        if entry is not None and entry.accepted is None:
-            by_advice.setdefault(entry.advice, []).append(f"{key}={show(value)}")
+        entry = find_skyrl_key(key)
+        if entry is not None and entry.accepted_values is None:
+            by_advice.setdefault(entry.advice, []).append(f"{key}={format_value(value)}")
     for advice, keys in by_advice.items():
         yield one_line(f"{', '.join(keys)}: no effect here. {advice}")
 
 
-def _followed(value: Any, config: Config) -> Any:
+def _follow_interpolation(value: Any, config: Config) -> Any:
     is_reference = isinstance(value, str) and value.startswith("${")
-    return value_at(config, value[2:-1]) if is_reference else value
+    return get_value(config, value[2:-1]) if is_reference else value
 
 
 # -- Sizes of recipes, in the terms of this package
@@ -237,18 +237,18 @@ def resolve_megatron(config: Config) -> tuple[Config, list[str]]:
     if config.trainer.strategy != "megatron":
         return config, []
     notes = ["trainer.strategy=megatron -> fsdp2: models are sharded over all ranks of a role."]
-    config = with_value_at(config, "trainer.strategy", "fsdp2")
+    config = replace_value(config, "trainer.strategy", "fsdp2")
     for role in _ROLES:
-        for kind, key, size, reason in _moves(config, role):
+        for kind, key, size, reason in _map_megatron_sizes(config, role):
             theirs = f"trainer.{role}.megatron_config.{kind}_parallel_size"
-            notes.append(f"{theirs}={value_at(config, theirs)} -> {key}{'' if size is None else f'={size}'}{reason}.")
-            config = with_value_at(config, theirs, None if kind == "expert_tensor" and role == "policy" else 1)
+            notes.append(f"{theirs}={get_value(config, theirs)} -> {key}{'' if size is None else f'={size}'}{reason}.")
+            config = replace_value(config, theirs, None if kind == "expert_tensor" and role == "policy" else 1)
             if size is not None:
-                config = with_value_at(config, key, size)
+                config = replace_value(config, key, size)
     return config, notes
 
 
-def _moves(config: Config, role: str) -> Iterator[tuple[str, str, int | None, str]]:
+def _map_megatron_sizes(config: Config, role: str) -> Iterator[tuple[str, str, int | None, str]]:
     """(Megatron's kind of parallelism, what it becomes here, its size, why); without a size, ranks of FSDP2."""
     section = getattr(config.trainer, role)
     megatron = section.megatron_config
@@ -283,7 +283,7 @@ def _why_no_tensor_parallelism(config: Config, role: str, context: int, experts:
     return "layers are compiled" if config.trainer.policy.use_torch_compile else ""
 
 
-def resolve_engine_copies(config: Config) -> tuple[Config, list[str]]:
+def resolve_engine_data_parallel(config: Config) -> tuple[Config, list[str]]:
     """Make data-parallel copies inside an engine engines of their own, with the same accelerators and samples."""
     generator = config.generator
     copies, ranks = generator.inference_engine_data_parallel_size, generator.inference_engine_tensor_parallel_size
@@ -299,5 +299,5 @@ def resolve_engine_copies(config: Config) -> tuple[Config, list[str]]:
         changes["inference_engine_expert_parallel_size"] = ranks
         note += f", each with its experts on its {ranks} ranks" if ranks > 1 else ", each with all experts"
     for key, value in changes.items():
-        config = with_value_at(config, f"generator.{key}", value)
+        config = replace_value(config, f"generator.{key}", value)
     return config, [f"{note}."]

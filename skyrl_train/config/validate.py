@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import CHAT_TEMPLATES
-from skyrl_train.config.convert import Unfit, convert
-from skyrl_train.config.keys import leaves, value_at
+from skyrl_train.config.value_parsing import InvalidValue, convert_value
+from skyrl_train.config.keys import value_keys, get_value
 from skyrl_train.config.predicates import (
     GROUP_ESTIMATORS,
     is_colocated,
@@ -19,22 +19,22 @@ from skyrl_train.config.predicates import (
     needs_reference,
     num_ranks,
 )
-from skyrl_train.config.problems import Problem, show
+from skyrl_train.config.problems import Problem, format_value
 from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
-from skyrl_train.config.secrets import has_password
-from skyrl_train.config.section import Facts
-from skyrl_train.config.sources import address_problem, addresses, without_credentials
-from skyrl_train.registry import unknown
+from skyrl_train.config.redaction import contains_password
+from skyrl_train.config.section import KeyMetadata
+from skyrl_train.config.locations import find_uri_problem, list_uris, redact_uri
+from skyrl_train.registry import unknown_name_message
 
-OPEN_TO_PLUGINS = frozenset(name for name, key in leaves().items() if key.facts.plugins)
+PLUGIN_KEYS = frozenset(name for name, key in value_keys().items() if key.metadata.plugins)
 """Keys whose names modules of `trainer.plugins` may register: checked when those are imported."""
 
-SANDBOX_END_S = 10.0
+SANDBOX_SHUTDOWN_S = 10.0
 """Time (seconds) that a killed sandbox may take to end."""
 
-LATE = "Episodes would fail as timeouts, and their processes be killed."
+STEP_DEADLINE_ADVICE = "Episodes would fail as timeouts, and their processes be killed."
 
-_KINDS = {
+_PARALLELISM_KINDS = {
     "sequence": "runs a part of every sequence",
     "tensor": "has a part of every layer",
     "expert": "has some of every layer's experts",
@@ -42,53 +42,53 @@ _KINDS = {
 """Kinds of parallelism -> what a rank of its group does."""
 
 
-def validate(config: Config, open_to_names: bool = False) -> list[Problem]:
+def validate(config: Config, allow_unregistered_names: bool = False) -> list[Problem]:
     """Every problem of a resolved configuration (see device.resolve_device), at once; raises nothing.
 
     `open_to_names`: the keys of OPEN_TO_PLUGINS may have names that are only registered later.
     """
     if wrong := list(_wrong_types(config)):  # the rest would compare text with numbers
         return wrong
-    return [*_out_of_range(config), *_not_a_choice(config, open_to_names), *_combinations(config)]
+    return [*_out_of_range(config), *_not_a_choice(config, allow_unregistered_names), *_combinations(config)]
 
 
 def _wrong_types(config: Config) -> Iterator[Problem]:
     """Values that do not fit their types, in a configuration that was made in Python and not by `load`."""
-    for name, key in leaves().items():
-        value = value_at(config, name)
+    for name, key in value_keys().items():
+        value = get_value(config, name)
         try:
-            convert(value, key.hint)
-        except Unfit as unfit:
+            convert_value(value, key.type_hint)
+        except InvalidValue as unfit:
             yield Problem(name, value, unfit.allowed, unfit.advice)
 
 
 def _out_of_range(config: Config) -> Iterator[Problem]:
-    for name, key in leaves().items():
-        if (allowed := key.facts.range) is not None:
-            for item in _items(value_at(config, name)):
+    for name, key in value_keys().items():
+        if (allowed := key.metadata.range) is not None:
+            for item in _items(get_value(config, name)):
                 if _is_number(item) and item not in allowed:
                     yield Problem(name, item, str(allowed))
 
 
-def _not_a_choice(config: Config, open_to_names: bool) -> Iterator[Problem]:
-    for name, key in leaves().items():
-        facts, value = key.facts, value_at(config, name)
-        if facts.choices is None or (facts.plugins and (open_to_names or config.trainer.plugins)):
+def _not_a_choice(config: Config, allow_unregistered_names: bool) -> Iterator[Problem]:
+    for name, key in value_keys().items():
+        metadata, value = key.metadata, get_value(config, name)
+        if metadata.choices is None or (metadata.plugins and (allow_unregistered_names or config.trainer.plugins)):
             continue
         for item in _items(value):
-            if item not in facts.choices:
-                known = sorted(map(show, facts.choices))
+            if item not in metadata.choices:
+                known = sorted(map(format_value, metadata.choices))
                 words = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
-                yield Problem(name, value, words, _why_no_choice(facts, name, item, known))
+                yield Problem(name, value, words, _why_no_choice(metadata, name, item, known))
 
 
-def _why_no_choice(facts: Facts, name: str, item: Any, known: list[str]) -> str:
+def _why_no_choice(metadata: KeyMetadata, name: str, item: Any, known: list[str]) -> str:
     """Why this version refuses it, or what was probably meant."""
-    if isinstance(facts.unavailable, str) and facts.unavailable:
-        return facts.unavailable
-    _, _, hint = unknown(name, item, known).rpartition(". ")
+    if isinstance(metadata.unavailable, str) and metadata.unavailable:
+        return metadata.unavailable
+    _, _, hint = unknown_name_message(name, item, known).rpartition(". ")
     guess = hint if hint.startswith("Did you mean") else ""
-    return facts.unavailable.get(item, guess) if isinstance(facts.unavailable, Mapping) else guess
+    return metadata.unavailable.get(item, guess) if isinstance(metadata.unavailable, Mapping) else guess
 
 
 def _items(value: Any) -> list[Any]:
@@ -101,20 +101,20 @@ def _is_number(value: Any) -> bool:
 
 def _combinations(config: Config) -> Iterator[Problem]:
     yield from _algorithm(config)
-    yield from _one_way_to_write_bounds(config)
+    yield from _dppo_bounds(config)
     yield from _mini_batch(config.trainer, "policy")
-    yield from _samplers(config)
+    yield from _group_filters(config)
     yield from _conversations(config)
     trainer, placement = config.trainer, config.trainer.placement
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         key, value = "trainer.resume_path", trainer.resume_path
         yield Problem(key, value, "a checkpoint folder with trainer.resume_mode=from_path")
-    yield from _single("policy", num_ranks(placement, "policy"), trainer.strategy)
-    yield from role_problems(config)
+    yield from _single_rank_strategy("policy", num_ranks(placement, "policy"), trainer.strategy)
+    yield from find_role_problems(config)
     yield from _routing(config)
     yield from _router_loss(config)
     yield from _parallel(config)
-    yield from _zero(config)
+    yield from _deepspeed(config)
     yield from _accelerator(config)
     yield from _engine_shape(config)
     yield from _servers(config)
@@ -124,22 +124,22 @@ def _combinations(config: Config) -> Iterator[Problem]:
     if str(trainer.export_path).rstrip("/") == str(trainer.ckpt_path).rstrip("/"):
         allowed = "another folder than trainer.ckpt_path"
         yield Problem("trainer.export_path", trainer.export_path, allowed, "Both get folders called global_step_N.")
-    yield from _addresses(config)
+    yield from _uris(config)
 
 
-def _addresses(config: Config) -> Iterator[Problem]:
-    stored = dict(addresses(config))
+def _uris(config: Config) -> Iterator[Problem]:
+    stored = dict(list_uris(config))
     told = list(stored.values())
     for key, address in stored.items():
-        if (wrong := address_problem(address)) is not None:
-            yield Problem(key, without_credentials(address), *wrong)
-    for key in leaves():
-        if key not in stored and (value := value_at(config, key)) not in told and has_password(value):
+        if (wrong := find_uri_problem(address)) is not None:
+            yield Problem(key, redact_uri(address), *wrong)
+    for key in value_keys():
+        if key not in stored and (value := get_value(config, key)) not in told and contains_password(value):
             advice = "It would be in every copy of the configuration. Tokens are read from environment variables."
             yield Problem(key, value, "an address without name and password", advice)
 
 
-def _one_way_to_write_bounds(config: Config) -> Iterator[Problem]:
+def _dppo_bounds(config: Config) -> Iterator[Problem]:
     dppo, default = config.trainer.algorithm.dppo, DPPOConfig()
     if dppo.tv_threshold is not None and (dppo.delta_low, dppo.delta_high) != (default.delta_low, default.delta_high):
         advice = "It stands for delta_low and delta_high at once: give either it or these."
@@ -155,8 +155,8 @@ def _environment_deadlines(config: Config) -> Iterator[Problem]:
     deadlines["searchcode"].append("python_timeout")
     for name in deadlines.get(config.environment.env_class, []):
         key = f"environment.skyrl_gym.{config.environment.env_class}.{name}"
-        if (value := value_at(config, key)) >= limit:
-            yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", LATE)
+        if (value := get_value(config, key)) >= limit:
+            yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", STEP_DEADLINE_ADVICE)
     if config.environment.env_class != "tool_use":
         return
     for tool, settings in config.environment.skyrl_gym.tool_use.tool_settings.items():
@@ -164,10 +164,10 @@ def _environment_deadlines(config: Config) -> Iterator[Problem]:
             value = settings.get(name) if isinstance(settings, Mapping) else None
             if isinstance(value, int | float) and value >= limit:
                 key = f"environment.skyrl_gym.tool_use.tool_settings.{tool}.{name}"
-                yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", LATE)
+                yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", STEP_DEADLINE_ADVICE)
 
 
-def _zero(config: Config) -> Iterator[Problem]:
+def _deepspeed(config: Config) -> Iterator[Problem]:
     own = {"stage": "zero_stage", "offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
     for role in ("policy", "ref", "critic"):
         section = f"trainer.{role}.deepspeed_config"
@@ -192,7 +192,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.strategy", "megatron", "fsdp2", "Its tensor parallelism is tensor_parallel_size there.")
     for role, count in ranks.items():
         section = getattr(config.trainer, role)
-        for kind, what in _KINDS.items():
+        for kind, what in _PARALLELISM_KINDS.items():
             key, size = f"{kind}_parallel_size", getattr(section, f"{kind}_parallel_size")
             if size > 1 and count % size:
                 advice = f"Each of as many neighbouring ranks {what}."
@@ -226,23 +226,23 @@ def _router_loss(config: Config) -> Iterator[Problem]:
             yield Problem(key, coef, f"0, or {only}", why)
 
 
-def role_problems(config: Config) -> Iterator[Problem]:
+def find_role_problems(config: Config) -> Iterator[Problem]:
     """Yield what is wrong with the models that the algorithm needs besides the policy.
 
     A plugin's algorithm counts once it is registered, so this is called again after plugins are imported.
     """
     trainer, placement = config.trainer, config.trainer.placement
     if lacks_critic(trainer):
-        yield critic_problem(trainer)
+        yield missing_critic_problem(trainer)
     if needs_critic(trainer) and not placement.colocate_all:
         ranks = placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        yield from _single("critic", ranks, trainer.strategy)
+        yield from _single_rank_strategy("critic", ranks, trainer.strategy)
     if needs_critic(trainer):
         yield from _mini_batch(trainer, "critic")
-    yield from _own_ranks(config)
+    yield from _dedicated_ranks(config)
 
 
-def critic_problem(trainer: TrainerConfig) -> Problem:
+def missing_critic_problem(trainer: TrainerConfig) -> Problem:
     """What is wrong if `predicates.lacks_critic`."""
     advice = (
         f"advantage_estimator={trainer.algorithm.advantage_estimator} needs a critic: it asks for values. Usual is the "
@@ -251,13 +251,13 @@ def critic_problem(trainer: TrainerConfig) -> Problem:
     return Problem("trainer.critic.model.path", trainer.critic.model.path, "the path of a model", advice)
 
 
-def _single(role: str, ranks: int, strategy: str) -> Iterator[Problem]:
+def _single_rank_strategy(role: str, ranks: int, strategy: str) -> Iterator[Problem]:
     if strategy == "single" and ranks > 1:
         advice = f"The {role} has {ranks} ranks; set {role}_num_gpus_per_node and {role}_num_nodes to 1."
         yield Problem("trainer.strategy", "single", "fsdp2 with more than one rank", advice)
 
 
-def _own_ranks(config: Config) -> Iterator[Problem]:
+def _dedicated_ranks(config: Config) -> Iterator[Problem]:
     """Dedicated roles must have slots."""
     placement, algorithm = config.trainer.placement, config.trainer.algorithm
     apart = {
@@ -328,7 +328,7 @@ def _servers(config: Config) -> Iterator[Problem]:
         return
     urls = [str(url).rpartition("://")[2].rstrip("/") for url in getattr(generator, key)]
     given = getattr(generator, key)
-    if any("@" in url for url in urls) and not has_password(given):  # else it is a problem already
+    if any("@" in url for url in urls) and not contains_password(given):  # else it is a problem already
         shown = ["***@" + url.rpartition("@")[2] if "@" in url else url for url in urls]
         advice = "Tokens of servers are read from SKYRL_API_KEY."
         yield Problem(f"generator.{key}", shown, "addresses without name and password", advice)
@@ -351,9 +351,9 @@ def _environment(config: Config) -> Iterator[Problem]:
         if lcb.test_timeout_s > lcb.timeout_s:
             allowed = f"at most environment.skyrl_gym.lcb.timeout_s={lcb.timeout_s:g}"
             yield Problem("environment.skyrl_gym.lcb.test_timeout_s", lcb.test_timeout_s, allowed)
-        if lcb.timeout_s + SANDBOX_END_S > step:
-            allowed = f"at most {step - SANDBOX_END_S:g} with trainer.timeouts.environment_step_s={step:g}"
-            advice = f"Its sandbox may take {SANDBOX_END_S:g} s to end; then the step is killed, and nothing is scored."
+        if lcb.timeout_s + SANDBOX_SHUTDOWN_S > step:
+            allowed = f"at most {step - SANDBOX_SHUTDOWN_S:g} with trainer.timeouts.environment_step_s={step:g}"
+            advice = f"Its sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end; then the step is killed, and nothing is scored."
             yield Problem("environment.skyrl_gym.lcb.timeout_s", lcb.timeout_s, allowed, advice)
     if config.environment.env_class == "mini_swe":
         yield from _mini_swe(config)
@@ -365,12 +365,12 @@ def _mini_swe(config: Config) -> Iterator[Problem]:
         allowed = f"at most {section}.grading_timeout_s={swe.grading_timeout_s:g}"
         yield Problem(f"{section}.test_timeout_s", swe.test_timeout_s, allowed)
     step, needed = config.trainer.timeouts.environment_step_s, swe.command_timeout_s + swe.grading_timeout_s
-    if needed + SANDBOX_END_S > step:  # the command that submits is graded in the same step
+    if needed + SANDBOX_SHUTDOWN_S > step:  # the command that submits is graded in the same step
         allowed = (
-            f"at least {needed + SANDBOX_END_S:g} with {section}.command_timeout_s={swe.command_timeout_s:g} and "
+            f"at least {needed + SANDBOX_SHUTDOWN_S:g} with {section}.command_timeout_s={swe.command_timeout_s:g} and "
             f"{section}.grading_timeout_s={swe.grading_timeout_s:g}"
         )
-        advice = f"A sandbox may take {SANDBOX_END_S:g} s to end; then the step is killed, and nothing is scored."
+        advice = f"A sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end; then the step is killed, and nothing is scored."
         yield Problem("trainer.timeouts.environment_step_s", step, allowed, advice)
 
 
@@ -390,7 +390,7 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         return
     for kind in ("tensor", "pipeline", "expert"):
         key = f"generator.inference_engine_{kind}_parallel_size"
-        if (size := value_at(config, key)) != 1:
+        if (size := get_value(config, key)) != 1:
             advice = "One transformers engine has one accelerator: raise generator.num_inference_engines instead."
             yield Problem(key, size, "1 with generator.backend=transformers", advice)
 
@@ -454,7 +454,7 @@ def _algorithm(config: Config) -> Iterator[Problem]:
             yield Problem(f"trainer.{role}.optimizer_config.adam_betas", pair, "two numbers")
 
 
-def _samplers(config: Config) -> Iterator[Problem]:
+def _group_filters(config: Config) -> Iterator[Problem]:
     algorithm, generator, curriculum = config.trainer.algorithm, config.generator, config.data.curriculum
     longest = generator.sampling_params.max_generate_length
     if algorithm.overlong_buffer.len > longest:
@@ -510,7 +510,7 @@ def _bounds(config: Config) -> Iterator[Problem]:
         (f"{correction}.outlier_token_is_threshold_low", f"{correction}.outlier_token_is_threshold_high"),
         ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
     ):
-        least, most = (value_at(config, f"trainer.algorithm.{key}") for key in (low, high))
+        least, most = (get_value(config, f"trainer.algorithm.{key}") for key in (low, high))
         if least is not None and most is not None and least >= most:
             advice = "Between them lies what is kept: nothing would be."
             yield Problem(f"trainer.algorithm.{low}", least, f"less than {high}={most:g}", advice)

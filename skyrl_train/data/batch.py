@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.data.arrays import LogProbs, Span, Tokens, fresh, give_back
+from skyrl_train.data.token_arrays import LogProbs, Span, Tokens, lazy_zeros, trim_memory
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 
 TOKEN_FIELDS = (
@@ -51,13 +51,13 @@ SEQUENCE_FIELDS = (
     "sequence_advantages",
     "sequence_weights",
 )
-_READ_BY = {
+_UPDATE_FIELDS = {
     "policy": {"input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"}
     | {"loss_weights", "importance_weights", "selected", "routing"},
     "critic": {"input_ids", "loss_mask", "values", "returns", "loss_weights"},
 }
 """The token fields that the updates of a model read."""
-SCORED = ("input_ids", "loss_mask", "routing")
+LOGPROB_INPUT_FIELDS = ("input_ids", "loss_mask", "routing")
 """Those that a model reads to score tokens."""
 
 
@@ -110,7 +110,7 @@ class TrainBatch:
     importance_weights: Tensor | None = None
     """[T] float32: factor of an off-policy correction on the policy loss."""
     selected: Tensor | None = None
-    """[T] bool: tokens that a loss treats differently (see algorithms/selections.py)."""
+    """[T] bool: tokens that a loss treats differently (see algorithms/token_selection.py)."""
     routing: Tensor | None = None
     """[T, L, k] int16: the experts that a token's hidden state goes to in each layer that has some; -1 where the router
     chooses."""
@@ -138,10 +138,10 @@ class TrainBatch:
     @property
     def position_ids(self) -> Tensor:
         """[T] int64, restarting at 0 in every sequence."""
-        return torch.arange(len(self.input_ids), device=self.offsets.device) - self.per_token(self.offsets[:-1])
+        return torch.arange(len(self.input_ids), device=self.offsets.device) - self.expand_to_tokens(self.offsets[:-1])
 
     @property
-    def loss_tokens(self) -> Tensor:
+    def num_loss_tokens(self) -> Tensor:
         """[B] int64: how many tokens of each sequence are in the loss mask."""
         mask = self.loss_mask.cpu().numpy()
         counts = [np.count_nonzero(mask[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
@@ -150,19 +150,19 @@ class TrainBatch:
     @property
     def token_advantages(self) -> Tensor | None:
         """[T] float32: the advantage of each token, 0 on those that do not count; None before they are known."""
-        return self.advantages if self.advantages is not None else self._counting(self.sequence_advantages)
+        return self.advantages if self.advantages is not None else self._expand_masked(self.sequence_advantages)
 
     @property
     def token_weights(self) -> Tensor | None:
         """[T] float64: the weight of each token in the loss of its mini-batch; None before they are known."""
-        return self.loss_weights if self.loss_weights is not None else self._counting(self.sequence_weights)
+        return self.loss_weights if self.loss_weights is not None else self._expand_masked(self.sequence_weights)
 
-    def _counting(self, per_sequence: Tensor | None) -> Tensor | None:
+    def _expand_masked(self, per_sequence: Tensor | None) -> Tensor | None:
         """[B] -> [T], 0 on tokens that do not count."""
-        return None if per_sequence is None else torch.where(self.loss_mask, self.per_token(per_sequence), 0.0)
+        return None if per_sequence is None else torch.where(self.loss_mask, self.expand_to_tokens(per_sequence), 0.0)
 
     @property
-    def episodes_of_sequences(self) -> Tensor:
+    def sequence_to_episode(self) -> Tensor:
         """[B] int64, 0..E-1: the samples of this batch, its sequences or groups of them that belong to one episode."""
         if self.episode_ids is None:
             return torch.arange(len(self), device=self.offsets.device)
@@ -172,18 +172,18 @@ class TrainBatch:
     @property
     def episodes(self) -> EpisodeIndex:
         """The samples of this batch, and which of its tokens are theirs."""
-        of_sequence = self.episodes_of_sequences
-        count = len(self) if self.episode_ids is None else int(of_sequence.max()) + 1 if len(self) else 0
-        return EpisodeIndex(of_sequence, count, self)
+        sequence_to_episode = self.sequence_to_episode
+        count = len(self) if self.episode_ids is None else int(sequence_to_episode.max()) + 1 if len(self) else 0
+        return EpisodeIndex(sequence_to_episode, count, self)
 
-    def per_token(self, per_sequence: Tensor) -> Tensor:
+    def expand_to_tokens(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [T], each sequence's value on all of its tokens."""
         known = per_sequence.device.type == "cpu" and per_sequence.dtype != torch.bfloat16
         if known and not per_sequence.requires_grad:  # torch makes an index of all tokens
             return torch.from_numpy(np.repeat(per_sequence.numpy(), self.lengths.numpy()))
         return torch.repeat_interleave(per_sequence, self.lengths, output_size=len(self.input_ids))
 
-    def per_sequence_sum(self, per_token: Tensor) -> Tensor:
+    def sum_per_sequence(self, per_token: Tensor) -> Tensor:
         """[T] -> [B], summed within sequences."""
         zeros = torch.zeros(len(self), dtype=per_token.dtype, device=per_token.device)
         return zeros.index_add(0, self.sequence_ids, per_token)
@@ -197,22 +197,22 @@ class TrainBatch:
         rows = torch.as_tensor(rows, dtype=torch.int64)
         lengths = self.offsets[rows + 1] - self.offsets[rows]  # of these alone: each rank's part is made so
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return TrainBatch(offsets=offsets, **self._of_rows(rows, copy))
+        return TrainBatch(offsets=offsets, **self._select_fields(rows, copy))
 
-    def arrays(self, rows: Sequence[int], without: Collection[str]) -> dict[str, NDArray[Any]]:
+    def to_arrays(self, rows: Sequence[int], without: Collection[str]) -> dict[str, NDArray[Any]]:
         """What there is of the given sequences in the given order, by field, but for some fields: copies."""
-        picked = self._of_rows(torch.as_tensor(rows, dtype=torch.int64), True, without)
+        picked = self._select_fields(torch.as_tensor(rows, dtype=torch.int64), True, without)
         return {name: value.numpy() for name, value in picked.items()}
 
     def with_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> TrainBatch:
         """The same sequences with what `arrays` has returned for them in another process."""
         return replace(self, **_tensors(arrays))
 
-    def _of_rows(self, rows: Tensor, copy: bool, without: Collection[str] = ()) -> dict[str, Tensor]:
+    def _select_fields(self, rows: Tensor, copy: bool, without: Collection[str] = ()) -> dict[str, Tensor]:
         """By field, those that there are; `offsets` are not these rows' own."""
-        stretches = _stretches(self.offsets[rows].tolist(), self.offsets[rows + 1].tolist())
+        stretches = _merge_spans(self.offsets[rows].tolist(), self.offsets[rows + 1].tolist())
         return {
-            name: _taken(value, stretches, copy) if name in TOKEN_FIELDS else value[rows]
+            name: _take_spans(value, stretches, copy) if name in TOKEN_FIELDS else value[rows]
             for name, value in self._tensors().items()
             if name != "offsets" and name not in without
         }
@@ -227,13 +227,13 @@ class TrainBatch:
                 raise ValueError(f"{name}: must be one of {', '.join(TOKEN_FIELDS)}, for {len(self.input_ids)} tokens.")
         return replace(self, **tensors)  # type: ignore[arg-type]
 
-    def to_score(self) -> TrainBatch:
+    def select_logprob_inputs(self) -> TrainBatch:
         """The same sequences without what nobody reads who runs a model over their tokens."""
-        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in SCORED})
+        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in LOGPROB_INPUT_FIELDS})
 
-    def to_update(self, role: str) -> TrainBatch:
+    def select_update_inputs(self, role: str) -> TrainBatch:
         """The same sequences without what the updates of that model, "policy" or "critic", do not read."""
-        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in _READ_BY[role]})
+        return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in _UPDATE_FIELDS[role]})
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """A copy on that device, also if they are there already: what another process sent may be read-only memory."""
@@ -248,7 +248,7 @@ class TrainBatch:
         """By name, those that there are."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
-    def repeated_prompts(self) -> Tensor:
+    def shared_prompt_lengths(self) -> Tensor:
         """[B] length of the prompt that a sequence shares with the sequence before it, or 0 if their prompts differ.
 
         Prompts whose tokens went to different experts are different ones.
@@ -259,11 +259,11 @@ class TrainBatch:
         same = [False, *(all(torch.equal(x[one], x[other]) for x in read) for one, other in pairwise(places))]
         return torch.where(torch.tensor(same[: len(self)]), self.prompt_lengths, 0)
 
-    def split(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
+    def split_micro_batches(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
         """Consecutive micro-batches within both bounds; a sequence longer than the budget gets its own micro-batch."""
         return [self.select(rows) for rows in pack(self.lengths.tolist(), max_sequences, token_budget)]
 
-    def shard(self, ranks: int, cost: Tensor | None = None) -> list[list[int]]:
+    def partition(self, ranks: int, cost: Tensor | None = None) -> list[list[int]]:
         """Rows of each rank, balanced by `cost` [B] (default: tokens): the most expensive first, to the lightest rank.
 
         If there are fewer sequences than ranks, some ranks get none.
@@ -299,37 +299,37 @@ def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
 class EpisodeIndex:
     """Maps the B sequences and T tokens of a batch to its E samples."""
 
-    of_sequence: Tensor
+    sequence_to_episode: Tensor
     """[B] int64, 0..E-1"""
-    count: int
+    num_episodes: int
     batch: TrainBatch
 
     @cached_property
-    def of_token(self) -> Tensor:
+    def token_to_episode(self) -> Tensor:
         """[T] int64, 0..E-1"""
-        return self.batch.per_token(self.of_sequence)
+        return self.batch.expand_to_tokens(self.sequence_to_episode)
 
     @property
-    def loss_tokens(self) -> Tensor:
+    def num_loss_tokens(self) -> Tensor:
         """[E] int64: how many tokens of each sample are in the loss mask."""
-        return self.of_sequence.new_zeros(self.count).index_add(0, self.of_sequence, self.batch.loss_tokens)
+        return self.sequence_to_episode.new_zeros(self.num_episodes).index_add(0, self.sequence_to_episode, self.batch.num_loss_tokens)
 
-    def first(self, per_sequence: Tensor) -> Tensor:
+    def first_per_episode(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [E], for a value that all sequences of an episode share."""
-        result = per_sequence.new_zeros(self.count)
-        return result.index_copy(0, self.of_sequence, per_sequence)
+        result = per_sequence.new_zeros(self.num_episodes)
+        return result.index_copy(0, self.sequence_to_episode, per_sequence)
 
-    def sums(self, per_token: Tensor) -> Tensor:
+    def sum_per_episode(self, per_token: Tensor) -> Tensor:
         """[T] -> [E], summed within samples."""
-        zeros = torch.zeros(self.count, dtype=per_token.dtype, device=per_token.device)
-        return zeros.index_add(0, self.of_token, per_token)
+        zeros = torch.zeros(self.num_episodes, dtype=per_token.dtype, device=per_token.device)
+        return zeros.index_add(0, self.token_to_episode, per_token)
 
 
 _ROUNDING = 1e-9
 """Relative difference between a reward and the sum of its parts."""
-MANY = 1_000_000
+TRIM_MEMORY_TOKENS = 1_000_000
 """Tokens of a batch for which it is worth to give back the memory that they had before."""
-MAX_REACH = 4
+MAX_ATTENDED_RATIO = 4
 """Bounds the keys and values of attention, which are kept for all tokens of a row, including shared ones."""
 
 
@@ -337,7 +337,7 @@ def pack(
     lengths: Sequence[int],
     max_sequences: int | None,
     token_budget: int | None,
-    repeated: Sequence[int] | None = None,
+    shared_prompt_lengths: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Pack consecutive rows into bins, each bounded by a number of sequences and a number of tokens.
 
@@ -348,10 +348,10 @@ def pack(
     bins: list[list[int]] = []
     used = whole = 0
     for row, length in enumerate(lengths):
-        more = length - repeated[row] if repeated else length
+        more = length - shared_prompt_lengths[row] if shared_prompt_lengths else length
         full = not bins or (max_sequences is not None and len(bins[-1]) >= max_sequences)
         if token_budget is not None:
-            full = full or used + more > token_budget or whole + length > MAX_REACH * token_budget
+            full = full or used + more > token_budget or whole + length > MAX_ATTENDED_RATIO * token_budget
         if full:
             bins.append([])
             used, whole, more = 0, 0, length
@@ -360,7 +360,7 @@ def pack(
     return bins
 
 
-def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
+def concat_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches. Raises ValueError for an optional tensor that is neither in all of them nor in none."""
     joined: dict[str, Tensor | None] = {}
     for name in (*TOKEN_FIELDS, *SEQUENCE_FIELDS):
@@ -373,12 +373,12 @@ def cat(batches: Sequence[TrainBatch]) -> TrainBatch:
     return TrainBatch(**joined)  # type: ignore[arg-type]
 
 
-def _taken(tokens: Tensor, stretches: Sequence[Span], copy: bool) -> Tensor:
+def _take_spans(tokens: Tensor, stretches: Sequence[Span], copy: bool) -> Tensor:
     parts = [tokens[start:stop] for start, stop in stretches] or [tokens[:0]]
     return parts[0] if len(parts) == 1 and not copy else torch.cat(parts)
 
 
-def _stretches(starts: Sequence[int], stops: Sequence[int]) -> list[Span]:
+def _merge_spans(starts: Sequence[int], stops: Sequence[int]) -> list[Span]:
     """The tokens of rows that start and stop there; those of consecutive rows are one stretch."""
     found: list[Span] = []
     for start, stop in zip(starts, stops, strict=True):
@@ -411,13 +411,13 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
     offsets = np.concatenate(([0], np.cumsum([row.length for row in rows])))
     known = all(len(item.logprobs) == len(item.response_ids) for _, item in trajectories)
     total = int(offsets[-1])
-    ids, mask = fresh(total, np.int32), fresh(total, np.bool_)
-    logprobs = fresh(total, np.float32) if known else None
-    rewards = fresh(total, np.float32) if token_rewards else None
+    ids, mask = lazy_zeros(total, np.int32), lazy_zeros(total, np.bool_)
+    logprobs = lazy_zeros(total, np.float32) if known else None
+    rewards = lazy_zeros(total, np.float32) if token_rewards else None
     for row, begin in zip(rows, offsets.tolist(), strict=False):
         row.write(begin, ids, mask, logprobs, rewards)
-    if total > MANY:
-        give_back()
+    if total > TRIM_MEMORY_TOKENS:
+        trim_memory()
     items = [row.item for row in rows]
     return TrainBatch(
         input_ids=torch.from_numpy(ids),
@@ -433,7 +433,7 @@ def collate(groups: Sequence[TrajectoryGroup], *, token_rewards: bool = True) ->
         rollout_logprobs=None if logprobs is None else torch.from_numpy(logprobs),
         token_rewards=None if rewards is None else torch.from_numpy(rewards),
         episode_ids=torch.tensor([row.episode for row in rows]) if len(rows) > len(trajectories) else None,
-        routing=_routing(trajectories, offsets.tolist()),
+        routing=_collate_routing(trajectories, offsets.tolist()),
     )
 
 
@@ -486,13 +486,13 @@ class _Row(NamedTuple):
                 item.logprobs = logprobs[response:end]
 
 
-def _routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[int]) -> Tensor | None:
+def _collate_routing(trajectories: Sequence[tuple[int, Trajectory]], offsets: Sequence[int]) -> Tensor | None:
     """TrainBatch.routing of sequences with these offsets; None if no engine told."""
     known = next((one for _, item in trajectories for one in item.routing if len(one)), None)
     if known is None:
         return None
     shape = known.shape[1:]
-    routing = fresh(offsets[-1] * math.prod(shape), np.int16).reshape(-1, *shape)
+    routing = lazy_zeros(offsets[-1] * math.prod(shape), np.int16).reshape(-1, *shape)
     row = 0
     for _, item in trajectories:
         count = 1 + len(item.restarts)
@@ -542,7 +542,7 @@ def rewards_by_token(item: Trajectory) -> dict[int, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Demonstration:
+class SFTExample:
     """One conversation as L tokens."""
 
     input_ids: list[int]
@@ -551,7 +551,7 @@ class Demonstration:
     """[L], True on the assistant's tokens, including the token that ends its turn."""
 
 
-def demonstration_batch(rows: Sequence[Demonstration]) -> TrainBatch:
+def collate_sft_examples(rows: Sequence[SFTExample]) -> TrainBatch:
     """Concatenate demonstrations; each is a separate group, with temperature 1 and no rewards."""
     count = len(rows)
     lengths = torch.tensor([len(row.input_ids) for row in rows])

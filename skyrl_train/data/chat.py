@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from skyrl_train.data.arrays import token_array
-from skyrl_train.data.content_check import REASONING_FIELDS, ContentCheck, squash
-from skyrl_train.data.control_tokens import ANSWER, MarkingTemplate, marking_template
-from skyrl_train.data.messages import Message, continues_message, normal_message
-from skyrl_train.data.reasoning import CLOSES, CLOSING, final_answer, opening_at_end
-from skyrl_train.data.vocabulary import decode_continuation
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.data.content_check import REASONING_FIELDS, ContentCheck, remove_whitespace
+from skyrl_train.data.control_tokens import ASSISTANT_PLACEHOLDER, MarkingTemplate, get_marking_template
+from skyrl_train.data.messages import Message, continues_last_message, normalize_message
+from skyrl_train.data.reasoning import CLOSE_MARKERS, CLOSE_MARKER_PATTERN, final_answer, find_trailing_opening
+from skyrl_train.data.token_texts import decode_continuation
 from skyrl_train.errors import DataError
 
 _OPENING_TOKENS = 64
@@ -28,21 +28,21 @@ _OPENING_TOKENS = 64
 
 
 @dataclass(slots=True)
-class LastRendered:
+class RenderedPrefix:
     """How a conversation was rendered last, up to the header of an answer: the next time its text begins so, unless the
     template writes it anew. That is all there is to know of the text, which may be long, of thousands of conversations.
     """
 
-    messages: int | None = None
+    num_messages: int | None = None
     length: int = 0
-    hashed: int = 0
+    text_hash: int = 0
 
-    def note(self, messages: int, text: str) -> None:
-        self.messages, self.length, self.hashed = messages, len(text), hash(text)
+    def record(self, num_messages: int, text: str) -> None:
+        self.num_messages, self.length, self.text_hash = num_messages, len(text), hash(text)
 
-    def begins(self, messages: int, text: str) -> bool:
+    def is_prefix_of(self, num_messages: int, text: str) -> bool:
         """Whether so many messages were rendered, to what `text` begins with."""
-        return self.messages == messages and hash(text[: self.length]) == self.hashed
+        return self.num_messages == num_messages and hash(text[: self.length]) == self.text_hash
 
 
 def render_prompt(
@@ -50,7 +50,7 @@ def render_prompt(
     messages: Sequence[Message],
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
-    last: LastRendered | None = None,
+    prefix: RenderedPrefix | None = None,
     continue_final_message: bool | None = None,
 ) -> list[int]:
     """Return the ids that the model's answer to `messages` follows.
@@ -67,12 +67,12 @@ def render_prompt(
     Raises:
         DataError: The template rejects the messages, or does not write all that they say.
     """
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     if continue_final_message is None:
-        continue_final_message = continues_message(messages)
-    text = chat.checked("continue" if continue_final_message else "open")
-    if last is not None and not continue_final_message:
-        last.note(len(messages), text)
+        continue_final_message = continues_last_message(messages)
+    text = chat.render_checked("continue" if continue_final_message else "open")
+    if prefix is not None and not continue_final_message:
+        prefix.record(len(messages), text)
     return chat.encode(text)
 
 
@@ -81,24 +81,24 @@ def render_text(
     messages: Sequence[Message],
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
-    way: str = "open",
+    mode: str = "open",
 ) -> str:
     """Return `messages` as text: "open" for an answer, "continue" to go on with the last message, or "closed".
 
     Raises DataError if the template rejects the messages, or does not write all that they say.
     """
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    return chat.template.controls.unmarked(chat.checked(way))
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    return chat.template.controls.unmark(chat.render_checked(mode))
 
 
 def render_continuation(
     tokenizer: Any,
     messages: Sequence[Message],
-    answers: Sequence[int],
+    assistant_indices: Sequence[int],
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
     verbatim: bool = False,
-    last: LastRendered | None = None,
+    prefix: RenderedPrefix | None = None,
 ) -> list[int] | None:
     """Ids between the last answer and the next one: the end of its turn, the messages after it, the next header.
 
@@ -110,16 +110,16 @@ def render_continuation(
     Raises DataError if it rejects the messages.
     """
     if not verbatim:
-        own = set(answers)
+        own = set(assistant_indices)
         messages = [
-            {**message, "content": ANSWER} if place in own else message for place, message in enumerate(messages)
+            {**message, "content": ASSISTANT_PLACEHOLDER} if place in own else message for place, message in enumerate(messages)
         ]
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    between = chat.after_answer(answers[-1], last)
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    between = chat.after_answer(assistant_indices[-1], prefix)
     return None if between is None else chat.encode(between)
 
 
-def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
+def template_rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> bool:
     """Whether the template renders earlier turns differently once a conversation continues; some drop old reasoning.
 
     Raises DataError if it rejects a conversation of user and assistant.
@@ -127,7 +127,7 @@ def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | N
     for answer in ("sure", "<think>\nwell\n</think>\n\nsure"):
         turns = ("user", "one"), ("assistant", answer), ("user", "two"), ("assistant", answer), ("user", "three")
         messages = [{"role": role, "content": content} for role, content in turns]
-        chats = [_Chat.of(tokenizer, messages[:count], chat_template_kwargs) for count in (3, 5)]
+        chats = [_Chat.from_messages(tokenizer, messages[:count], chat_template_kwargs) for count in (3, 5)]
         if any(chat.after_answer(len(chat.messages) - 2) is None for chat in chats):
             return True
     return False
@@ -135,7 +135,7 @@ def rewrites_history(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | N
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of text without any template; control tokens spelt in it are encoded as plain characters."""
-    return marking_template(tokenizer).controls.encode(tokenizer, text)
+    return get_marking_template(tokenizer).controls.encode(tokenizer, text)
 
 
 def encode_prompt(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -165,8 +165,8 @@ def decode_response(tokenizer: Any, ids: ArrayLike) -> str:
 
 def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
     """Return the tokens that are a turn's text, and whether special ones among them are to be skipped."""
-    tokens, controls = token_array(ids), marking_template(tokenizer).controls
-    dropped = controls.among(tokens)
+    tokens, controls = to_token_array(ids), get_marking_template(tokenizer).controls
+    dropped = controls.find_control_tokens(tokens)
     markers = np.isin(tokens, list(controls.reasoning)) if controls.reasoning else np.zeros(len(tokens), bool)
     if not markers.any():
         return tokens[~dropped].tolist(), True
@@ -175,12 +175,12 @@ def _read_tokens(tokenizer: Any, ids: ArrayLike) -> tuple[list[int], bool]:
     return tokens[markers | ~dropped].tolist(), False
 
 
-def opened_reasoning(tokenizer: Any, prompt: Sequence[int]) -> str:
+def get_reasoning_opening(tokenizer: Any, prompt: Sequence[int]) -> str:
     """Return the end of a prompt's text if it opens reasoning for the model, white space included; else ""."""
-    return opening_at_end(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
+    return find_trailing_opening(str(tokenizer.decode(prompt[-_OPENING_TOKENS:], skip_special_tokens=False)))
 
 
-def message_content(tokenizer: Any, text: str, opened: str = "") -> str:
+def message_content(tokenizer: Any, text: str, reasoning_opening: str = "") -> str:
     """Return the text of a model's turn as the content of a message, for chat templates and clients.
 
     Reasoning stays in it, unless its markers are control tokens, which no message can contain: then the content is the
@@ -189,11 +189,11 @@ def message_content(tokenizer: Any, text: str, opened: str = "") -> str:
     Args:
         opened: What `opened_reasoning` returned for the answer's prompt.
     """
-    markers = marking_template(tokenizer).controls.reasoning.values()
-    return final_answer(opened + text) if any(marker in opened + text for marker in markers) else text
+    markers = get_marking_template(tokenizer).controls.reasoning.values()
+    return final_answer(reasoning_opening + text) if any(marker in reasoning_opening + text for marker in markers) else text
 
 
-def plain_text(message: Message) -> str:
+def get_message_text(message: Message) -> str:
     """The text of a message, without its other content."""
     content = message["content"]
     if isinstance(content, list):
@@ -207,22 +207,22 @@ def decode_completion(tokenizer: Any, ids: ArrayLike, prompt: ArrayLike) -> str:
     It may begin with a space, which `decode_response` drops with tokenizers that write spaces before words. After a
     control token a new text begins.
     """
-    last = token_array(prompt)[-1:].tolist()
-    if not last or last[0] in marking_template(tokenizer).controls.names:
+    last = to_token_array(prompt)[-1:].tolist()
+    if not last or last[0] in get_marking_template(tokenizer).controls.names:
         return decode_response(tokenizer, ids)
     tokens, skip_special_tokens = _read_tokens(tokenizer, ids)
     return decode_continuation(tokenizer, tokens, skip_special_tokens=skip_special_tokens)
 
 
-def unread_tokens(tokenizer: Any) -> Collection[int]:
+def get_undecoded_tokens(tokenizer: Any) -> Collection[int]:
     """Return the ids of tokens that `decode_response` leaves out of a text."""
-    controls = marking_template(tokenizer).controls
+    controls = get_marking_template(tokenizer).controls
     return controls.names.keys() - controls.reasoning.keys()
 
 
-def is_control(tokenizer: Any, token: int) -> bool:
+def is_control_token(tokenizer: Any, token: int) -> bool:
     """Whether a token is a control token, which no text encodes to."""
-    return token in marking_template(tokenizer).controls.ids
+    return token in get_marking_template(tokenizer).controls.ids
 
 
 def render_messages(
@@ -232,8 +232,8 @@ def render_messages(
 
     Raises DataError if the template rejects the messages, or does not write all that they say.
     """
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    return chat.encode(chat.checked("closed"))
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    return chat.encode(chat.render_checked("closed"))
 
 
 def render_conversation(
@@ -255,18 +255,18 @@ def render_conversation(
         DataError: The template rejects the messages, does not write all that they say, or rewrites earlier turns of a
             conversation that does not end with an answer.
     """
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is None and messages[-1]["role"] != "assistant":
-        chat.checked("closed")
+        chat.render_checked("closed")
         raise DataError(
             "the chat template renders earlier messages differently once others follow; end the conversation with the "
             "answer to train on."
         )
-    return _masked(chat, parts if parts is not None else _last_answer(chat))
+    return _encode_masked(chat, parts if parts is not None else _last_answer(chat))
 
 
-def render_demonstrations(
+def render_sft_sequences(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[tuple[list[int], list[bool]]]:
     """Return sequences that train on every answer of a conversation, each as (ids [L], mask [L]).
@@ -275,13 +275,13 @@ def render_demonstrations(
     reasoning. Then every answer is a sequence of its own, in the context that the model has when it gives the answer.
     Raises DataError as `render_conversation`.
     """
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     parts = chat.append_only()
     if parts is not None:
-        return [_masked(chat, parts)]
+        return [_encode_masked(chat, parts)]
     ends = [place + 1 for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
     chats = [replace(chat, messages=chat.messages[:end]) for end in ends]
-    return [_masked(one, _last_answer(one)) for one in chats]
+    return [_encode_masked(one, _last_answer(one)) for one in chats]
 
 
 def _last_answer(chat: _Chat) -> list[tuple[str, str]]:
@@ -291,7 +291,7 @@ def _last_answer(chat: _Chat) -> list[tuple[str, str]]:
     return [(context, answer)]
 
 
-def _masked(chat: _Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+def _encode_masked(chat: _Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[int], list[bool]]:
     """Return the ids of contexts and answers, and the mask of the answers up to the ends of their turns."""
     ids: list[int] = []
     mask: list[bool] = []
@@ -304,12 +304,12 @@ def _masked(chat: _Chat, parts: Sequence[tuple[str, str]]) -> tuple[list[int], l
     return ids, [False, *mask[1:]] if mask else mask  # nothing precedes the first token
 
 
-def render_header(
+def render_generation_prompt(
     tokenizer: Any, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Ids of the answer's header after a conversation. Raises DataError if the template changes earlier messages."""
-    chat = _Chat.of(tokenizer, messages, chat_template_kwargs)
-    before, after = chat.text(len(messages)), chat.text(len(messages), open_answer=True)
+    chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
+    before, after = chat.text(len(messages)), chat.text(len(messages), add_generation_prompt=True)
     if not after.startswith(before):
         raise DataError("the chat template renders a conversation differently once an answer is to follow it.")
     return chat.encode(after[len(before) :])
@@ -323,51 +323,51 @@ class _Chat:
     messages: list[Message]
     options: dict[str, Any]
     template: MarkingTemplate
-    form: MessageForm
+    form: MessageFormat
 
     @classmethod
-    def of(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
-        template = marking_template(tokenizer, options)
-        normal = [normal_message(message, index) for index, message in enumerate(messages)]
-        return cls(tokenizer, normal, dict(options or {}), template, message_form(tokenizer, template, normal))
+    def from_messages(cls, tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any] | None) -> _Chat:
+        template = get_marking_template(tokenizer, options)
+        normal = [normalize_message(message, index) for index, message in enumerate(messages)]
+        return cls(tokenizer, normal, dict(options or {}), template, detect_message_format(tokenizer, template, normal))
 
-    def text(self, count: int, open_answer: bool = False) -> str:
+    def text(self, count: int, add_generation_prompt: bool = False) -> str:
         """The first `count` messages as the template renders them, with marks."""
-        return self._rendered(self.messages[:count], open_answer)
+        return self._render(self.messages[:count], add_generation_prompt)
 
-    def _rendered(self, messages: list[Message], open_answer: bool) -> str:
-        return self.template.render(self.tokenizer, self.form.applied(messages), open_answer, self.options)
+    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        return self.template.render(self.tokenizer, self.form.apply(messages), add_generation_prompt, self.options)
 
-    def checked(self, way: str) -> str:
+    def render_checked(self, mode: str) -> str:
         """Return `rendered(way)`. Raises DataError unless it holds all that the messages say."""
-        text = self.rendered(way)
-        self.check(way, text, [len(self.messages) - 1] if way == "continue" else ())
+        text = self.render(mode)
+        self.check(mode, text, [len(self.messages) - 1] if mode == "continue" else ())
         return text
 
-    def check(self, way: str, text: str, spoken: Collection[int] = ()) -> None:
+    def check(self, mode: str, text: str, reasoning_indices: Collection[int] = ()) -> None:
         """Raise DataError unless `text`, the messages rendered in a way of `rendered`, holds all that they say.
 
         Args:
             spoken: See `ContentCheck.lost`.
         """
-        if lost := self.lost(way, text, spoken):
+        if lost := self.find_missing_text(mode, text, reasoning_indices):
             raise DataError(lost)
 
-    def lost(self, way: str, text: str, spoken: Collection[int] = ()) -> str | None:
+    def find_missing_text(self, mode: str, text: str, reasoning_indices: Collection[int] = ()) -> str | None:
         """Describe what `text` lacks; None if it is complete."""
-        return ContentCheck(self.template, way, self._rendered_as).lost(self.messages, self.options, text, spoken)
+        return ContentCheck(self.template, mode, self._render_messages).find_missing_text(self.messages, self.options, text, reasoning_indices)
 
-    def _rendered_as(self, way: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        return replace(self, messages=list(messages), options=dict(options)).rendered(way)
+    def _render_messages(self, mode: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return replace(self, messages=list(messages), options=dict(options)).render(mode)
 
-    def rendered(self, way: str) -> str:
+    def render(self, mode: str) -> str:
         """Return all messages as text: "closed", "open" for an answer, "continue" to go on with the last message, or
         "answer": with the last message in the place of the answer that the model gives."""
-        if way == "continue":
+        if mode == "continue":
             return self.text_to_continue()
-        if way == "answer":
+        if mode == "answer":
             return "".join(self.context_and_answer())
-        return self.text(len(self.messages), open_answer=way == "open")
+        return self.text(len(self.messages), add_generation_prompt=mode == "open")
 
     def text_to_continue(self) -> str:
         """Return the text up to the end of the last message's content.
@@ -377,9 +377,9 @@ class _Chat:
         last = len(self.messages) - 1
         if self.messages[last].get("tool_calls"):
             raise DataError(f"messages[{last}] calls tools, and so is complete; only text can be continued.")
-        content = self.messages[last]["content"] + ANSWER + " "
-        text = self._rendered([*self.messages[:last], {**self.messages[last], "content": content}], False)
-        before, found, after = text.rpartition(ANSWER)
+        content = self.messages[last]["content"] + ASSISTANT_PLACEHOLDER + " "
+        text = self._render([*self.messages[:last], {**self.messages[last], "content": content}], False)
+        before, found, after = text.rpartition(ASSISTANT_PLACEHOLDER)
         if not found:
             raise DataError(f"messages[{last}].content: the chat template does not write it, so nothing can follow it.")
         return before if after.startswith(" ") else before.rstrip()
@@ -391,10 +391,10 @@ class _Chat:
         or, where the template writes another or none, what precedes the answer's text.
         """
         if place:
-            return self.text(place, open_answer=True)
+            return self.text(place, add_generation_prompt=True)
         question = [{"role": "user", "content": "?"}]
-        closed, opened = self._rendered(question, False), self._rendered(question, True)
-        before, found, _ = self._rendered([{**self.messages[0], "content": ANSWER}], False).partition(ANSWER)
+        closed, opened = self._render(question, False), self._render(question, True)
+        before, found, _ = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False).partition(ASSISTANT_PLACEHOLDER)
         if not found:
             raise DataError("the chat template does not render the answer with which the conversation begins.")
         header = opened[len(closed) :]
@@ -402,19 +402,19 @@ class _Chat:
             return before[: before.rindex(header) + len(header)]
         return before
 
-    def after_answer(self, place: int, last: LastRendered | None = None) -> str | None:
+    def after_answer(self, place: int, prefix: RenderedPrefix | None = None) -> str | None:
         """The rendered text after the answer at `place`, with a header for the next; None if the rest has changed.
 
         White space around an answer is ignored: templates may insert or strip it.
         """
-        answer, last = self.messages[place]["content"], last or LastRendered()
-        after = self.text(len(self.messages), open_answer=True)
-        if last.begins(place, after):
-            length: int | None = last.length
+        answer, prefix = self.messages[place]["content"], prefix or RenderedPrefix()
+        after = self.text(len(self.messages), add_generation_prompt=True)
+        if prefix.is_prefix_of(place, after):
+            length: int | None = prefix.length
         else:
             before = self.before_answer(place)
             length = len(before) if after.startswith(before) else None
-        last.note(len(self.messages), after)
+        prefix.record(len(self.messages), after)
         if length is None:
             return None
         rest = after[length:]
@@ -440,7 +440,7 @@ class _Chat:
                 return None
             parts.append((whole[done : len(before)], after[len(before) :]))
             done = len(after)
-        if self.lost("closed", whole, answers):
+        if self.find_missing_text("closed", whole, answers):
             return None
         return [*parts, (whole[done:], "")]
 
@@ -453,8 +453,8 @@ class _Chat:
         if message["role"] != "assistant":
             raise DataError(f"messages[{place}] is a message of role {message['role']!r}, not an answer.")
         before, after = self.before_answer(place), self.text(place + 1)
-        thought = CLOSING.search(message["content"])
-        if after.startswith(before) and (not thought or squash(message["content"]) in squash(after[len(before) :])):
+        thought = CLOSE_MARKER_PATTERN.search(message["content"])
+        if after.startswith(before) and (not thought or remove_whitespace(message["content"]) in remove_whitespace(after[len(before) :])):
             return before, after[len(before) :]
         if field := next((name for name in REASONING_FIELDS if message.get(name)), None):
             raise DataError(
@@ -463,8 +463,8 @@ class _Chat:
             )
         calls_only = not message["content"].strip()  # which some templates write only beside null content
         marked = {key: value for key, value in message.items() if key != "tool_calls" or not calls_only}
-        marked["content"] = ANSWER
-        header, found, end = self._rendered([*self.messages[:place], marked], False).rpartition(ANSWER)
+        marked["content"] = ASSISTANT_PLACEHOLDER
+        header, found, end = self._render([*self.messages[:place], marked], False).rpartition(ASSISTANT_PLACEHOLDER)
         if calls_only:
             found, end = found if after.startswith(header) else "", after[len(header) :]
         if not found:
@@ -478,23 +478,23 @@ class _Chat:
         reasoning.
         """
         controls = self.template.controls
-        opening = opening_at_end(controls.unmarked(header))
+        opening = find_trailing_opening(controls.unmark(header))
         marker = opening.rstrip()
-        if marker not in CLOSES:
+        if marker not in CLOSE_MARKERS:
             return content
         if content.lstrip().startswith(marker):
             return content.lstrip()[len(marker) :].removeprefix(opening[len(marker) :])
-        return content if CLOSING.search(content) else f"\n{controls.marked(CLOSES[marker])}\n\n{content}"
+        return content if CLOSE_MARKER_PATTERN.search(content) else f"\n{controls.mark(CLOSE_MARKERS[marker])}\n\n{content}"
 
 
-_NAME, _ARGUMENT = "call" + ANSWER, "argument" + ANSWER
+_NAME, _ARGUMENT = "call" + ASSISTANT_PLACEHOLDER, "argument" + ASSISTANT_PLACEHOLDER
 
 
 # -- the form in which a template expects messages ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class MessageForm:
+class MessageFormat:
     """How a chat template expects content and tool calls.
 
     Messages have one form everywhere else (`data.messages`). Few templates take another: some multimodal ones write
@@ -509,9 +509,9 @@ class MessageForm:
     arguments_as_text: bool = False
     """True if arguments of tool calls are JSON text instead of mappings."""
 
-    def applied(self, messages: Sequence[Message]) -> list[Message]:
+    def apply(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in this form."""
-        return [self._message(normal_message(message, index)) for index, message in enumerate(messages)]
+        return [self._message(normalize_message(message, index)) for index, message in enumerate(messages)]
 
     def _message(self, message: Message) -> Message:
         content, calls = message["content"], message.get("tool_calls")
@@ -532,47 +532,47 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else dict(function)
 
 
-def message_form(tokenizer: Any, template: MarkingTemplate, messages: Sequence[Message]) -> MessageForm:
+def detect_message_format(tokenizer: Any, template: MarkingTemplate, messages: Sequence[Message]) -> MessageFormat:
     """Return the form that the template writes completely, as far as these messages need one.
 
     The usual form is returned for a template that writes none.
     """
     key = "calls" if any(message.get("tool_calls") for message in messages) else "text"
-    form = template.findings.get(key)
+    form = template.cache.get(key)
     if form is None:
-        form = template.findings[key] = (
-            _call_form(tokenizer, template) if key == "calls" else _form(tokenizer, template)
+        form = template.cache[key] = (
+            _detect_call_format(tokenizer, template) if key == "calls" else _detect_text_format(tokenizer, template)
         )
     return form  # type: ignore[no-any-return]
 
 
-def _form(tokenizer: Any, template: MarkingTemplate) -> MessageForm:
-    messages: list[Message] = [{"role": "user", "content": ANSWER}]
-    forms = [MessageForm(content_as_parts=as_parts) for as_parts in (False, True)]
-    return next((form for form in forms if ANSWER in _text(tokenizer, template, form, messages, {})), forms[0])
+def _detect_text_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
+    messages: list[Message] = [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]
+    forms = [MessageFormat(content_as_parts=as_parts) for as_parts in (False, True)]
+    return next((form for form in forms if ASSISTANT_PLACEHOLDER in _try_render(tokenizer, template, form, messages, {})), forms[0])
 
 
-def _call_form(tokenizer: Any, template: MarkingTemplate) -> MessageForm:
-    as_parts = message_form(tokenizer, template, ()).content_as_parts
+def _detect_call_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
+    as_parts = detect_message_format(tokenizer, template, ()).content_as_parts
     function = {"name": _NAME, "arguments": {"x": _ARGUMENT}}
     tool = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": {"type": "object"}}}
     messages: list[Message] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "x" * 9, "type": "function", "function": function}]},
     ]
-    forms = [MessageForm(as_parts, null, as_text) for as_text in (False, True) for null in (False, True)]
+    forms = [MessageFormat(as_parts, null, as_text) for as_text in (False, True) for null in (False, True)]
     for form in forms:
-        text = _text(tokenizer, template, form, messages, {"tools": [tool]})
+        text = _try_render(tokenizer, template, form, messages, {"tools": [tool]})
         if _NAME in text and _ARGUMENT in text and "None" not in text:
             return form
     return forms[0]
 
 
-def _text(
-    tokenizer: Any, template: MarkingTemplate, form: MessageForm, messages: list[Message], options: dict[str, Any]
+def _try_render(
+    tokenizer: Any, template: MarkingTemplate, form: MessageFormat, messages: list[Message], options: dict[str, Any]
 ) -> str:
     """Return the rendered text; nothing if the template rejects the form."""
     try:
-        return template.render(tokenizer, form.applied(messages), False, options)
+        return template.render(tokenizer, form.apply(messages), False, options)
     except DataError:
         return ""

@@ -23,9 +23,9 @@ from typing import Any
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import escape
 
-from skyrl_train.data.control_tokens import ANSWER_TAG, MarkingTemplate
+from skyrl_train.data.control_tokens import ANSWER_TAG_PATTERN, MarkingTemplate
 from skyrl_train.data.messages import Message
-from skyrl_train.data.reasoning import CLOSING, FORMATS
+from skyrl_train.data.reasoning import CLOSE_MARKER_PATTERN, REASONING_FORMATS
 from skyrl_train.errors import DataError
 
 Render = Callable[[str, Sequence[Message], Mapping[str, Any]], str]
@@ -40,12 +40,12 @@ class ContentCheck:
     """The check of conversations that are rendered in one way with one template."""
 
     template: MarkingTemplate
-    way: str
+    mode: str
     """Name of the way, which distinguishes shapes."""
     render: Render
 
-    def lost(
-        self, messages: Sequence[Message], options: Mapping[str, Any], text: str, spoken: Collection[int] = ()
+    def find_missing_text(
+        self, messages: Sequence[Message], options: Mapping[str, Any], text: str, reasoning_indices: Collection[int] = ()
     ) -> str | None:
         """Describe the first thing that `text` lacks; None if it is complete.
 
@@ -55,70 +55,70 @@ class ContentCheck:
             spoken: Indices of messages whose reasoning is needed. Templates may drop that of other messages, as they do
                 when a model is used.
         """
-        walk = Walk(self.template.source or "")
-        walk.conversation(messages, options)
-        spoken = frozenset(spoken)
-        shapes: dict[Any, _Shape | None] = self._kept("shapes")
-        key = (self.way, spoken, *walk.key)
+        walk = ConversationWalker(self.template.source or "")
+        walk.walk(messages, options)
+        reasoning_indices = frozenset(reasoning_indices)
+        shapes: dict[Any, _RenderedShape | None] = self._get_cache("shapes")
+        key = (self.mode, reasoning_indices, *walk.key)
         if key in shapes:
             shape = shapes[key]
         else:
-            shape = shapes[key] = self._shape(messages, options, spoken)
-        if shape is not None and shape.explains(text, walk.leaves):
+            shape = shapes[key] = self._shape(messages, options, reasoning_indices)
+        if shape is not None and shape.matches(text, walk.leaves):
             return None
-        return self._lost_of_own_texts(messages, options, squash(text), spoken)
+        return self._find_missing_own_text(messages, options, remove_whitespace(text), reasoning_indices)
 
-    def _kept(self, name: str) -> dict[Any, Any]:
-        kept: dict[Any, Any] = self.template.findings.setdefault(name, {})
+    def _get_cache(self, name: str) -> dict[Any, Any]:
+        kept: dict[Any, Any] = self.template.cache.setdefault(name, {})
         if len(kept) >= MAX_SHAPES:
             kept.clear()
         return kept
 
-    def _shape(self, messages: Sequence[Message], options: Mapping[str, Any], spoken: Collection[int]) -> _Shape | None:
+    def _shape(self, messages: Sequence[Message], options: Mapping[str, Any], reasoning_indices: Collection[int]) -> _RenderedShape | None:
         """Render markers; None if some are missing, out of order, or under no role of their own."""
         markers: list[str] = []
 
-        def mark(leaf: Leaf) -> str:
-            markers.append(_marker(len(markers), leaf.size))
+        def mark(leaf: TextLeaf) -> str:
+            markers.append(_marker(len(markers), leaf.replacement_length))
             return markers[-1]
 
-        walk = Walk(self.template.source or "", mark)
-        marked, marked_options = walk.conversation(messages, options)
+        walk = ConversationWalker(self.template.source or "", mark)
+        marked, marked_options = walk.walk(messages, options)
         try:
-            raw = self.render(self.way, marked, marked_options)
-            text = squash(raw)
-            complete = self._missing(text, markers, walk.leaves, marked, marked_options, spoken) is None
-            if not complete or self._lost_role(walk, marked, marked_options, text) is not None:
+            raw = self.render(self.mode, marked, marked_options)
+            text = remove_whitespace(raw)
+            complete = self._find_missing_leaf(text, markers, walk.leaves, marked, marked_options, reasoning_indices) is None
+            if not complete or self._find_confused_role(walk, marked, marked_options, text) is not None:
                 return None
         except DataError:
             return None  # this template does not take markers
         places = {marker: place for place, marker in enumerate(markers)}
         pieces = re.split(f"({'|'.join(markers)})", raw) if markers else [raw]
-        return _Shape(pieces[::2], [places[marker] for marker in pieces[1::2]])
+        return _RenderedShape(pieces[::2], [places[marker] for marker in pieces[1::2]])
 
-    def _lost_of_own_texts(
-        self, messages: Sequence[Message], options: Mapping[str, Any], real: str, spoken: Collection[int]
+    def _find_missing_own_text(
+        self, messages: Sequence[Message], options: Mapping[str, Any], real: str, reasoning_indices: Collection[int]
     ) -> str | None:
         """Render the conversation's own texts behind markers. `real` is its text without white space."""
         markers: list[str] = []
 
-        def mark(leaf: Leaf) -> str:
+        def mark(leaf: TextLeaf) -> str:
             if leaf.kind == DEFINITION:
                 markers.append("")
                 return leaf.text
-            markers.append(_marker(len(markers), leaf.size))
-            return markers[-1] + ("" if leaf.number else leaf.text)
+            markers.append(_marker(len(markers), leaf.replacement_length))
+            return markers[-1] + ("" if leaf.is_number else leaf.text)
 
-        walk = Walk(self.template.source or "", mark)
-        marked, marked_options = walk.conversation(messages, options)
+        walk = ConversationWalker(self.template.source or "", mark)
+        marked, marked_options = walk.walk(messages, options)
         try:
-            text = squash(self.render(self.way, marked, marked_options))
+            text = remove_whitespace(self.render(self.mode, marked, marked_options))
         except DataError:  # this template does not take markers
-            return self._lost_by_comparison(messages, options, real, walk.leaves, spoken)
-        place = self._missing(text, markers, walk.leaves, marked, marked_options, spoken, own=True)
+            return self._find_missing_by_comparison(messages, options, real, walk.leaves, reasoning_indices)
+        place = self._find_missing_leaf(text, markers, walk.leaves, marked, marked_options, reasoning_indices, own=True)
         if place is not None:
             return _describe(walk.leaves[place], messages)
-        index = self._lost_role(walk, marked, marked_options, text)
+        index = self._find_confused_role(walk, marked, marked_options, text)
         if index is not None:
             return (
                 f"messages[{index}].role: the chat template writes a message of role {messages[index]['role']!r} like "
@@ -126,16 +126,16 @@ class ContentCheck:
                 "(generator.chat_template), or another role."
             )
         for leaf, marker in zip(walk.leaves, markers, strict=True):
-            text = text.replace(marker, leaf.text if leaf.number else "") if marker else text
-        return None if text == real else self._lost_by_comparison(messages, options, real, walk.leaves, spoken)
+            text = text.replace(marker, leaf.text if leaf.is_number else "") if marker else text
+        return None if text == real else self._find_missing_by_comparison(messages, options, real, walk.leaves, reasoning_indices)
 
-    def _lost_by_comparison(
+    def _find_missing_by_comparison(
         self,
         messages: Sequence[Message],
         options: Mapping[str, Any],
         real: str,
-        leaves: Sequence[Leaf],
-        spoken: Collection[int],
+        leaves: Sequence[TextLeaf],
+        reasoning_indices: Collection[int],
     ) -> str | None:
         """Replace one leaf after another by a text of the same length, whose rendering must hold the leaf less often.
 
@@ -143,26 +143,26 @@ class ContentCheck:
         """
         other = next(char for char in map(chr, range(0x4E00, 0xD800)) if char not in real)
         for place, leaf in enumerate(leaves):
-            needed = leaf.kind == TEXT or (leaf.index in spoken and leaf.kind != DEFINITION)
-            if leaf.number or not needed:
+            needed = leaf.kind == TEXT or (leaf.index in reasoning_indices and leaf.kind != DEFINITION)
+            if leaf.is_number or not needed:
                 continue
-            walk = Walk(self.template.source or "", _replacing(place, other))
+            walk = ConversationWalker(self.template.source or "", _replace_leaf(place, other))
             try:
-                text = squash(self.render(self.way, *walk.conversation(messages, options)))
+                text = remove_whitespace(self.render(self.mode, *walk.walk(messages, options)))
             except DataError:
                 text = ""  # this template does not take other texts
-            if not any(real.count(one) > text.count(one) for one in spellings(leaf.text)):
+            if not any(real.count(one) > text.count(one) for one in escaped_forms(leaf.text)):
                 return _describe(leaf, messages)
         return None
 
-    def _missing(
+    def _find_missing_leaf(
         self,
         text: str,
         markers: Sequence[str],
-        leaves: Sequence[Leaf],
+        leaves: Sequence[TextLeaf],
         messages: Sequence[Message],
         options: Mapping[str, Any],
-        spoken: Collection[int],
+        reasoning_indices: Collection[int],
         own: bool = False,
     ) -> int | None:
         """Return the index of the first leaf that is needed and whose marker is missing or in another's place.
@@ -170,41 +170,41 @@ class ContentCheck:
         Args:
             own: The leaf's own text must follow its marker.
         """
-        index, start, end = TOOLS, 0, 0
+        index, start, end = TOOLS_INDEX, 0, 0
         for place, (leaf, marker) in enumerate(zip(leaves, markers, strict=True)):
             if leaf.kind == DEFINITION:
                 continue
             if leaf.index != index:
                 index, start = leaf.index, end
-            anywhere = index == TOOLS or role_group(messages[index]["role"]) == "system"  # some write it last
+            anywhere = index == TOOLS_INDEX or role_group(messages[index]["role"]) == "system"  # some write it last
             begin = 0 if anywhere else start
-            followed_by = spellings(leaf.text) if own and not leaf.number else ("",)
+            followed_by = escaped_forms(leaf.text) if own and not leaf.is_number else ("",)
             at = next((at for one in followed_by if (at := text.find(marker + one, begin)) >= 0), -1)
             if at >= 0:
                 end = end if anywhere else max(end, at + len(marker))
-            elif not self._droppable(leaf, marker, messages, options, spoken):
+            elif not self._may_be_dropped(leaf, marker, messages, options, reasoning_indices):
                 return place
         return None
 
-    def _droppable(
+    def _may_be_dropped(
         self,
-        leaf: Leaf,
+        leaf: TextLeaf,
         marker: str,
         messages: Sequence[Message],
         options: Mapping[str, Any],
-        spoken: Collection[int],
+        reasoning_indices: Collection[int],
     ) -> bool:
         """True for reasoning of an earlier turn, provided that the template writes it while the turn is the last."""
-        if leaf.index in spoken or leaf.kind not in (THOUGHT, REASONING):
+        if leaf.index in reasoning_indices or leaf.kind not in (THOUGHT, REASONING):
             return False
         if leaf.kind == THOUGHT:
             return True
         try:
-            return marker in squash(self.render("closed", messages[: leaf.index + 1], options))
+            return marker in remove_whitespace(self.render("closed", messages[: leaf.index + 1], options))
         except DataError:  # the template does not take a conversation that ends with this turn
             return True
 
-    def _lost_role(self, walk: Walk, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
+    def _find_confused_role(self, walk: ConversationWalker, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
         """Return the index of a message that is rendered no differently as the user's, or under a more common role of
         the conversation.
 
@@ -213,16 +213,16 @@ class ContentCheck:
         ranks = {"user": 0} | {message["role"]: _rank(message["role"]) for message in messages}
         with_text = {leaf.index for leaf in walk.leaves if leaf.kind != DEFINITION}
         calls = {index for index, message in enumerate(messages) if message.get("tool_calls")}  # only an assistant's
-        kept = self._kept("roles")
-        for index in sorted(with_text - {TOOLS} - calls):
+        kept = self._get_cache("roles")
+        for index in sorted(with_text - {TOOLS_INDEX} - calls):
             message = messages[index]
             for role, rank in ranks.items():
-                key = self.way, walk.message_keys[index], index == 0, role
+                key = self.mode, walk.message_keys[index], index == 0, role
                 if rank >= ranks[message["role"]] or key in kept:
                     continue
                 changed = [*messages[:index], {**message, "role": role}, *messages[index + 1 :]]
                 try:
-                    if squash(self.render(self.way, changed, options)) == text:
+                    if remove_whitespace(self.render(self.mode, changed, options)) == text:
                         return index
                 except DataError:
                     pass  # the template tells the roles apart
@@ -238,25 +238,25 @@ def _rank(role: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _RenderedShape:
     """Rendered text of a shape: literals, and between them the leaves in this order."""
 
     literals: list[str]
     order: list[int]
 
-    def explains(self, text: str, leaves: Sequence[Leaf]) -> bool:
+    def matches(self, text: str, leaves: Sequence[TextLeaf]) -> bool:
         """True if `text` consists of the literals and the texts of these leaves, perhaps escaped."""
         written = [self.literals[0]]
         for place, literal in zip(self.order, self.literals[1:], strict=True):
             written += leaves[place].text, literal
         if "".join(written) == text:
             return True
-        text, literals = squash(text), [squash(literal) for literal in self.literals]
+        text, literals = remove_whitespace(text), [remove_whitespace(literal) for literal in self.literals]
         if not text.startswith(literals[0]):
             return False
         at = len(literals[0])
         for place, literal in zip(self.order, literals[1:], strict=True):
-            for spelling in spellings(leaves[place].text):
+            for spelling in escaped_forms(leaves[place].text):
                 end = at + len(spelling)
                 if text.startswith(spelling, at) and text.startswith(literal, end):
                     at = end + len(literal)
@@ -266,22 +266,22 @@ class _Shape:
         return at == len(text)
 
 
-def squash(text: str) -> str:
+def remove_whitespace(text: str) -> str:
     """Return `text` without white space."""
     return "".join(text.split())
 
 
-def spellings(text: str) -> Iterator[str]:
+def escaped_forms(text: str) -> Iterator[str]:
     """Yield the forms in which templates write a text: as it is, and escaped for JSON, HTML and Python."""
-    yield squash(text)
+    yield remove_whitespace(text)
     as_json = json.dumps(text, ensure_ascii=False)[1:-1]
-    yield squash(as_json)
-    yield squash(json.dumps(text)[1:-1])
-    yield squash(str(escape(text)))
-    yield squash(html.escape(text))
-    yield squash(str(htmlsafe_json_dumps(text))[1:-1])
-    yield squash(repr(text)[1:-1])
-    yield squash(json.dumps(as_json, ensure_ascii=False)[1:-1])
+    yield remove_whitespace(as_json)
+    yield remove_whitespace(json.dumps(text)[1:-1])
+    yield remove_whitespace(str(escape(text)))
+    yield remove_whitespace(html.escape(text))
+    yield remove_whitespace(str(htmlsafe_json_dumps(text))[1:-1])
+    yield remove_whitespace(repr(text)[1:-1])
+    yield remove_whitespace(json.dumps(as_json, ensure_ascii=False)[1:-1])
 
 
 def _marker(place: int, size: int | None) -> str:
@@ -289,14 +289,14 @@ def _marker(place: int, size: int | None) -> str:
     return str(_NONCE + place) if size is None else f"{(_NONCE + place) % 10**size:0{size}}"
 
 
-def _replacing(place: int, char: str) -> Callable[[Leaf], str]:
+def _replace_leaf(place: int, char: str) -> Callable[[TextLeaf], str]:
     """Return a `put` of `Walk` that replaces all characters of the leaf at `place`."""
     places = itertools.count()
     return lambda leaf: char * len(leaf.text) if next(places) == place else leaf.text
 
 
-def _describe(leaf: Leaf, messages: Sequence[Message]) -> str:
-    if leaf.index == TOOLS:
+def _describe(leaf: TextLeaf, messages: Sequence[Message]) -> str:
+    if leaf.index == TOOLS_INDEX:
         return (
             f"{leaf.field}: the chat template does not write the tool {leaf.text!r:.80}. Use a template that writes "
             "tools (generator.chat_template), or remove the column."
@@ -311,7 +311,7 @@ def _describe(leaf: Leaf, messages: Sequence[Message]) -> str:
 # -- reading a conversation into its texts -----------------------------------------------------------------------------
 
 
-TOOLS = -1
+TOOLS_INDEX = -1
 """Index of leaves that belong to tools instead of a message."""
 TEXT, THOUGHT, REASONING, DEFINITION = "text", "thought", "reasoning", "definition"
 """Kinds of leaves: a needed text, reasoning inside a content, reasoning in a field of its own, and other strings, which
@@ -319,7 +319,7 @@ templates need not write (ids, names of messages)."""
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _FIELDS = ("content", *REASONING_FIELDS, "tool_calls")
 _IDS = ("id", "tool_call_id")
-_TAGS_BEGIN = {"<", *(marker[0] for entry in FORMATS for marker in (entry.opens, entry.closes))}
+_TAGS_BEGIN = {"<", *(marker[0] for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker))}
 """Characters with which tags begin; texts without any are not searched."""
 _GROUPS = {
     "developer": "system",
@@ -336,7 +336,7 @@ def role_group(role: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class TextLeaf:
     """A text of a conversation, without white space around it."""
 
     index: int
@@ -344,13 +344,13 @@ class Leaf:
     field: str
     text: str
     kind: str = TEXT
-    number: bool = False
+    is_number: bool = False
     """True for a number, which `text` spells."""
-    size: int | None = None
+    replacement_length: int | None = None
     """Length that a replacement must have; None for any."""
 
 
-class Walk:
+class ConversationWalker:
     """Reads a conversation into leaves and a key of its shape, and copies it with other texts in place of leaves.
 
     Attributes:
@@ -359,17 +359,17 @@ class Walk:
         message_keys: The part of `key` of each message.
     """
 
-    def __init__(self, source: str, put: Callable[[Leaf], str] | None = None):
+    def __init__(self, source: str, replace_text: Callable[[TextLeaf], str] | None = None):
         """`source`: The template's source. `put` returns the text to put in a leaf's place; None keeps texts."""
-        self.leaves: list[Leaf] = []
+        self.leaves: list[TextLeaf] = []
         self.key: list[Any] = []
         self.message_keys: list[tuple[Any, ...]] = []
         self._source = source
-        self._put = put
-        self._index = TOOLS
+        self._replace_text = replace_text
+        self._index = TOOLS_INDEX
         self._ids: dict[str, str] = {}
 
-    def conversation(
+    def walk(
         self, messages: Sequence[Message], options: Mapping[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
         """Read messages and the tools among the template's variables; return copies."""
@@ -447,9 +447,9 @@ class Walk:
         if isinstance(value, int | float) and not isinstance(value, bool):
             self.key.append("number")
             text = json.dumps(value)
-            leaf = Leaf(self._index, field, text, number=True)
+            leaf = TextLeaf(self._index, field, text, is_number=True)
             self.leaves.append(leaf)
-            put = text if self._put is None else self._put(leaf)
+            put = text if self._replace_text is None else self._replace_text(leaf)
             return value if put == text else int(put)
         self.key.append(repr(value))
         return value
@@ -459,9 +459,9 @@ class Walk:
 
         In what the assistant says, everything before the end of a thought belongs to it.
         """
-        if not any(char in value for char in _TAGS_BEGIN) or not (tags := list(ANSWER_TAG.finditer(value))):
+        if not any(char in value for char in _TAGS_BEGIN) or not (tags := list(ANSWER_TAG_PATTERN.finditer(value))):
             return self._piece(value, field, kind)
-        thought = max((tag.end() for tag in tags if thinks and CLOSING.fullmatch(tag[0])), default=0)
+        thought = max((tag.end() for tag in tags if thinks and CLOSE_MARKER_PATTERN.fullmatch(tag[0])), default=0)
         pieces, at = [], 0
         for tag in tags:
             inside = THOUGHT if kind == TEXT and tag.end() <= thought else kind
@@ -476,12 +476,12 @@ class Walk:
         if not text:
             return piece
         put = self._leaf(text, field, kind)
-        if self._put is None or put == text:
+        if self._replace_text is None or put == text:
             return piece
         start = len(piece) - len(piece.lstrip())
         return piece[:start] + put + piece[start + len(text) :]
 
     def _leaf(self, text: str, field: str, kind: str = TEXT, *, size: int | None = None) -> str:
-        leaf = Leaf(self._index, field, text.strip(), kind, size=size)
+        leaf = TextLeaf(self._index, field, text.strip(), kind, replacement_length=size)
         self.leaves.append(leaf)
-        return text if self._put is None else self._put(leaf)
+        return text if self._replace_text is None else self._replace_text(leaf)

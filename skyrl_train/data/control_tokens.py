@@ -22,9 +22,9 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from skyrl_train.data.arrays import Tokens
+from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.data.messages import Message
-from skyrl_train.data.reasoning import MARKER, reasoning_tokens
+from skyrl_train.data.reasoning import MARKER_PATTERN, reasoning_tokens
 from skyrl_train.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -41,17 +41,17 @@ TEMPLATE_ERRORS = (
 """What a template or `apply_chat_template` raises if it does not take messages or options."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
 """Roles of which a template may make control tokens, as in `'<|' + message['role'] + '|>'`."""
-ANSWER_TAG = re.compile(MARKER.pattern + r"|</?(?:answer|tool\w*|function\w*|parameter\w*)>")
+ANSWER_TAG_PATTERN = re.compile(MARKER_PATTERN.pattern + r"|</?(?:answer|tool\w*|function\w*|parameter\w*)>")
 """What answers contain and histories repeat: not control tokens unless the tokenizer says that they are special."""
-BRACKETED = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
+BRACKETED_PATTERN = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 """The shape of a marker; other added tokens are words or white space."""
 _NONCE = f"{secrets.randbelow(10**20):020}"
-ANSWER = f"{secrets.randbelow(10**20):020}"
+ASSISTANT_PLACEHOLDER = f"{secrets.randbelow(10**20):020}"
 """Stands for an answer: no message contains it. Digits, as templates do not change them."""
 _MARKS, _MARK = re.compile(rf"<\|{_NONCE}:([0-9]+)\|>"), f"<|{_NONCE}:%d|>"
 _ROLES, _ROLE = re.compile(rf"<\|{_NONCE}@([a-z]+)\|>"), f"<|{_NONCE}@%s|>"
 _BREAK = f"<|{_NONCE}|>"
-_TEMPLATES_KEPT = 16
+_MAX_TEMPLATES = 16
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class ControlTokens:
     """Those that no text may become."""
     pattern: re.Pattern[str]
     """Finds any of them."""
-    eats_before: frozenset[int]
+    lstrip_ids: frozenset[int]
     """Those that swallow white space before them (`AddedToken.lstrip`)."""
-    eats_after: frozenset[int]
-    leads: tuple[str, str]
+    rstrip_ids: frozenset[int]
+    space_guards: tuple[str, str]
     """What texts are encoded after so that no space is added to them: after a control token, within a text."""
 
     @classmethod
-    def of(cls, tokenizer: Any, written: Iterable[int]) -> ControlTokens:
+    def from_tokenizer(cls, tokenizer: Any, written: Iterable[int]) -> ControlTokens:
         """All tokens that the tokenizer calls special, and added ones that mark turns in the template's output.
 
         Args:
@@ -82,7 +82,7 @@ class ControlTokens:
         found |= {id: token.content for id, token in added.items() if token.special}
         markers = {id: added[id].content for id in written if id in added and id not in found}
         found |= {
-            id: name for id, name in markers.items() if BRACKETED.fullmatch(name) and not ANSWER_TAG.fullmatch(name)
+            id: name for id, name in markers.items() if BRACKETED_PATTERN.fullmatch(name) and not ANSWER_TAG_PATTERN.fullmatch(name)
         }
         names = dict(sorted(found.items(), key=lambda item: len(item[1]), reverse=True))
         ids = set(names)
@@ -95,18 +95,18 @@ class ControlTokens:
             re.compile("|".join(map(re.escape, names.values())) or r"(?!)"),
             frozenset(id for id in names if id in added and added[id].lstrip),
             frozenset(id for id in names if id in added and added[id].rstrip),
-            _leads(tokenizer, names),
+            _find_space_guards(tokenizer, names),
         )
 
-    def marked(self, text: str) -> str:
+    def mark(self, text: str) -> str:
         """`text` with a mark for each control token spelt in it."""
         numbers = {name: id for id, name in self.names.items()}
         return self.pattern.sub(lambda found: _MARK % numbers[found[0]], text)
 
-    def unmarked(self, text: str) -> str:
+    def unmark(self, text: str) -> str:
         return _MARKS.sub(lambda found: self.names[int(found[1])], text)
 
-    def among(self, tokens: Tokens) -> NDArray[np.bool_]:
+    def find_control_tokens(self, tokens: Tokens) -> NDArray[np.bool_]:
         """[L] which of these are control tokens."""
         return self._table.take(tokens, mode="clip")
 
@@ -124,7 +124,7 @@ class ControlTokens:
         return table
 
     @cached_property
-    def made_of_roles(self) -> dict[str, str]:
+    def role_token_marks(self) -> dict[str, str]:
         """A control token's spelling with a marked role in it -> its mark."""
         pairs = ((id, name, role) for id, name in self.names.items() for role in ROLES if role in name)
         return {name.replace(role, _ROLE % role): _MARK % id for id, name, role in pairs}
@@ -138,15 +138,15 @@ class ControlTokens:
             marked.encode()  # tokenizers raise TypeError
         except UnicodeEncodeError as error:
             raise DataError(f"half a surrogate pair at character {error.start} of the messages is no text.") from error
-        texts, wanted = _parts(marked)
-        ids = self._as_written(tokenizer, texts, wanted)
-        return self._apart(tokenizer, texts, wanted) if ids is None else ids
+        texts, wanted = _split_marks(marked)
+        ids = self._encode_rendered(tokenizer, texts, wanted)
+        return self._encode_separately(tokenizer, texts, wanted) if ids is None else ids
 
-    def agrees(self, tokenizer: Any, marked: str, text: str) -> bool:
+    def matches(self, tokenizer: Any, marked: str, text: str) -> bool:
         """Whether marked text is `text`, and its marks are the control tokens that the tokenizer finds in it."""
-        return self.unmarked(marked) == text and self._as_written(tokenizer, *_parts(marked)) is not None
+        return self.unmark(marked) == text and self._encode_rendered(tokenizer, *_split_marks(marked)) is not None
 
-    def _as_written(self, tokenizer: Any, texts: list[str], wanted: list[int]) -> list[int] | None:
+    def _encode_rendered(self, tokenizer: Any, texts: list[str], wanted: list[int]) -> list[int] | None:
         """Ids of the text as the tokenizer reads it; None if it finds other control tokens in it, or elsewhere.
 
         Spellings are compared, as ids do not show where they come from, and ids, as normalization makes control tokens
@@ -165,29 +165,29 @@ class ControlTokens:
         ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return ids if [id for id in ids if id in self.ids] == [id for id in wanted if id in self.ids] else None
 
-    def _apart(self, tokenizer: Any, texts: list[str], wanted: list[int]) -> list[int]:
+    def _encode_separately(self, tokenizer: Any, texts: list[str], wanted: list[int]) -> list[int]:
         """Ids of control tokens and of the texts around them, which are encoded alone."""
         for place, id in enumerate(wanted):
-            if id in self.eats_before:
+            if id in self.lstrip_ids:
                 texts[place] = texts[place].rstrip()
-            if id in self.eats_after:
+            if id in self.rstrip_ids:
                 texts[place + 1] = texts[place + 1].lstrip()
-        keys = [("", texts[0]), *((self.leads[0], text) for text in texts[1:])]
-        ids_of = self._plain(tokenizer, list(dict.fromkeys(keys)))
+        keys = [("", texts[0]), *((self.space_guards[0], text) for text in texts[1:])]
+        ids_of = self._encode_plain(tokenizer, list(dict.fromkeys(keys)))
         ids = list(ids_of[keys[0]])
         for id, key in zip(wanted, keys[1:], strict=True):
             ids += [id, *ids_of[key]]
         return ids
 
-    def _plain(self, tokenizer: Any, left: list[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
+    def _encode_plain(self, tokenizer: Any, left: list[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
         """(lead, text) -> ids without control tokens, of pieces as long as possible."""
         found: dict[tuple[str, str], list[int]] = {}
-        inside = self.leads[1]
-        for cut in (self._cut_at_controls, self._cut_controls, list):
+        inside = self.space_guards[1]
+        for cut in (self._split_at_controls, self._split_controls, list):
             cuts = {(lead, text): cut(text) or [""] for lead, text in left}
             heads = [(lead, pieces[0]) for (lead, _), pieces in cuts.items()]
             tails = {(inside, piece) for pieces in cuts.values() for piece in pieces[1:]}
-            ids_of = _encoded(tokenizer, [*heads, *tails])
+            ids_of = _encode_after_leads(tokenizer, [*heads, *tails])
             for (lead, text), pieces in cuts.items():
                 rest = [id for piece in pieces[1:] for id in ids_of[inside, piece]]
                 found[lead, text] = ids_of[lead, pieces[0]] + rest
@@ -196,23 +196,23 @@ class ControlTokens:
                 return found
         raise DataError(f"the tokenizer cannot encode {left[0][1][:100]!r} as text; remove it from the messages.")
 
-    def _cut_at_controls(self, text: str) -> list[str]:
+    def _split_at_controls(self, text: str) -> list[str]:
         """What is spelt often is then encoded once."""
         return [piece for piece in re.split(f"({self.pattern.pattern})", text) if piece]
 
-    def _cut_controls(self, text: str) -> list[str]:
+    def _split_controls(self, text: str) -> list[str]:
         """Control tokens as characters, for vocabularies that also have them as words."""
-        pieces = self._cut_at_controls(text)
+        pieces = self._split_at_controls(text)
         return [part for piece in pieces for part in (piece if self.pattern.fullmatch(piece) else [piece])]
 
 
-def _parts(marked: str) -> tuple[list[str], list[int]]:
+def _split_marks(marked: str) -> tuple[list[str], list[int]]:
     """The texts around marks, one more than these, and the control tokens that they stand for."""
     parts = _MARKS.split(marked)
     return parts[::2], [int(id) for id in parts[1::2]]
 
 
-def _encoded(tokenizer: Any, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
+def _encode_after_leads(tokenizer: Any, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:
     """(lead, text) -> ids of the text as they are after the lead, special tokens spelt out.
 
     All in one call, which costs as much as encoding a hundred characters.
@@ -232,7 +232,7 @@ def _encoded(tokenizer: Any, keys: Sequence[tuple[str, str]]) -> dict[tuple[str,
     return found
 
 
-def _leads(tokenizer: Any, names: Mapping[int, str]) -> tuple[str, str]:
+def _find_space_guards(tokenizer: Any, names: Mapping[int, str]) -> tuple[str, str]:
     """What keeps a tokenizer from adding a space to text that follows a control token, and to text inside another.
 
     Sentencepiece's add one to the beginning of whatever is encoded, or only to the beginning of the whole.
@@ -270,7 +270,7 @@ class MarkingTemplate:
     """None if the tokenizer has no template."""
     variables: Mapping[str, str]
     """bos_token, eos_token... with marks."""
-    way: str = "literals"
+    mode: str = "literals"
     """What is marked.
 
     "literals": the control tokens in the template's source.
@@ -278,53 +278,53 @@ class MarkingTemplate:
     "messages": those spelt in messages and options are broken, and all that are rendered count; for templates that make
     control tokens in other ways. These do not notice one that they join from several texts.
     """
-    findings: dict[str, Any] = field(default_factory=dict, compare=False)
+    cache: dict[str, Any] = field(default_factory=dict, compare=False)
     """Results of the modules that examine this template, kept for as long as it is."""
 
-    def render(self, tokenizer: Any, messages: Sequence[Message], open_answer: bool, options: Mapping[str, Any]) -> str:
+    def render(self, tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
         """`messages` as text with marks. Raises DataError if the template does not take them."""
         try:
-            return self._rendered(tokenizer, messages, open_answer, options)
+            return self._render_marked(tokenizer, messages, add_generation_prompt, options)
         except TEMPLATE_ERRORS as error:
-            reason = _ROLES.sub(r"\1", self.controls.unmarked(str(error))).replace(_NONCE, "")
+            reason = _ROLES.sub(r"\1", self.controls.unmark(str(error))).replace(_NONCE, "")
             raise DataError(f"the chat template does not take these messages: {reason}") from error
 
-    def _rendered(
-        self, tokenizer: Any, messages: Sequence[Message], open_answer: bool, options: Mapping[str, Any]
+    def _render_marked(
+        self, tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
     ) -> str:
-        if self.way == "roles":
+        if self.mode == "roles":
             messages = [
                 {**message, "role": _Role(message["role"])} if message.get("role") in ROLES else message
                 for message in messages
             ]
-        if self.way == "messages":
-            messages, options = self._broken(list(messages)), self._broken(dict(options))
+        if self.mode == "messages":
+            messages, options = self._break_tokens(list(messages)), self._break_tokens(dict(options))
         text: str = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
-            add_generation_prompt=open_answer,
+            add_generation_prompt=add_generation_prompt,
             **{**self.variables, **options, "chat_template": self.source},
         )
-        if self.way == "roles":
-            for name, mark in self.controls.made_of_roles.items():
+        if self.mode == "roles":
+            for name, mark in self.controls.role_token_marks.items():
                 text = text.replace(name, mark)
             text = _ROLES.sub(r"\1", text)
-        return self.controls.marked(text).replace(_BREAK, "") if self.way == "messages" else text
+        return self.controls.mark(text).replace(_BREAK, "") if self.mode == "messages" else text
 
-    def _broken(self, value: Any) -> Any:
+    def _break_tokens(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.controls.pattern.sub(lambda found: found[0][:1] + _BREAK + found[0][1:], value)
         if isinstance(value, Mapping):
-            return {self._broken(key): self._broken(item) for key, item in value.items()}
+            return {self._break_tokens(key): self._break_tokens(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._broken(item) for item in value]
+            return [self._break_tokens(item) for item in value]
         return value
 
 
 _TEMPLATES: WeakKeyDictionary[Any, dict[Any, MarkingTemplate]] = WeakKeyDictionary()
 
 
-def marking_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> MarkingTemplate:
+def get_marking_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> MarkingTemplate:
     """The template of a tokenizer, or the one that `options["chat_template"]` gives or names.
 
     Made once for each state of the tokenizer.
@@ -339,26 +339,26 @@ def marking_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -
     kept = _TEMPLATES.setdefault(tokenizer, {})
     template = kept.get(key)
     if template is None:
-        if len(kept) >= _TEMPLATES_KEPT:
+        if len(kept) >= _MAX_TEMPLATES:
             kept.clear()
-        template = kept[key] = _make(tokenizer, source, named)
+        template = kept[key] = _make_template(tokenizer, source, named)
     return template
 
 
-def _make(tokenizer: Any, source: str | None, named: Mapping[str, str]) -> MarkingTemplate:
+def _make_template(tokenizer: Any, source: str | None, named: Mapping[str, str]) -> MarkingTemplate:
     """The first way of marking under which harmless conversations are rendered as without marks."""
     if source is None:
-        return MarkingTemplate(ControlTokens.of(tokenizer, ()), None, {})
-    rendered = list(_harmless(tokenizer, source))
+        return MarkingTemplate(ControlTokens.from_tokenizer(tokenizer, ()), None, {})
+    rendered = list(_render_harmless(tokenizer, source))
     texts = [text for _, open_answer, text in rendered if not open_answer]
     encoded = tokenizer(texts or [source], add_special_tokens=False)["input_ids"]
-    controls = ControlTokens.of(tokenizer, set().union(*encoded))
-    marked = controls.marked(source), {name: controls.marked(token) for name, token in named.items()}
+    controls = ControlTokens.from_tokenizer(tokenizer, set().union(*encoded))
+    marked = controls.mark(source), {name: controls.mark(token) for name, token in named.items()}
     for way in ("literals", "roles"):
         template = MarkingTemplate(controls, *marked, way)
         try:
             if all(
-                controls.agrees(tokenizer, template.render(tokenizer, messages, open_answer, {}), text)
+                controls.matches(tokenizer, template.render(tokenizer, messages, open_answer, {}), text)
                 for messages, open_answer, text in rendered
             ):
                 return template
@@ -368,7 +368,7 @@ def _make(tokenizer: Any, source: str | None, named: Mapping[str, str]) -> Marki
     return MarkingTemplate(controls, source, {}, "messages")
 
 
-def _harmless(tokenizer: Any, source: str) -> Iterator[tuple[list[Message], bool, str]]:
+def _render_harmless(tokenizer: Any, source: str) -> Iterator[tuple[list[Message], bool, str]]:
     """(messages, whether an answer is opened, text) of conversations that the template takes, out of every role."""
     talk = [("user", "x"), ("assistant", "y"), ("user", "z")]
     tool = [*talk[:2], ("tool", "w"), ("assistant", "y")]
@@ -377,20 +377,20 @@ def _harmless(tokenizer: Any, source: str) -> Iterator[tuple[list[Message], bool
             messages: list[Message] = [
                 {"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns
             ]
-            for open_answer in (False, True):
+            for add_generation_prompt in (False, True):
                 try:
                     text = tokenizer.apply_chat_template(
-                        messages, tokenize=False, add_generation_prompt=open_answer, chat_template=source
+                        messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=source
                     )
                 except TEMPLATE_ERRORS:
                     continue
-                yield messages, open_answer, text
+                yield messages, add_generation_prompt, text
 
 
 # -- the token that ends an answer -------------------------------------------------------------------------------------
 
 
-def end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> int | None:
+def find_end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> int | None:
     """Return the id of the control token with which the chat template closes an answer.
 
     The token must follow the answer's text directly, or after white space. Of several in a row, those that the template
@@ -407,7 +407,7 @@ def end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | 
     options = dict(chat_template_kwargs or {})
     if tokenizer is None or not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
         return None
-    template = marking_template(tokenizer, options)
+    template = get_marking_template(tokenizer, options)
     last = _closing_tokens(tokenizer, template, options, followed=False)
     earlier = _closing_tokens(tokenizer, template, options, followed=True)
     shared = [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], zip(last, earlier, strict=False))]
@@ -415,9 +415,9 @@ def end_of_turn_token(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | 
     return closing[-1] if closing else None
 
 
-def end_of_turn_name(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+def find_end_of_turn_name(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
     """Return the spelling of the end-of-turn token, or else of the end of sequence; empty if there is neither."""
-    end = end_of_turn_token(tokenizer, chat_template_kwargs)
+    end = find_end_of_turn_token(tokenizer, chat_template_kwargs)
     end = getattr(tokenizer, "eos_token_id", None) if end is None else end
     return "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
 
@@ -426,11 +426,11 @@ def _closing_tokens(
     tokenizer: Any, template: MarkingTemplate, options: Mapping[str, Any], *, followed: bool
 ) -> list[int]:
     """Return the control tokens right after an answer, which is `followed` by another message or the last one."""
-    turns = [("user", "?"), ("assistant", ANSWER), ("user", "?")][: 3 if followed else 2]
+    turns = [("user", "?"), ("assistant", ASSISTANT_PLACEHOLDER), ("user", "?")][: 3 if followed else 2]
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         text = template.render(tokenizer, messages, False, options)
-        ids = template.controls.encode(tokenizer, text.partition(ANSWER)[2].lstrip())
+        ids = template.controls.encode(tokenizer, text.partition(ASSISTANT_PLACEHOLDER)[2].lstrip())
     except DataError:
         return []
     return list(takewhile(template.controls.ids.__contains__, ids))

@@ -16,14 +16,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.data.dataset import SUFFIXES, DatasetRow, read_hub, read_rows
-from skyrl_train.durable import replacing
+from skyrl_train.data.dataset import DATASET_SUFFIXES, DatasetRow, read_hub_dataset, read_rows
+from skyrl_train.atomic_files import atomic_write
 from skyrl_train.errors import DataError
-from skyrl_train.messages import to_stdout
+from skyrl_train.terminal import print_stdout
 
 Convert = Callable[[str, DatasetRow, str, int], DatasetRow | None]
 """(where, row, split of the source, its index there from 0) -> a row in SkyRL's format, or None to leave it out."""
-UNWRITABLE = (pa.ArrowException, OSError, UnicodeEncodeError, OverflowError)
+PARQUET_ERRORS = (pa.ArrowException, OSError, UnicodeEncodeError, OverflowError)
 """What parquet does not hold, as pyarrow says it: half a surrogate pair, numbers of more than 64 bits, mixed types."""
 SPLITS = {"train": "train", "test": "validation"}
 
@@ -55,7 +55,7 @@ def conversion_main(
         for split, name in splits.items():
             config = hub_config.get(split) if isinstance(hub_config, Mapping) else hub_config
             source = source_rows(arguments.input or (hub if isinstance(hub, str) else hub[split]), split, config)
-            kept, left_out = converted(convert, source, split, arguments.limit)
+            kept, left_out = convert_rows(convert, source, split, arguments.limit)
             write_split(arguments.output, name, kept, left_out)
     except DataError as error:
         sys.exit(str(error))
@@ -69,18 +69,18 @@ def source_rows(source: str, split: str, hub_config: str | None = None) -> Itera
     folder = Path(source).expanduser()
     if not folder.is_dir():
         name, _, named = source.partition(":")
-        return read_hub(name, named or split, hub_config)
+        return read_hub_dataset(name, named or split, hub_config)
     files = [folder / f"{split}{suffix}" for suffix in (".jsonl", ".json", ".parquet")]
     found = [file for file in files if file.is_file()]
     if len(found) != 1:
         raise DataError(
-            f"{folder}: needs exactly one of {', '.join(f'{split}{suffix}' for suffix in SUFFIXES)}, "
+            f"{folder}: needs exactly one of {', '.join(f'{split}{suffix}' for suffix in DATASET_SUFFIXES)}, "
             f"has {', '.join(file.name for file in found) or 'none'}."
         )
     return read_rows(str(found[0]))
 
 
-def converted(
+def convert_rows(
     convert: Convert, source: Iterable[tuple[str, DatasetRow]], split: str, limit: int | None = None
 ) -> tuple[list[DatasetRow], int]:
     """Return the rows that were kept, at most `limit`, and how many were left out among those that were read.
@@ -98,7 +98,7 @@ def converted(
             continue
         try:
             pa.array([new])
-        except UNWRITABLE as error:
+        except PARQUET_ERRORS as error:
             raise DataError(f"{where}: parquet cannot hold what it becomes ({error}); mend or remove it.") from error
         kept.append(new)
     return kept, left_out
@@ -111,11 +111,11 @@ def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int =
     columns = list(dict.fromkeys(column for row in rows for column in row))
     try:
         table = pa.table({column: pa.array([row.get(column) for row in rows]) for column in columns})
-        with replacing(path, sync=False) as handle:
+        with atomic_write(path, sync=False) as handle:
             pq.write_table(table, handle)
-    except UNWRITABLE as error:
+    except PARQUET_ERRORS as error:
         raise DataError(f"{path}: {error}; every row needs the same types in the same columns.") from error
-    to_stdout(f"{path}: {len(rows)} rows" + (f", {left_out} left out" if left_out else ""))
+    print_stdout(f"{path}: {len(rows)} rows" + (f", {left_out} left out" if left_out else ""))
     return path
 
 

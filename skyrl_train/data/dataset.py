@@ -23,10 +23,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.config.sources import SUFFIXES, is_address, is_file_of_rows, may_be_on_hub, split_of
-from skyrl_train.data.messages import Prompt, check_json, messages_of
+from skyrl_train.config.locations import DATASET_SUFFIXES, is_uri, is_dataset_file, may_be_hub_name, parse_split
+from skyrl_train.data.messages import Prompt, check_json, parse_messages
 from skyrl_train.errors import DataError
-from skyrl_train.storage.copies import local_copy
+from skyrl_train.storage.download_cache import local_copy
 
 MAX_CHARACTERS_PER_TOKEN = 256
 """No tokenizer has longer tokens, so a prompt with more characters than this allows is too long without encoding it."""
@@ -58,11 +58,11 @@ class PromptDataset:
 
 def load_prompts(
     sources: Sequence[str],
-    length: Callable[[Prompt], int],
+    count_tokens: Callable[[Prompt], int],
     max_prompt_length: int,
     default_env_class: str,
     *,
-    sample_s: float | None = None,
+    first_prompt_timeout_s: float | None = None,
 ) -> PromptDataset:
     """Read `sources` (see `read_rows`) one after the other.
 
@@ -84,11 +84,11 @@ def load_prompts(
         for where, row in read_rows(source):
             prompt = _prompt(where, str(number), row, default_env_class)
             number += 1
-            tokens = _length(where, prompt, length, max_prompt_length)
+            tokens = _length(where, prompt, count_tokens, max_prompt_length)
             shortest = tokens if shortest is None else min(shortest, tokens)
             if tokens <= max_prompt_length:
                 kept.append(prompt)
-            if sample_s is not None and (kept or time.monotonic() - begun > sample_s):
+            if first_prompt_timeout_s is not None and (kept or time.monotonic() - begun > first_prompt_timeout_s):
                 return PromptDataset(tuple(kept), number - len(kept))
         if number == before:
             raise DataError(f"{source}: has no rows.")
@@ -106,12 +106,12 @@ def _prompt(where: str, uid: str, row: DatasetRow, default_env_class: str) -> Pr
             f"{where}: no 'prompt' among its columns {sorted(row)}; it must be a list of messages, "
             '[{"role": "user", "content": "..."}].'
         )
-    messages = messages_of(where, "prompt", row["prompt"])
+    messages = parse_messages(where, "prompt", row["prompt"])
     extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
     for column, value in extras.items():
         check_json(where, column, value)
     _check_answer(where, extras)
-    max_turns_of(where, extras)
+    parse_max_turns(where, extras)
     env_class = row.get("env_class") or default_env_class
     if not isinstance(env_class, str):
         raise DataError(f"{where}: env_class is {env_class!r:.80}, not a name.")
@@ -128,7 +128,7 @@ def _check_answer(where: str, extras: dict[str, Any]) -> None:
         raise DataError(f"{where}: reward_spec has no ground_truth; give every row an answer or remove the row.")
 
 
-def max_turns_of(where: str, extras: Mapping[str, Any]) -> int | None:
+def parse_max_turns(where: str, extras: Mapping[str, Any]) -> int | None:
     """A row's own bound on turns; None if it has none. Raises DataError if it is not a whole number of at least 1."""
     own = extras.get("max_turns")
     if own is None or (isinstance(own, float) and math.isnan(own)):  # how tables say that a row has none
@@ -139,12 +139,12 @@ def max_turns_of(where: str, extras: Mapping[str, Any]) -> int | None:
     return int(own)
 
 
-def _length(where: str, prompt: Prompt, length: Callable[[Prompt], int], limit: int) -> int:
+def _length(where: str, prompt: Prompt, count_tokens: Callable[[Prompt], int], limit: int) -> int:
     characters = sum(len(message["content"]) for message in prompt.messages)
     if characters > limit * MAX_CHARACTERS_PER_TOKEN:
         return characters // MAX_CHARACTERS_PER_TOKEN
     try:
-        return length(prompt)
+        return count_tokens(prompt)
     except DataError as error:
         raise DataError(f"{where}: column 'prompt': {error}") from error
 
@@ -156,7 +156,7 @@ WHITESPACE = b"\xef\xbb\xbf \t\r\n"
 """White space, including the byte order mark."""
 _BATCH_ROWS = 4096
 """Rows of a parquet file that become Python values at once: those who want the first need not wait for many."""
-_NOT_PYTHON = (ValueError, OverflowError, LookupError)
+_CONVERSION_ERRORS = (ValueError, OverflowError, LookupError)
 """What text that is not UTF-8, a date beyond Python's and an unknown time zone raise."""
 
 
@@ -167,26 +167,26 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
     two may end in ":split" ("train" otherwise). Files and folders may be at an address, see `storage.copies`. Raises
     DataError if it is missing or cannot be read, StorageError if the address cannot be.
     """
-    if is_address(source):
-        name, split = split_of(source)
+    if is_uri(source):
+        name, split = parse_split(source)
         source = local_copy(name) + (f":{split}" if name != source else "")
-    if is_file_of_rows(source):
+    if is_dataset_file(source):
         path = Path(source).expanduser()
         if not path.is_file():
             raise DataError(f"{source}: no such file.")
         read = {".parquet": _parquet, ".json": _json, ".jsonl": _json_lines}[path.suffix.lower()]
         return read(path)
-    name, split = split_of(source)
+    name, split = parse_split(source)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _load_dataset(source, str(folder), split, None)
-    return read_hub(name, split)
+    return read_hub_dataset(name, split)
 
 
-def read_hub(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
+def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
     """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
-    if not may_be_on_hub(name):
-        raise DataError(f"{name}: not a {', '.join(SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
+    if not may_be_hub_name(name):
+        raise DataError(f"{name}: not a {', '.join(DATASET_SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
 
@@ -198,7 +198,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, DatasetRow]]:
             for batch in file.iter_batches(_BATCH_ROWS):
                 for row in _python_rows(batch, path, number):
                     number += 1
-                    yield f"{path}, row {number}", _without_absent(row)
+                    yield f"{path}, row {number}", _drop_null_keys(row)
     except DataError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -209,12 +209,12 @@ def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[Dataset
     """The rows of a batch that `before` others precede. Raises DataError naming a value that Python does not have."""
     try:
         return batch.to_pylist()
-    except _NOT_PYTHON:
+    except _CONVERSION_ERRORS:
         for column, values in zip(batch.schema.names, batch.columns, strict=True):
             for number, value in enumerate(values, before + 1):
                 try:
                     value.as_py()
-                except _NOT_PYTHON as error:
+                except _CONVERSION_ERRORS as error:
                     raise DataError(
                         f"{path}, row {number}: column {column!r} holds a value of type {value.type} that Python does "
                         f"not have ({error}); store it as text."
@@ -222,21 +222,21 @@ def _python_rows(batch: pa.RecordBatch, path: Path, before: int) -> list[Dataset
         raise
 
 
-def _without_absent(row: DatasetRow) -> DatasetRow:
+def _drop_null_keys(row: DatasetRow) -> DatasetRow:
     """Remove keys that are null from conversations and tools: a table's mappings have the union of all rows' keys."""
-    changed = {column: _without_nulls(row[column]) for column in ("prompt", "messages", "tools") if row.get(column)}
+    changed = {column: _drop_nulls(row[column]) for column in ("prompt", "messages", "tools") if row.get(column)}
     return {**row, **changed} if changed else row
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_drop_nulls(item) for item in value]
     return value
 
 
-def as_dataset(table: pa.Table) -> Any:
+def to_hf_dataset(table: pa.Table) -> Any:
     """Return a table as a `datasets.Dataset`. No other module imports `datasets`."""
     from datasets import Dataset
 
@@ -253,7 +253,7 @@ def _load_dataset(source: str, name: str, split: str, config: str | None) -> Ite
     number = 0
     try:
         for number, row in enumerate(dataset, 1):
-            yield f"{source}, row {number}", _without_absent(row)
+            yield f"{source}, row {number}", _drop_null_keys(row)
     except Exception as error:  # rows are decoded here, images by their own libraries
         raise DataError(f"{source}, after row {number}: {type(error).__name__}: {error}") from error
 
@@ -263,7 +263,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number}"
             if line.strip(WHITESPACE):
-                yield where, _checked(where, _parsed(where, line))
+                yield where, _check_row(where, _parse_json(where, line))
 
 
 def _json(path: Path) -> Iterator[tuple[str, DatasetRow]]:
@@ -273,12 +273,12 @@ def _json(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     if not listed:
         yield from _json_lines(path)
         return
-    for number, row in enumerate(_parsed(str(path), path.read_bytes()), 1):
+    for number, row in enumerate(_parse_json(str(path), path.read_bytes()), 1):
         where = f"{path}, row {number}"
-        yield where, _checked(where, row)
+        yield where, _check_row(where, row)
 
 
-def _parsed(where: str, data: bytes) -> Any:
+def _parse_json(where: str, data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -287,7 +287,7 @@ def _parsed(where: str, data: bytes) -> Any:
         raise DataError(f"{where}: not JSON: {error}.") from error
 
 
-def _checked(where: str, row: Any) -> DatasetRow:
+def _check_row(where: str, row: Any) -> DatasetRow:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is an object of columns, got {type(row).__name__}.")
     return row

@@ -11,12 +11,12 @@ from uuid import UUID
 
 MAX_DEPTH = 100
 """Lists and mappings inside each other. Python's JSON and templates recurse, up to about 1,000 calls in all."""
-ALLOWED = "text, numbers, booleans, null, dates, and lists and mappings of these"
+ALLOWED_TYPES_TEXT = "text, numbers, booleans, null, dates, and lists and mappings of these"
 _SCALARS = (str, int, float, type(None))
 """Also what JSON writes as a mapping's key."""
 
 
-def jsonable(value: Any) -> Any:
+def json_default(value: Any) -> Any:
     """Convert mappings to dicts, numpy and torch values to numbers and lists, and dates, decimals and paths to text.
 
     The `default` of `json.dumps`. Raises TypeError for anything else.
@@ -30,7 +30,7 @@ def jsonable(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}, which JSON cannot carry")
 
 
-def why_not_json(value: Any, default: Callable[[Any], Any] = jsonable, depth: int = 0) -> str | None:
+def find_non_json_value(value: Any, default: Callable[[Any], Any] = json_default, depth: int = 0) -> str | None:
     """What in `value` JSON cannot carry, to follow "it holds"; None if it can.
 
     `default` converts what JSON does not know, as in `json.dumps`. Texts are not read, so large ones cost nothing.
@@ -52,6 +52,6 @@ def why_not_json(value: Any, default: Callable[[Any], Any] = jsonable, depth: in
         except TypeError as error:
             return str(error)
     for item in inner:
-        if not isinstance(item, _SCALARS) and (why := why_not_json(item, default, depth + 1)):
+        if not isinstance(item, _SCALARS) and (why := find_non_json_value(item, default, depth + 1)):
             return why
     return None

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.data.json_values import ALLOWED, why_not_json
+from skyrl_train.data.json_values import ALLOWED_TYPES_TEXT, find_non_json_value
 from skyrl_train.errors import DataError
 
 Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}, and any other keys that the chat template reads."""
 
-ToolCalled = dict[str, str]
+ToolCallRecord = dict[str, str]
 """A call that an environment read from an answer: {"name", "arguments"}, the latter as text, JSON where it is not one
 text; "error", the kind, if it failed. One that cannot be read has the name ""."""
 
@@ -45,7 +45,7 @@ class Prompt:
     """The file and row that it was read from, for error messages."""
 
 
-def messages_of(where: str, column: str, value: Any) -> list[Message]:
+def parse_messages(where: str, column: str, value: Any) -> list[Message]:
     """Return a row's conversation in normal form, without keys that are null.
 
     Args:
@@ -63,8 +63,8 @@ def messages_of(where: str, column: str, value: Any) -> list[Message]:
 
 def check_json(where: str, column: str, value: Any) -> None:
     """Raise DataError if JSON cannot carry `value`: rows reach environments as JSON."""
-    if why := why_not_json(value):
-        raise DataError(f"{where}: column {column!r} holds {why}; rows hold {ALLOWED}. Remove it, or store it as text.")
+    if why := find_non_json_value(value):
+        raise DataError(f"{where}: column {column!r} holds {why}; rows hold {ALLOWED_TYPES_TEXT}. Remove it, or store it as text.")
 
 
 def _message(where: str, field: str, message: Any) -> Message:
@@ -75,20 +75,20 @@ def _message(where: str, field: str, message: Any) -> Message:
     if "content" not in known and not known.get("tool_calls"):
         raise DataError(f"{where}: {field}: the content of a {known['role']} message is null.")
     try:
-        return _normal(known)
+        return _normalize(known)
     except ValueError as error:
         raise DataError(f"{where}: {field}.{error}") from error
 
 
-def normal_message(message: Message, index: int) -> Message:
+def normalize_message(message: Message, index: int) -> Message:
     """Return a message from anywhere in normal form. Raises DataError that names it by its index."""
     try:
-        return _normal(message)
+        return _normalize(message)
     except ValueError as error:
         raise DataError(f"messages[{index}].{error}") from error
 
 
-def _normal(message: Message) -> Message:
+def _normalize(message: Message) -> Message:
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and "tool_calls" not in message:
         return message
@@ -122,7 +122,7 @@ def text_content(content: Any) -> str:
     return "".join(texts)
 
 
-def joined_text_parts(content: Any) -> Any:
+def join_text_parts(content: Any) -> Any:
     """Return content as text if it is null or a list of text parts; other content is returned unchanged."""
     try:
         return text_content(content) if content is None or isinstance(content, list) else content
@@ -160,7 +160,7 @@ def _arguments(arguments: Any) -> Any:
     return arguments
 
 
-def tools_of(where: str, value: Any) -> list[dict[str, Any]] | None:
+def parse_tools(where: str, value: Any) -> list[dict[str, Any]] | None:
     """Return a row's tool definitions for `apply_chat_template(tools=...)`; None if the row has none.
 
     `value` is a list of mappings or, as many data sets store it, the JSON text of one. Raises DataError otherwise.
@@ -175,7 +175,7 @@ def tools_of(where: str, value: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def template_kwargs_of(extras: Mapping[str, Any], chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def get_chat_template_kwargs(extras: Mapping[str, Any], chat_template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat template's variables for a prompt: the run's, and the row's `tools` if these are definitions.
 
     An environment may use a column `tools` for something else, such as a list of names: templates do not get that.
@@ -204,14 +204,14 @@ def _tool_name(tool: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def continues_message(messages: Sequence[Message], role: str = "assistant") -> bool:
+def continues_last_message(messages: Sequence[Message], role: str = "assistant") -> bool:
     """True if the model's next text continues the last message: it is the model's own, and calls no tools."""
     return bool(messages) and messages[-1].get("role") in (role, "assistant") and not messages[-1].get("tool_calls")
 
 
-def with_answer(messages: Sequence[Message], text: str, role: str = "assistant") -> list[Message]:
+def append_assistant_text(messages: Sequence[Message], text: str, role: str = "assistant") -> list[Message]:
     """Return `messages` with the model's text: as the rest of a last message of its own, else as a new message."""
-    if continues_message(messages, role):
+    if continues_last_message(messages, role):
         last = messages[-1]
         return [*messages[:-1], {**last, "content": text_content(last["content"]) + text}]
     return [*messages, {"role": role, "content": text}]

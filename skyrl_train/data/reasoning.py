@@ -18,13 +18,13 @@ from dataclasses import dataclass
 class ReasoningFormat:
     """The markers between which a family of models reasons."""
 
-    opens: str
-    closes: str
+    open_marker: str
+    close_marker: str
     models: str
     """Models that write these markers."""
 
 
-FORMATS = (
+REASONING_FORMATS = (
     ReasoningFormat("<think>", "</think>", "DeepSeek-R1, Qwen3, QwQ, GLM-4.5, Kimi K2, MiniMax-M2, Nemotron, OLMo 3"),
     ReasoningFormat("[THINK]", "[/THINK]", "Magistral and later reasoning models of Mistral; special tokens"),
     ReasoningFormat("<seed:think>", "</seed:think>", "Seed-OSS"),
@@ -38,32 +38,32 @@ FORMATS = (
     ReasoningFormat("<thinking>", "</thinking>", "models that a prompt asks for these tags"),
     ReasoningFormat("<reasoning>", "</reasoning>", "models that a prompt asks for these tags"),
 )
-WRAPPERS = (
+ANSWER_WRAPPERS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|begin_of_solution|>", "<|end_of_solution|>"),
     ("<response>", "</response>"),
 )
 """Markers that some models put around the answer after their reasoning: Command A Reasoning; Sky-T1; Granite 3.3.
 Hunyuan's <answer> is not one of them, because environments ask for this tag themselves."""
-CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+HARMONY_CHANNEL, HARMONY_MESSAGE, HARMONY_START, HARMONY_END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 """gpt-oss (the harmony format) writes its reasoning and its answer as messages in channels: `<|channel|>analysis
 <|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`, all of them special tokens."""
-FINAL_CHANNEL = "final"
+HARMONY_FINAL_CHANNEL = "final"
 
-CLOSES = {entry.opens: entry.closes for entry in FORMATS}
+CLOSE_MARKERS = {entry.open_marker: entry.close_marker for entry in REASONING_FORMATS}
 """Opening marker -> closing marker."""
-CLOSING = re.compile("|".join(re.escape(entry.closes) for entry in FORMATS))
+CLOSE_MARKER_PATTERN = re.compile("|".join(re.escape(entry.close_marker) for entry in REASONING_FORMATS))
 """Finds the end of a block of reasoning."""
-_OPENING = "|".join(re.escape(entry.opens) for entry in FORMATS)
-MARKER = re.compile("|".join(re.escape(marker) for entry in FORMATS for marker in (entry.opens, entry.closes)))
+_OPENING = "|".join(re.escape(entry.open_marker) for entry in REASONING_FORMATS)
+MARKER_PATTERN = re.compile("|".join(re.escape(marker) for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker)))
 _HARMONY = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
 """The beginning of an answer of gpt-oss; "<|channel|>" in the middle of another model's answer means nothing."""
 _CHANNEL_NAME = re.compile(r"\s*\w+")
 _ENDS_MESSAGE = re.compile(r"<\|(?:end|return|call|start)\|>")
 _OPENS_AT_END = re.compile(rf"(?:{_OPENING}|<\|channel\|>\w+<\|message\|>)\s*\Z")
-_TOKENS = {marker for entry in FORMATS for marker in (entry.opens, entry.closes)} | {"<|channel>"}
-_TOKENS |= {marker for wrapper in WRAPPERS for marker in wrapper}
-_HARMONY_TOKENS = {CHANNEL, MESSAGE, START, END, "<|constrain|>"}
+_TOKENS = {marker for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker)} | {"<|channel>"}
+_TOKENS |= {marker for wrapper in ANSWER_WRAPPERS for marker in wrapper}
+_HARMONY_TOKENS = {HARMONY_CHANNEL, HARMONY_MESSAGE, HARMONY_START, HARMONY_END, "<|constrain|>"}
 
 
 def final_answer(text: str) -> str:
@@ -85,13 +85,13 @@ def final_answer(text: str) -> str:
     if not markers:
         return text
     _, begin, opened = markers[-1]
-    return _unwrapped(text[begin:].lstrip()) if opened is None else ""
+    return _unwrap_answer(text[begin:].lstrip()) if opened is None else ""
 
 
 def reasoning_blocks(text: str) -> list[str]:
     """Return the contents of the closed blocks of reasoning in a model's turn, in order."""
     if _HARMONY.match(text):
-        return [content for channel, content in _messages(text) if channel not in (None, FINAL_CHANNEL)]
+        return [content for channel, content in _messages(text) if channel not in (None, HARMONY_FINAL_CHANNEL)]
     found, begin = [], 0
     for start, end, opened in _markers(text):
         if opened is None:
@@ -100,16 +100,16 @@ def reasoning_blocks(text: str) -> list[str]:
     return found
 
 
-def open_marker(text: str) -> str:
+def find_unclosed_marker(text: str) -> str:
     """Return the marker of the block of reasoning or of gpt-oss's message that `text` leaves open; "" if none is."""
     if _HARMONY.match(text):
-        header, complete, content = text.rpartition(CHANNEL)[2].partition(MESSAGE)
-        return CHANNEL + header + MESSAGE if complete and not _ENDS_MESSAGE.search(content) else ""
+        header, complete, content = text.rpartition(HARMONY_CHANNEL)[2].partition(HARMONY_MESSAGE)
+        return HARMONY_CHANNEL + header + HARMONY_MESSAGE if complete and not _ENDS_MESSAGE.search(content) else ""
     markers = list(_markers(text))
     return (markers[-1][2] or "") if markers else ""
 
 
-def opening_at_end(prompt: str) -> str:
+def find_trailing_opening(prompt: str) -> str:
     """Return the end of `prompt` that opens reasoning for the model, white space included; "" if it opens none."""
     found = _OPENS_AT_END.search(prompt)
     return found[0] if found else ""
@@ -122,7 +122,7 @@ def reasoning_tokens(special: Iterable[str]) -> set[str]:
     tokens of these names that mark turns.
     """
     names = set(special)
-    return names & (_TOKENS | _HARMONY_TOKENS if {CHANNEL, MESSAGE} <= names else _TOKENS)
+    return names & (_TOKENS | _HARMONY_TOKENS if {HARMONY_CHANNEL, HARMONY_MESSAGE} <= names else _TOKENS)
 
 
 def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
@@ -132,12 +132,12 @@ def _markers(text: str) -> Iterator[tuple[int, int, str | None]]:
     marks is part of the answer: "`<think>` opens reasoning".
     """
     opened: str | None = None
-    for found in MARKER.finditer(text):
+    for found in MARKER_PATTERN.finditer(text):
         if opened is None and _is_quoted(text, *found.span()):
             continue
         if opened is None:
-            opened = found[0] if found[0] in CLOSES else None
-        elif found[0] == CLOSES[opened]:
+            opened = found[0] if found[0] in CLOSE_MARKERS else None
+        elif found[0] == CLOSE_MARKERS[opened]:
             opened = None
         else:
             continue
@@ -148,8 +148,8 @@ def _is_quoted(text: str, start: int, end: int) -> bool:
     return start > 0 and text[start - 1] in "`\"'" and text[end : end + 1] == text[start - 1]
 
 
-def _unwrapped(answer: str) -> str:
-    for opens, closes in WRAPPERS:
+def _unwrap_answer(answer: str) -> str:
+    for opens, closes in ANSWER_WRAPPERS:
         if answer.startswith(opens):
             return answer.removeprefix(opens).rstrip().removesuffix(closes).strip()
     return answer
@@ -157,12 +157,12 @@ def _unwrapped(answer: str) -> str:
 
 def _messages(text: str) -> Iterator[tuple[str | None, str]]:
     """Yield (channel, content) of gpt-oss's messages; the channel is None if the message has no content yet."""
-    for message in text.split(CHANNEL)[1:]:
-        header, complete, content = message.partition(MESSAGE)
+    for message in text.split(HARMONY_CHANNEL)[1:]:
+        header, complete, content = message.partition(HARMONY_MESSAGE)
         name = _CHANNEL_NAME.match(header)
         yield (name[0].strip() if complete and name else None), _ENDS_MESSAGE.split(content, maxsplit=1)[0]
 
 
 def _final_message(text: str) -> str:
     *_, (channel, content) = _messages(text)
-    return content if channel == FINAL_CHANNEL else ""
+    return content if channel == HARMONY_FINAL_CHANNEL else ""

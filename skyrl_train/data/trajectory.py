@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.data.arrays import LogProbs, Span, Tokens, logprob_array, mask_of, same_fields, token_array
-from skyrl_train.data.messages import Message, Prompt, ToolCalled
+from skyrl_train.data.token_arrays import LogProbs, Span, Tokens, to_logprob_array, spans_to_mask, fields_equal, to_token_array
+from skyrl_train.data.messages import Message, Prompt, ToolCallRecord
 
 OK = "ok"
 FAILED = "failed"
 """The episode raised, hung or was lost: it is masked and counted under `error`, never scored 0."""
-PASSED = 1.0
+MIN_PASS_REWARD = 1.0
 """The least outcome that counts as a pass."""
 
 
@@ -39,7 +39,7 @@ class Turn:
     """Seconds in the engine's batch."""
     environment_s: float | None = field(default=None, compare=False)
     """Seconds until the environment had answered, its tools' calls and waiting for its process included."""
-    tool_calls: tuple[ToolCalled, ...] = ()
+    tool_calls: tuple[ToolCallRecord, ...] = ()
     """The calls that the environment read from its text. They are for people: the model never sees them."""
     observation_tokens: int = 0
     """Tokens in [start, stop) that were not sampled. Only turns of SkyRL's generators have any."""
@@ -61,7 +61,7 @@ class Restart:
     prompt_ids: Tokens
 
     def __eq__(self, other: object) -> bool:
-        return same_fields(self, other)
+        return fields_equal(self, other)
 
 
 @dataclass(slots=True)
@@ -109,22 +109,22 @@ class Trajectory:
     the engine. It may end before the sequence does; empty if engines do not tell."""
 
     def __post_init__(self) -> None:
-        self.prompt_ids, self.response_ids = token_array(self.prompt_ids), token_array(self.response_ids)
-        self.logprobs = logprob_array(self.logprobs)
+        self.prompt_ids, self.response_ids = to_token_array(self.prompt_ids), to_token_array(self.response_ids)
+        self.logprobs = to_logprob_array(self.logprobs)
 
     def __eq__(self, other: object) -> bool:
-        return same_fields(self, other)
+        return fields_equal(self, other)
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, temperature: float) -> Trajectory:
         """An episode before its first token."""
-        nothing = token_array([])
-        return cls(prompt, sample, nothing, nothing, [], logprob_array([]), [], 0.0, "abort", temperature)
+        nothing = to_token_array([])
+        return cls(prompt, sample, nothing, nothing, [], to_logprob_array([]), [], 0.0, "abort", temperature)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
         """[L], true on the tokens of `loss_spans`."""
-        return mask_of(self.loss_spans, len(self.response_ids))
+        return spans_to_mask(self.loss_spans, len(self.response_ids))
 
     def sequences(self) -> Iterator[tuple[Tokens, int, int]]:
         """(prompt ids, start, stop) of every sequence: response tokens [start, stop) follow this prompt."""

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, same_fields, token_array
+from skyrl_train.data.token_arrays import LogProbs, Tokens, to_logprob_array, fields_equal, to_token_array
 from skyrl_train.errors import UnsupportedParameter
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample, normalised so that it means the same for every engine (see engines/sampling.py).
+    """How to sample, normalised so that it means the same for every engine (see engines/sampling_params.py).
 
     temperature 0 is greedy. top_p 1, top_k 0, min_p 0 and repetition_penalty 1 are off.
     """
@@ -35,7 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+SAMPLING_PARAM_NAMES = frozenset(field.name for field in fields(SamplingParams))
 """Names of all sampling parameters that an engine may support."""
 PAUSE_MODES = frozenset({"keep", "abort", "wait", "retract"})
 """See InferenceEngine.pause."""
@@ -68,12 +68,12 @@ class SampleRequest:
     """A name given to `load_adapter`. None: the weights of the last sync, including the adapter that came with it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", request_ids(f"request {self.request_id!r}", self.token_ids))
+        object.__setattr__(self, "token_ids", parse_token_ids(f"request {self.request_id!r}", self.token_ids))
 
-    __eq__ = same_fields
+    __eq__ = fields_equal
 
 
-def request_ids(what: str, given: ArrayLike) -> Tokens:
+def parse_token_ids(what: str, given: ArrayLike) -> Tokens:
     """[L] the `token_ids` of a request. Raises UnsupportedParameter for what is no token id of any model."""
     try:
         ids = np.asarray(given)
@@ -82,7 +82,7 @@ def request_ids(what: str, given: ArrayLike) -> Tokens:
     fits = ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
     if not fits or (len(ids) and ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31)):
         raise UnsupportedParameter(f"{what}: token_ids must be one list of whole numbers from 0, below 2^31.")
-    return token_array(ids)
+    return to_token_array(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,11 @@ class Completion:
     been read. Layers are those with experts, or all. None from engines that do not keep it, and over HTTP."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", token_array(self.token_ids))
+        object.__setattr__(self, "token_ids", to_token_array(self.token_ids))
         for name in ("logprobs", "full_logprobs"):
-            object.__setattr__(self, name, logprob_array(getattr(self, name)))
+            object.__setattr__(self, name, to_logprob_array(getattr(self, name)))
 
-    __eq__ = same_fields
+    __eq__ = fields_equal
 
 
 @dataclass(frozen=True, slots=True)

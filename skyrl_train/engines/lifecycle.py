@@ -24,18 +24,18 @@ from typing import Any, TypeVar
 from skyrl_train import trace
 from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.tasks import unwatched
-from skyrl_train.weight_sync.wire import Manifest
+from skyrl_train.aio import mark_exception_retrieved
+from skyrl_train.weight_sync.protocol import Manifest
 
 T = TypeVar("T")
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 """The tags of what `sleep` frees and `wake_up` allocates."""
-ABORT_AGAIN_S = 0.2
+ABORT_RETRY_INTERVAL_S = 0.2
 """An abort may overtake its request on the way to a server: it is repeated until the request is answered."""
 
 
-def tags_freed_by(level: int) -> frozenset[str]:
+def tags_freed_at_level(level: int) -> frozenset[str]:
     """The tags of what `sleep(level)` frees, in engines that free the cache alone at level 1."""
     return MEMORY_TAGS if level >= 2 else frozenset({"kv_cache"})
 
@@ -92,12 +92,12 @@ class Lifecycle:
         return EngineState.DRAINING if self._drains else EngineState.RUNNING
 
     @property
-    def halted(self) -> bool:
+    def is_halted(self) -> bool:
         """True if requests make no progress."""
         return self.state not in (EngineState.RUNNING, EngineState.DRAINING)
 
     @property
-    def admits(self) -> bool:
+    def can_admit(self) -> bool:
         """True if waiting requests may begin."""
         return self.state is EngineState.RUNNING
 
@@ -109,7 +109,7 @@ class Lifecycle:
         An engine that is halted already does not drain, as its requests would not finish. `resume` ends draining, too.
         """
         drained: Future[None] = Future()
-        if busy and not self.halted:
+        if busy and not self.is_halted:
             self._drains.append(drained)
         else:
             self._paused = True
@@ -142,7 +142,7 @@ class Lifecycle:
         self._asleep |= freed
         return freed
 
-    def asleep_among(self, tags: Sequence[str] | None) -> frozenset[str]:
+    def freed_among(self, tags: Sequence[str] | None) -> frozenset[str]:
         """Return those of `tags` (None: of all) whose memory is freed."""
         return self._asleep if tags is None else self._asleep.intersection(tags)
 
@@ -161,7 +161,7 @@ class Lifecycle:
         """Note that a tensor of a sync is loaded, or that one was lost: nothing is served until `weights_loaded`."""
         self._lacks_weights = True
 
-    def weights_loaded(self) -> None:
+    def mark_weights_loaded(self) -> None:
         """Note that a complete model is loaded and verified."""
         self._lacks_weights = False
 
@@ -183,7 +183,7 @@ class Lifecycle:
         return EngineError(f"Engine {self.name!r} {self._end}.")
 
     @contextmanager
-    def reason_for_cancellation(self) -> Iterator[None]:
+    def translate_cancellation(self) -> Iterator[None]:
         """Raise `end_error` instead of a CancelledError, unless it is the caller that was cancelled."""
         try:
             yield
@@ -200,14 +200,14 @@ class Lifecycle:
         if self._end is not None:
             raise self.end_error
 
-    def check_serving(self, *, only_weights: bool = False) -> None:
+    def check_serving(self, *, allow_freed_cache: bool = False) -> None:
         """Raise EngineError if the engine cannot take requests; with `only_weights` it may sleep without its cache."""
         self.check_alive()
         if self.state is EngineState.LOADING_WEIGHTS:
             raise EngineError(
                 f"Engine {self.name!r} holds half of a weight transfer; it serves nothing until a complete sync."
             )
-        if "weights" in self._asleep or (self._asleep and not only_weights):
+        if "weights" in self._asleep or (self._asleep and not allow_freed_cache):
             raise EngineError(f"Engine {self.name!r} is asleep; wake_up() first.")
 
     def as_engine_error(self, error: Exception) -> EngineError:
@@ -231,12 +231,12 @@ class Lifecycle:
         )
 
 
-async def result_of(future: Future[T]) -> T:
+async def await_thread_future(future: Future[T]) -> T:
     """Await a future of the engine's thread; it goes on if the caller is cancelled."""
-    return await asyncio.shield(unwatched(asyncio.wrap_future(future)))
+    return await asyncio.shield(mark_exception_retrieved(asyncio.wrap_future(future)))
 
 
-class RunClock:
+class RequestDeadlines:
     """The clocks of an engine's requests, in order of arrival.
 
     A request's clock starts once fewer than `slots` of those before it are unfinished: an engine that runs so many at a
@@ -244,8 +244,8 @@ class RunClock:
     waited, and training would learn that answers are short.
     """
 
-    def __init__(self, slots: int):
-        self._slots = slots
+    def __init__(self, max_num_seqs: int):
+        self._max_num_seqs = max_num_seqs
         self._waiting: dict[str, float | None] = {}
         """Request id -> seconds it may run; in order."""
         self._running: dict[str, tuple[float, float]] = {}
@@ -260,8 +260,8 @@ class RunClock:
         """A request is finished; returns the seconds that it has run, a span of the run's time line."""
         self._waiting.pop(request_id, None)
         started, _ = self._running.pop(request_id, (math.inf, 0.0))
-        if started < math.inf and trace.on():
-            trace.add("request", trace.unix(started), row="requests", overlaps=True, id=request_id)
+        if started < math.inf and trace.is_enabled():
+            trace.add_span("request", trace.to_unix_time(started), track="requests", overlaps=True, id=request_id)
         self._start()
         return max(0.0, time.monotonic() - started)
 
@@ -270,7 +270,7 @@ class RunClock:
         self._waiting.clear()
         self._running.clear()
 
-    def late(self) -> list[str]:
+    def expired(self) -> list[str]:
         """The requests whose deadline has passed."""
         now = time.monotonic()
         return [request_id for request_id, (_, expires) in self._running.items() if expires <= now]
@@ -281,7 +281,7 @@ class RunClock:
 
     def _start(self) -> None:
         now = time.monotonic()
-        while self._waiting and len(self._running) < self._slots:
+        while self._waiting and len(self._running) < self._max_num_seqs:
             request_id = next(iter(self._waiting))
             seconds = self._waiting.pop(request_id)
             self._running[request_id] = now, math.inf if seconds is None else now + seconds

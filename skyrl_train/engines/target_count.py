@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_train.durable import write_durably
+from skyrl_train.atomic_files import atomic_write_text
 from skyrl_train.errors import ConfigError
 
 ENGINES_FILE = "engines.json"
@@ -18,7 +18,7 @@ _KEY = "num_inference_engines"
 
 def write_target(folder: Path, number: int) -> None:
     """Ask the run in `folder` for this many engines. Readers find the old number or the new one."""
-    write_durably(folder / ENGINES_FILE, json.dumps({_KEY: number}) + "\n")
+    atomic_write_text(folder / ENGINES_FILE, json.dumps({_KEY: number}) + "\n")
 
 
 def read_target(folder: Path) -> int:
@@ -35,7 +35,7 @@ def read_target(folder: Path) -> int:
     return number
 
 
-def stamp(folder: Path) -> tuple[int, int] | None:
+def target_file_version(folder: Path) -> tuple[int, int] | None:
     """Return a value that changes whenever the file is written, even with the same number; None if there is no file."""
     try:
         found = (folder / ENGINES_FILE).stat()
@@ -45,7 +45,7 @@ def stamp(folder: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def count_locked(folder: Path) -> Iterator[None]:
+def lock_target_file(folder: Path) -> Iterator[None]:
     """Keep other processes from changing the number inside: two that add one engine each add two."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -55,7 +55,7 @@ def count_locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def why_fixed(*, colocate_all: bool, run_engines_locally: bool) -> str | None:
+def fixed_count_reason(*, colocate_all: bool, run_engines_locally: bool) -> str | None:
     """Return why the number of engines of a run cannot change, and what to do; None if it can."""
     if not run_engines_locally:
         return (

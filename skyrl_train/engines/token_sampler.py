@@ -16,25 +16,25 @@ from torch import Tensor
 
 from skyrl_train.engines.base import SamplingParams
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_AHEAD = 16
+_SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_PREGENERATED_STEPS = 16
 """Steps for which random numbers are made at once: one by one, their many small operations would cost a step more."""
-_BLOCK = 512
+_SEARCH_BLOCK = 512
 """Larger vocabularies are searched block by block: a cumulative sum of all of it would cost more than the head."""
-_CACHED = 1 << 18
+_CPU_CHUNK_ELEMENTS = 1 << 18
 """Probabilities processed at a time on a CPU, so that intermediates stay in a core's cache."""
 _REPLACEMENT = "\ufffd"
 _CANDIDATES = 256
 """How many of the likeliest tokens are searched first for the last one to keep: nearly always enough."""
 
 
-def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+def random_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number in [0, 1) for each pair of seed and position, on their device: float64 from int64, broadcast.
 
     SplitMix64 (Steele, Lea, Flood 2014) of the mixed seed plus (position + 1) times its increment. int64 wraps and so
     has the bits of the unsigned numbers.
     """
-    bits = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
+    bits = _mix(_mix(seeds + _SPLITMIX_INCREMENT) + (positions + 1) * _SPLITMIX_INCREMENT)
     return _shifted(bits, 12).double() * 2.0**-52
 
 
@@ -49,15 +49,15 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def uniform_columns(seeds: Tensor, positions: Tensor) -> Iterator[Tensor]:
+def random_uniform_steps(seeds: Tensor, positions: Tensor) -> Iterator[Tensor]:
     """Numbers for `positions`, then for those after them, and so on: float64 [B, 1] each, from int64 [B]."""
     count = 1  # at first: in a busy engine most batches live for one step
     while True:
         ahead = positions + torch.arange(count, device=positions.device).unsqueeze(1)
-        columns = uniforms(seeds, ahead).unsqueeze(2)
+        columns = random_uniform(seeds, ahead).unsqueeze(2)
         for step in range(count):  # to iterate over the tensor would make all views at once
             yield columns[step]
-        positions, count = positions + count, _AHEAD
+        positions, count = positions + count, _PREGENERATED_STEPS
 
 
 def to_device(values: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -66,7 +66,7 @@ def to_device(values: Sequence[object] | np.ndarray, dtype: torch.dtype, device:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Numbers(NamedTuple):
+class RowSamplingParams(NamedTuple):
     """What a RowSampler reads of a row's parameters: read once, where batches change in every step."""
 
     temperature: float
@@ -76,13 +76,13 @@ class Numbers(NamedTuple):
     repetition_penalty: float
 
     @classmethod
-    def of(cls, params: Any) -> Numbers:
+    def of(cls, params: Any) -> RowSamplingParams:
         """Of SamplingParams, ours or vLLM's, which have the same names."""
         return cls(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """The result of one step, all [B]."""
 
     ids: Tensor
@@ -92,7 +92,7 @@ class Sampled:
     """nats, of log_softmax(logits / temperature); temperature 1 for greedy rows."""
 
 
-Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
+TruncationMask = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Sets all but the likeliest to -inf, maybe in place, ties as it likes: of logits [R, V], top_k int32 [R] (V is off),
 then top_p [R] of what is left (1 is off)."""
 
@@ -106,11 +106,11 @@ class RowSampler:
 
     def __init__(
         self,
-        params: Sequence[SamplingParams | Numbers],
+        params: Sequence[SamplingParams | RowSamplingParams],
         seeds: Sequence[int],
         positions: Sequence[int],
         device: torch.device,
-        mask: Mask | None = None,
+        mask: TruncationMask | None = None,
     ):
         """Seeds have 64 bits.
 
@@ -120,8 +120,8 @@ class RowSampler:
         self._device = device
         signed = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64).view(np.int64)
         both = to_device(np.array((signed, positions)), torch.int64, device)
-        self._random = uniform_columns(both[0], both[1])
-        read = [p if isinstance(p, Numbers) else Numbers.of(p) for p in params]
+        self._random = random_uniform_steps(both[0], both[1])
+        read = [p if isinstance(p, RowSamplingParams) else RowSamplingParams.of(p) for p in params]
         numbers = np.array(read, dtype=np.float64).reshape(len(read), 5)
         temperatures, top_k, top_p, min_p, penalties = numbers.T
         greedy = temperatures == 0
@@ -140,7 +140,7 @@ class RowSampler:
 
     def __call__(
         self, logits: Tensor, seen: Sequence[Tensor] = (), forbidden: Sequence[tuple[int, Tensor]] = ()
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Sample the next token of every row from `logits` [B, V].
 
         `seen` has a bool [V] for each row with a repetition penalty, in row order; `forbidden` gives ids that a row
@@ -154,7 +154,7 @@ class RowSampler:
         """By each row's temperature; the logits themselves where all are 1."""
         return logits if self._temperature is None else logits / self._temperature
 
-    def sample(self, target: Tensor, scaled: Tensor) -> Sampled:
+    def sample(self, target: Tensor, scaled: Tensor) -> SampledTokens:
         """Sample from `target` [B, V], which penalties and the like have changed: `scaled` itself if nothing has.
 
         `scaled` is what `scale` returned of the logits as they were.
@@ -162,7 +162,7 @@ class RowSampler:
         if self._all_greedy:
             ids = target.argmax(-1, keepdim=True)
             full = scaled.gather(1, ids) - scaled.logsumexp(-1, keepdim=True)
-            return Sampled(ids.squeeze(1), torch.zeros_like(full).squeeze(1), full.squeeze(1))
+            return SampledTokens(ids.squeeze(1), torch.zeros_like(full).squeeze(1), full.squeeze(1))
         probabilities = target.softmax(-1)
         # The largest logit less its log-prob: a pass that logsumexp would make again.
         normaliser = target.amax(-1, keepdim=True) - probabilities.amax(-1, keepdim=True).log()
@@ -176,7 +176,7 @@ class RowSampler:
         logprobs = target.gather(1, ids) - normaliser
         if self._greedy is not None:
             logprobs = logprobs.masked_fill(self._greedy, 0.0)
-        return Sampled(ids.squeeze(1), logprobs.squeeze(1), full.squeeze(1))
+        return SampledTokens(ids.squeeze(1), logprobs.squeeze(1), full.squeeze(1))
 
     def _target(
         self, logits: Tensor, scaled: Tensor, seen: Sequence[Tensor], forbidden: Sequence[tuple[int, Tensor]]
@@ -207,7 +207,7 @@ class _Truncation:
         top_p: np.ndarray,
         min_p: np.ndarray,
         device: torch.device,
-        mask: Mask | None,
+        mask: TruncationMask | None,
     ):
         """`rows`: their indices; the rest, each [R], are theirs."""
         self._rows = to_device(rows, torch.int64, device)
@@ -224,19 +224,19 @@ class _Truncation:
         mass = probabilities.new_ones(len(probabilities), 1)
         at_once = len(self._rows)
         if probabilities.device.type == "cpu":
-            at_once = max(1, _CACHED // probabilities.shape[1])
+            at_once = max(1, _CPU_CHUNK_ELEMENTS // probabilities.shape[1])
         for index, limits in zip(self._rows.split(at_once), self._limits.split(at_once), strict=True):
             rows = probabilities[index]
             if self._mask is None:
-                smallest = smallest_kept(rows, limits, max(_CANDIDATES, self._largest_k + 1))
+                smallest = min_kept_prob(rows, limits, max(_CANDIDATES, self._largest_k + 1))
             else:
-                smallest = smallest_unmasked(logits[index], rows, limits, self._mask)
+                smallest = min_kept_prob_from_mask(logits[index], rows, limits, self._mask)
             rows.mul_(torch.ge(rows, smallest, out=torch.empty_like(rows)))  # a mask of bools takes three times as long
             probabilities[index], mass[index] = rows, rows.sum(-1, keepdim=True)
         return mass
 
 
-def sorted_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def mask_by_sorting(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """A `Mask` of torch's own operations: it sorts every row, and nothing waits for the device."""
     ordered, order = logits.sort(dim=-1, descending=True)
     kept = torch.arange(logits.shape[1], device=logits.device) < top_k.unsqueeze(1)
@@ -245,7 +245,7 @@ def sorted_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill_(~torch.empty_like(kept).scatter_(1, order, kept), -math.inf)
 
 
-def smallest_unmasked(logits: Tensor, probabilities: Tensor, limits: Tensor, mask: Mask) -> Tensor:
+def min_kept_prob_from_mask(logits: Tensor, probabilities: Tensor, limits: Tensor, mask: TruncationMask) -> Tensor:
     """As `smallest_kept`, by a kernel that need not keep all ties: to keep what is no smaller puts them back.
 
     `mask` may change `logits` [R, V].
@@ -258,7 +258,7 @@ def smallest_unmasked(logits: Tensor, probabilities: Tensor, limits: Tensor, mas
     return torch.maximum(smallest.double(), least).float()
 
 
-def smallest_kept(probabilities: Tensor, limits: Tensor, candidates: int) -> Tensor:
+def min_kept_prob(probabilities: Tensor, limits: Tensor, candidates: int) -> Tensor:
     """The smallest probability that each row keeps: [R, 1] from [R, V], whose rows sum to 1 up to rounding.
 
     `limits` [R, 3] float64: top_k, then top_p of the remaining mass, then min_p; infinity, infinity, 0 are off. The
@@ -306,10 +306,10 @@ def inverse_cdf(probabilities: Tensor, random: Tensor) -> Tensor:
     A token of probability 0 is never returned, as the cumulative sum does not rise there.
     """
     count = probabilities.shape[1]
-    if count <= _BLOCK:
+    if count <= _SEARCH_BLOCK:
         return _search(probabilities, random)
-    whole = count - count % _BLOCK
-    sums = probabilities[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    whole = count - count % _SEARCH_BLOCK
+    sums = probabilities[:, :whole].unflatten(1, (-1, _SEARCH_BLOCK)).sum(-1)
     if whole < count:
         sums = torch.cat((sums, probabilities[:, whole:].sum(-1, keepdim=True)), dim=1)
     sums = sums.double()
@@ -319,10 +319,10 @@ def inverse_cdf(probabilities: Tensor, random: Tensor) -> Tensor:
     start, mass = cumulative.gather(1, block) - sums.gather(1, block), sums.gather(1, block)
     # The share of the block's mass below the wanted value: rounding may put it slightly outside [0, 1).
     share = ((wanted - start) / mass).clamp_(0.0, 1.0 - 2.0**-52)
-    places = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
+    places = block * _SEARCH_BLOCK + torch.arange(_SEARCH_BLOCK, device=block.device)
     inside = probabilities.gather(1, places.clamp(max=count - 1)) * (places < count)
     # If probabilities are not finite, any valid index will do: the log-prob of that token reveals the problem.
-    return (block * _BLOCK + _search(inside, share)).clamp_(max=count - 1)
+    return (block * _SEARCH_BLOCK + _search(inside, share)).clamp_(max=count - 1)
 
 
 def _search(probabilities: Tensor, random: Tensor) -> Tensor:
@@ -342,12 +342,12 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._stops = stops
         # A token is at least one byte of a character, which has at most four; plus a margin for tokens without text.
-        self.tail = 4 * max(len(stop) for stop in stops) + 4
+        self.max_tail_tokens = 4 * max(len(stop) for stop in stops) + 4
         # Decoders add and drop blanks between tokens: a final blank of a stop string may come from any token.
         self._last = None if any(stop[-1].isspace() for stop in stops) else {stop[-1] for stop in stops}
         self._may_end: dict[int, bool] = {}
 
-    def completed_by(self, token: int) -> bool:
+    def may_end_at(self, token: int) -> bool:
         """Whether a stop string may end with this token: cheap, and without false negatives."""
         known = self._may_end.get(token)
         if known is None:
@@ -358,9 +358,9 @@ class StopStrings:
 
     def find(self, token_ids: Sequence[int]) -> str | None:
         """The stop string completed by the last of `token_ids` (if several: the one that ends first), else None."""
-        if not self.completed_by(token_ids[-1]):
+        if not self.may_end_at(token_ids[-1]):
             return None
-        tail = list(token_ids[-self.tail :])
+        tail = list(token_ids[-self.max_tail_tokens :])
         text, before = self._decode(tail), self._decode(tail[:-1]).rstrip(_REPLACEMENT)
         ends = []
         for order, stop in enumerate(self._stops):

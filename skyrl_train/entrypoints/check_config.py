@@ -19,21 +19,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from skyrl_train.cluster.named import named_cluster_has_gpus
-from skyrl_train.config.predicates import Uses
-from skyrl_train.config.prepare import PreparedConfig, launch
+from skyrl_train.cluster.external_cluster import external_cluster_has_gpus
+from skyrl_train.config.predicates import RunComponents
+from skyrl_train.config.prepare import PreparedConfig, run_entrypoint
 from skyrl_train.config.schema import Config
-from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, aligned, known_data, run_lines
+from skyrl_train.entrypoints.plan_report import MEASURED, DataStats, align_columns, compute_data_stats, run_lines
 from skyrl_train.entrypoints.serve import ENDPOINT
 from skyrl_train.errors import ConfigError, StorageError
-from skyrl_train.experiment.base import Experiment, accounted, used_by
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.base import Experiment, exit_on_failure, required_components
+from skyrl_train.experiment.driver import exit_with_signal_status
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.messages import to_stdout
+from skyrl_train.terminal import print_stdout
 from skyrl_train.registry import load_object
 
 if TYPE_CHECKING:
-    from skyrl_train.experiment.memory_plan import SlotPlan
+    from skyrl_train.experiment.memory_plan import SlotMemoryPlan
 
 PLAN = "--plan"
 PROBE = "--probe"
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if here or (plans and prepared.config.trainer.plugins):
             check_plugins(prepared.config)
         if here:
-            check_here(prepared.config, used_by(experiment))
+            check_machine(prepared.config, required_components(experiment))
         if plans:
             report_with_plan(prepared, here, probes)
         else:
@@ -73,22 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report_probe(prepared.config)
 
     def check_all() -> None:
-        there = named_cluster_has_gpus if here else lambda: None
-        uses = used_by(experiment) if here else None
-        launch(check, rest, uses=uses, trusts_runs=False, has_accelerator=there)
+        there = external_cluster_has_gpus if here else lambda: None
+        components = required_components(experiment) if here else None
+        run_entrypoint(check, rest, components=components, trust_run_folder=False, has_accelerator=there)
 
     if not probes:
         return check_all()
-    with exits_as_told(), accounted():
+    with exit_with_signal_status(), exit_on_failure():
         check_all()
 
 
-def check_here(config: Config, uses: Uses) -> None:
+def check_machine(config: Config, components: RunComponents) -> None:
     """Check models, tokenizer, data and addresses on this machine. Imports torch. Raises ConfigError."""
     from skyrl_train.experiment.preflight import check_run
 
     try:
-        check_run(config, uses)
+        check_run(config, components)
     except StorageError as error:
         raise ConfigError(str(error)) from error
 
@@ -102,26 +102,26 @@ def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None
 
     `here`: whether the data may be read; `probes`: whether a probe follows.
     """
-    from skyrl_train.experiment.algorithm import policy_learning
-    from skyrl_train.experiment.memory_fit import announce_fit
-    from skyrl_train.experiment.memory_plan import capacity_of, memory_plan
+    from skyrl_train.experiment.algorithm import build_policy_objective_spec
+    from skyrl_train.experiment.memory_tuning import tune_and_report
+    from skyrl_train.experiment.memory_plan import memory_capacity, memory_plan
 
-    learning = policy_learning(prepared.config)
-    config = announce_fit(prepared.config, learning)
-    capacity = capacity_of(config.device)
+    learning = build_policy_objective_spec(prepared.config)
+    config = tune_and_report(prepared.config, learning)
+    capacity = memory_capacity(config.device)
     plans = memory_plan(config, capacity, learning)
     report(prepared)
-    for line in plan_lines(plans, config.device, capacity, capacity_of("cpu")):
-        to_stdout(line)
+    for line in plan_lines(plans, config.device, capacity, memory_capacity("cpu")):
+        print_stdout(line)
     data = _data(config) if here else "not read with --elsewhere"
     for line in run_lines(config, plans, data, "the probe's, below" if probes else MEASURED):
-        to_stdout(line)
+        print_stdout(line)
 
 
-def _data(config: Config) -> KnownData | str:
+def _data(config: Config) -> DataStats | str:
     """What cannot be read must not hide the plan."""
     try:
-        return known_data(config)
+        return compute_data_stats(config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -131,10 +131,10 @@ def report_probe(config: Config) -> None:
     from skyrl_train.entrypoints.probe_report import probe_lines
 
     for line in probe_lines(config, probe(config)):
-        to_stdout(line)
+        print_stdout(line)
 
 
-def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, host: int | None) -> Iterator[str]:
+def plan_lines(plans: Sequence[SlotMemoryPlan], device: str, capacity: int | None, host: int | None) -> Iterator[str]:
     """A table for every kind of slot, and whether it fits. `capacity`: bytes of the device; `host`: of this machine."""
     from skyrl_train.experiment.memory_plan import PHASES
 
@@ -143,23 +143,23 @@ def plan_lines(plans: Sequence[SlotPlan], device: str, capacity: int | None, hos
         yield ""
         yield f"{plan.name}: {plan.count} slot{'s' if plan.count > 1 else ''}, {unit}"
         for on_host in (False, True):
-            rows = [row for row in plan.lines if row.on_host == on_host]
+            rows = [row for row in plan.items if row.on_host == on_host]
             if not rows:
                 continue
             table = [["on the host" if on_host else "", "", *PHASES, ""]]
             for row in rows:
                 shown = f"{'' if row.exact else '~'}{row.size / size:,.2f}"
-                table.append([row.role, row.what, *(shown if p in row.phases else "" for p in PHASES), row.note])
+                table.append([row.role, row.name, *(shown if p in row.phases else "" for p in PHASES), row.note])
             totals = [f"{plan.total(phase, on_host=on_host) / size:,.2f}" for phase in PHASES]
             table.append(["at its peak", "", *totals, ""])
-            yield from aligned(table, 2)
+            yield from align_columns(table, 2)
     yield ""
     yield "~ is an estimate. A peak is less than its column's sum where rows are never there at the same time."
-    yield from _verdicts(plans, device, capacity, host, unit, size)
+    yield from _fit_lines(plans, device, capacity, host, unit, size)
 
 
-def _verdicts(
-    plans: Sequence[SlotPlan], device: str, capacity: int | None, host: int | None, unit: str, size: int
+def _fit_lines(
+    plans: Sequence[SlotMemoryPlan], device: str, capacity: int | None, host: int | None, unit: str, size: int
 ) -> Iterator[str]:
     def verdict(what: str, needed: int, there: int | None) -> str:
         if there is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import click
 
-from skyrl_train.messages import show_warnings_visibly
+from skyrl_train.terminal import escape_last_resort_warnings
 
 _ENTRYPOINTS = "skyrl_train.entrypoints"
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -21,7 +21,7 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_op
 
 @click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 def main() -> None:
-    show_warnings_visibly()
+    escape_last_resort_warnings()
 
 
 @main.group(help="Environments.", name="env")

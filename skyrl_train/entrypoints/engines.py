@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.engines.target_count import ENGINES_FILE, count_locked, read_target, why_fixed, write_target
+from skyrl_train.engines.target_count import ENGINES_FILE, lock_target_file, read_target, fixed_count_reason, write_target
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import to_stderr
-from skyrl_train.storage.places import working_folder
+from skyrl_train.terminal import print_stderr
+from skyrl_train.storage.uris import resolve_local_folder
 
 _LOCK_FILE, _CONFIG_FILE = ".lock", "config.yaml"
 
@@ -32,15 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__doc__)
         return
     try:
-        action, by, folder = _asked(given)
-        before, after = change(folder, by if action == "add" else -by)
+        action, by, folder = _parse_arguments(given)
+        before, after = change_target_count(folder, by if action == "add" else -by)
     except ConfigError as error:
-        to_stderr(f"skyrl-train engines: {error}")
+        print_stderr(f"skyrl-train engines: {error}")
         sys.exit(2)
     print(f"{before} -> {after} engines are wanted; the run says when they have come or gone.")
 
 
-def change(folder: Path, by: int) -> tuple[int, int]:
+def change_target_count(folder: Path, by: int) -> tuple[int, int]:
     """Ask the run in `folder` for so many engines more; returns the number wanted before and now.
 
     Raises ConfigError if there is no such run, none under way, one whose engines are fixed, or too few would be left.
@@ -48,13 +48,13 @@ def change(folder: Path, by: int) -> tuple[int, int]:
     file = folder / _CONFIG_FILE
     if not file.is_file():
         raise ConfigError(f"{str(folder)!r} is no run's folder: it has no {_CONFIG_FILE}. Give a trainer.ckpt_path.")
-    if not _under_way(folder):
+    if not _is_running(folder):
         raise ConfigError(
             f"no run is under way in {str(folder)!r}. Start it with generator.num_inference_engines=N instead."
         )
-    if (fixed := _why_fixed(yaml.safe_load(file.read_text()))) is not None:
+    if (fixed := _fixed_count_reason(yaml.safe_load(file.read_text()))) is not None:
         raise ConfigError(f"the number of engines of the run in {str(folder)!r} is fixed: {fixed}")
-    with count_locked(folder):
+    with lock_target_file(folder):
         try:
             before = read_target(folder)
         except FileNotFoundError:
@@ -70,19 +70,19 @@ def change(folder: Path, by: int) -> tuple[int, int]:
     return before, before + by
 
 
-def _asked(given: Sequence[str]) -> tuple[str, int, Path]:
+def _parse_arguments(given: Sequence[str]) -> tuple[str, int, Path]:
     """What to do, with how many, where. Raises ConfigError."""
     if len(given) == 3 and given[0] in ("add", "remove"):
         with suppress(ValueError):
             if (number := int(given[1])) >= 1:
-                return given[0], number, working_folder(given[2])
+                return given[0], number, resolve_local_folder(given[2])
     raise ConfigError(
         f"got {' '.join(given)!r}. It takes add N FOLDER or remove N FOLDER: a whole number of at least 1, and the "
         "folder of the run."
     )
 
 
-def _under_way(folder: Path) -> bool:
+def _is_running(folder: Path) -> bool:
     """Whether a run has locked its folder."""
     try:
         with (folder / _LOCK_FILE).open() as lock:
@@ -94,8 +94,8 @@ def _under_way(folder: Path) -> bool:
     return False
 
 
-def _why_fixed(config: Mapping[str, Any]) -> str | None:
-    return why_fixed(
+def _fixed_count_reason(config: Mapping[str, Any]) -> str | None:
+    return fixed_count_reason(
         colocate_all=config["trainer"]["placement"]["colocate_all"],
         run_engines_locally=config["generator"]["run_engines_locally"],
     )

@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.data.messages import Message, Prompt, template_kwargs_of, with_answer
+from skyrl_train.data.messages import Message, Prompt, get_chat_template_kwargs, append_assistant_text
 from skyrl_train.environments import registry
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.experiment.environments import environment_settings, pool_settings
-from skyrl_train.messages import to_stderr, to_stdout, visible
+from skyrl_train.terminal import print_stderr, print_stdout, escape_control_chars
 from skyrl_train.registry import import_plugins
 
 NO_LIMIT = 2**40
@@ -37,7 +37,7 @@ NO_LIMIT = 2**40
 
 
 @dataclass(frozen=True)
-class Attempt:
+class EpisodeInput:
     """An episode to be: which row, and the model's texts turn by turn."""
 
     row: int
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = _try(arguments)
     except ConfigError as error:
-        to_stderr(redact(str(error)))
+        print_stderr(redact(str(error)))
         code = 2
     sys.exit(code)
 
@@ -75,7 +75,7 @@ def _try(arguments: argparse.Namespace) -> int:
     cfg = _configuration(arguments)
     import_plugins(cfg.trainer.plugins)
     registry.check_environments([arguments.env], environment_settings(cfg))
-    attempts = _attempts(arguments)
+    attempts = _episode_inputs(arguments)
     prompts = load_prompts([arguments.data], lambda prompt: 0, NO_LIMIT, arguments.env).prompts
     for attempt in attempts:
         if not 0 <= attempt.row < len(prompts):
@@ -96,22 +96,22 @@ def _configuration(arguments: argparse.Namespace) -> Config:
     model = [f"trainer.policy.model.path={arguments.model}"] if arguments.model is not None else []
     own = [*model, f"environment.env_class={arguments.env}"]
     # Nothing of it is for a device, so that a preset for accelerators can be tried on a laptop.
-    prepared = prepare([*flags, *arguments.overrides, *own], has_accelerator=True, trusts_runs=False)
+    prepared = prepare_config([*flags, *arguments.overrides, *own], has_accelerator=True, trust_run_folder=False)
     for warning in prepared.warnings:
-        to_stderr(f"warning: {redact(warning)}")
+        print_stderr(f"warning: {redact(warning)}")
     return prepared.config
 
 
-def _attempts(arguments: argparse.Namespace) -> list[Attempt]:
+def _episode_inputs(arguments: argparse.Namespace) -> list[EpisodeInput]:
     """What to play; without completions one episode that is only opened."""
     if arguments.completions is None:
-        return [Attempt(arguments.row, arguments.completion or [])]
+        return [EpisodeInput(arguments.row, arguments.completion or [])]
     try:
         lines = arguments.completions.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"--completions {arguments.completions}: {error.strerror}.") from error
     found = [
-        _attempt(f"{arguments.completions}, line {number}", line, arguments.row)
+        _episode_input(f"{arguments.completions}, line {number}", line, arguments.row)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -120,7 +120,7 @@ def _attempts(arguments: argparse.Namespace) -> list[Attempt]:
     return found
 
 
-def _attempt(where: str, line: bytes, row: int) -> Attempt:
+def _episode_input(where: str, line: bytes, row: int) -> EpisodeInput:
     try:
         given: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -132,11 +132,11 @@ def _attempt(where: str, line: bytes, row: int) -> Attempt:
         raise DataError(
             f'{where}: {line[:80]!r} is not "text", ["text of turn 1", ...] or {{"completion": either, "row": number}}.'
         )
-    return Attempt(row, texts)
+    return EpisodeInput(row, texts)
 
 
 async def _play_all(
-    cfg: Config, prompts: Sequence[Prompt], attempts: Sequence[Attempt], env: str, model: str | None
+    cfg: Config, prompts: Sequence[Prompt], attempts: Sequence[EpisodeInput], env: str, model: str | None
 ) -> int:
     tokenizer = None
     if model is not None:
@@ -166,11 +166,11 @@ async def _play(
         _show_messages(episode.messages)
         _show_metadata(episode.metadata)
         if tokenizer is not None:
-            _show_rendered(tokenizer, episode.messages, template_kwargs_of(row.env_extras, options))
+            _show_rendered(tokenizer, episode.messages, get_chat_template_kwargs(row.env_extras, options))
         total, done, played = 0.0, False, 0
         for turn, text in enumerate(texts[:turns], 1):
             if turn == 1:  # an opening that ends with a message of the assistant is continued, as in training
-                text = str(with_answer(episode.messages, text)[-1]["content"])
+                text = str(append_assistant_text(episode.messages, text)[-1]["content"])
             _show_messages([{"role": "assistant", "content": text}])
             output = await episode.step(text)
             total, done, played = total + output.reward, output.done, turn
@@ -234,7 +234,7 @@ def _say(line: str) -> None:
 
     Without the contents of credential variables, which an environment may have shown.
     """
-    to_stdout(visible(redact(line)))
+    print_stdout(escape_control_chars(redact(line)))
 
 
 if __name__ == "__main__":

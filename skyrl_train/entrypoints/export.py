@@ -11,22 +11,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.messages import to_stderr, to_stdout
+from skyrl_train.terminal import print_stderr, print_stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
-    from skyrl_train.experiment.export import Export, export, said
+    from skyrl_train.experiment.export import ExportRequest, export, describe_verification
 
     try:
-        where, agreement = export(Export(**vars(given)))
+        where, agreement = export(ExportRequest(**vars(given)))
     except (SkyRLError, OSError) as error:  # such as a disk that is full
-        to_stderr(redact(f"skyrl-train export: {error}"))
+        print_stderr(redact(f"skyrl-train export: {error}"))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    to_stdout("Not verified." if agreement is None else said(agreement))
-    to_stdout(f"exported to {where}")
+    print_stdout("Not verified." if agreement is None else describe_verification(agreement))
+    print_stdout(f"exported to {where}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,21 +6,21 @@ subclass `skyrl_train.Experiment` instead.
 
 from __future__ import annotations
 
-from skyrl_train.config.hydra import presets_dir
-from skyrl_train.experiment.base import Experiment, start
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.config.hydra import presets_folder
+from skyrl_train.experiment.base import Experiment, launch_experiment
+from skyrl_train.experiment.driver import exit_with_signal_status
 from skyrl_train.skyrl.experiment import BasePPOExp
-from skyrl_train.skyrl.launch import validate_cfg
+from skyrl_train.skyrl.script_entry import validate_cfg
 
 __all__ = ["BasePPOExp", "config_dir", "validate_cfg"]
 
-config_dir = str(presets_dir())
+config_dir = str(presets_folder())
 """For `@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)`."""
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    start(Experiment)
+    launch_experiment(Experiment)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import json
 
-from skyrl_train.config.predicates import Uses
+from skyrl_train.config.predicates import RunComponents
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.base import Experiment, start
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.base import Experiment, launch_experiment
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 
 class EvaluationExp(Experiment):
     """Everything of an experiment but training."""
 
-    uses = Uses(train_data=False, learner=False)
+    components = RunComponents(train_data=False, learner=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """There is nothing to train on."""
 
     async def _run(self) -> None:
-        from skyrl_train.experiment.services import services
+        from skyrl_train.experiment.run_resources import start_rollout_resources
         from skyrl_train.experiment.trainer import build_evaluator
 
         if self.eval_dataset is None:
@@ -30,10 +30,10 @@ class EvaluationExp(Experiment):
                 f"data.val_data={list(self.config.data.val_data)!r}: an evaluation needs data; name a file or dataset, "
                 "and leave trainer.eval_before_train or trainer.eval_interval on."
             )
-        async with services(
+        async with start_rollout_resources(
             self.config,
             self.cluster,
-            self.uses,
+            self.components,
             train_dataset=None,
             build_tracker=self.build_tracker,
             build_client=self.build_client,
@@ -45,9 +45,9 @@ class EvaluationExp(Experiment):
         print(json.dumps(scores, indent=1))
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    start(EvaluationExp)
+    launch_experiment(EvaluationExp)
 
 
 if __name__ == "__main__":

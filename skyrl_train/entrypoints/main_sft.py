@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.config.predicates import Uses
-from skyrl_train.config.sources import is_address
-from skyrl_train.experiment.base import Experiment, start
-from skyrl_train.experiment.driver import exits_as_told
-from skyrl_train.report.phases import phase
-from skyrl_train.storage.places import working_folder
+from skyrl_train.config.predicates import RunComponents
+from skyrl_train.config.locations import is_uri
+from skyrl_train.experiment.base import Experiment, launch_experiment
+from skyrl_train.experiment.driver import exit_with_signal_status
+from skyrl_train.report.progress_log import startup_phase
+from skyrl_train.storage.uris import resolve_local_folder
 
 
 class SFTExp(Experiment):
     """An experiment without engines, environments or rewards."""
 
-    uses = Uses(val_data=False, engines=False, rewards=False)
+    components = RunComponents(val_data=False, engines=False, rewards=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """Demonstrations are read when the run starts."""
@@ -27,42 +27,42 @@ class SFTExp(Experiment):
     get_eval_dataset = get_train_dataset  # type: ignore[assignment]
 
     def run(self) -> None:
-        folder = self._until_told(self._with_restarts(self._train))
+        folder = self._run_until_signaled(self._with_restarts(self._train))
         export_path = self.config.trainer.export_path
-        inside = folder.relative_to(working_folder(export_path))
-        print(f"exported to {export_path.rstrip('/')}/{inside}" if is_address(export_path) else f"exported to {folder}")
+        inside = folder.relative_to(resolve_local_folder(export_path))
+        print(f"exported to {export_path.rstrip('/')}/{inside}" if is_uri(export_path) else f"exported to {folder}")
 
     async def _train(self) -> Path:
-        from skyrl_train.experiment.algorithm import sft_learning
-        from skyrl_train.experiment.data import build_demonstrations
+        from skyrl_train.experiment.algorithm import build_sft_objective_spec
+        from skyrl_train.experiment.data import build_sft_examples
         from skyrl_train.experiment.learner import start_learner
-        from skyrl_train.experiment.restarts import rank_losses
-        from skyrl_train.experiment.services import learner_services
+        from skyrl_train.experiment.restarts import raise_lost_ranks
+        from skyrl_train.experiment.run_resources import start_run_resources
         from skyrl_train.experiment.trainer import build_sft_trainer
 
-        trainer, learning = self.config.trainer, sft_learning(self.config)
-        demonstrations, fingerprint = build_demonstrations(self.config, self.tokenizer)
-        async with learner_services(
+        trainer, learning = self.config.trainer, build_sft_objective_spec(self.config)
+        sft_examples, fingerprint = build_sft_examples(self.config, self.tokenizer)
+        async with start_run_resources(
             self.config,
             self.cluster,
-            self.uses,
+            self.components,
             learning=learning,
-            num_prompts=len(demonstrations),
+            num_prompts=len(sft_examples),
             train_data=fingerprint,
             build_tracker=self.build_tracker,
         ) as base:
             assert base.learner is not None
-            with phase("models", "processes of the trainer that load them"):
+            with startup_phase("models", "processes of the trainer that load them"):
                 await start_learner(base.learner, trainer)
-            sft = build_sft_trainer(base, tokenizer=self.tokenizer, demonstrations=demonstrations)
+            sft = build_sft_trainer(base, tokenizer=self.tokenizer, sft_examples=sft_examples)
             sft.restarts = self.restarts
-            async with rank_losses(base.learner, trainer.restarts):
+            async with raise_lost_ranks(base.learner, trainer.restarts):
                 return await sft.fit_and_export()
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    start(SFTExp)
+    launch_experiment(SFTExp)
 
 
 if __name__ == "__main__":

@@ -20,35 +20,35 @@ from typing import Any
 import torch
 
 from skyrl_train.algorithms.registry import policy_losses
-from skyrl_train.algorithms.skyrl_style import is_skyrl_style
-from skyrl_train.config.keys import with_value_at
+from skyrl_train.algorithms.skyrl_adapters import has_skyrl_signature
+from skyrl_train.config.keys import replace_value
 from skyrl_train.config.predicates import max_staleness_steps
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.entrypoints.probe_estimate import MeasuredStep
-from skyrl_train.errors import ConfigError, Stopped
-from skyrl_train.experiment.base import Experiment, Session, explained
-from skyrl_train.experiment.memory_fit import fits, out_of_memory
-from skyrl_train.experiment.services import RunningServices
+from skyrl_train.errors import ConfigError, RunInterrupted
+from skyrl_train.experiment.base import Experiment, Session, raise_root_cause
+from skyrl_train.experiment.memory_tuning import fits_in_memory, as_out_of_memory
+from skyrl_train.experiment.run_resources import RolloutResources
 from skyrl_train.learner.learner import BatchSizes
 from skyrl_train.metrics import Metrics
-from skyrl_train.report.phases import say
+from skyrl_train.report.progress_log import print_status
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.trainer.trainer import StepSchedule, Trainer
 
-STEPS_S, PASSES_S = 12.0, 8.0
+STEPS_S, TIMINGS_S = 12.0, 8.0
 """Seconds to measure steps for, and the sizes of micro-batches. Of slow models the least is taken, however long."""
-LEAST_STEPS, MOST_STEPS = 3, 30
+MIN_STEPS, MAX_STEPS = 3, 30
 """Whole steps that are measured."""
-_FIRST_PART = 8
+_FIRST_STEP_DIVISOR = 8
 """The first step has so small a part of the prompts: it is slow for reasons of its own, and shows what a step takes."""
-MOST_SIZES = 5
+MAX_SIZES = 5
 _ROUNDS = 3
 LIMIT = "trainer.max_tokens_per_microbatch"
 _PEAKS = ("memory/learner_peak_gib", "memory/learner_peak_rss_gib")
 """Of the accelerator, else of the host."""
-_NOTHING_KEPT: Mapping[str, Any] = {
+_DISABLED_KEYS: Mapping[str, Any] = {
     "trainer.resume_mode": "none",
     "trainer.resume_path": None,
     "trainer.ckpt_interval": 0,
@@ -70,7 +70,7 @@ _NOTHING_KEPT: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Pace(StepSchedule):
+class ProbeSchedule(StepSchedule):
     """The prompts of each step as the clock allows: first a part, then all of them; or more of them each time.
 
     A step's size is settled when it is first asked for, which is when the step before it has published its weights;
@@ -79,10 +79,10 @@ class Pace(StepSchedule):
 
     max_staleness_steps: int = 0
     """How far rollouts run ahead."""
-    whole: bool = False
+    full_steps_only: bool = False
     """Whether all steps have all prompts, as they do where rollouts run ahead."""
     clock: Callable[[], float] = time.monotonic
-    asked: list[tuple[float, int]] = field(default_factory=list)
+    requested_sizes: list[tuple[float, int]] = field(default_factory=list)
     """When each step's size was asked for, and what it is; 0 after the last one."""
 
     @property
@@ -92,25 +92,25 @@ class Pace(StepSchedule):
 
     @property
     def total_steps(self) -> int:
-        ended = bool(self.asked) and self.asked[-1][1] == 0
+        ended = bool(self.requested_sizes) and self.requested_sizes[-1][1] == 0
         return self._finished if ended else sys.maxsize
 
     @property
     def _finished(self) -> int:
         """Steps, when the last size was asked for: for step s, when step s - 1 - max_staleness_steps has ended."""
-        return max(0, len(self.asked) - 1 - self.max_staleness_steps)
+        return max(0, len(self.requested_sizes) - 1 - self.max_staleness_steps)
 
-    def prompts_of_step(self, step: int) -> int:
-        while len(self.asked) <= step:
-            self.asked.append((self.clock(), 0))
-            ended = len(self.asked) > 1 and self.asked[-2][1] == 0
-            self.asked[-1] = (self.asked[-1][0], 0 if ended else self._next())
-        return self.asked[step][1]
+    def num_prompts_in_step(self, step: int) -> int:
+        while len(self.requested_sizes) <= step:
+            self.requested_sizes.append((self.clock(), 0))
+            ended = len(self.requested_sizes) > 1 and self.requested_sizes[-2][1] == 0
+            self.requested_sizes[-1] = (self.requested_sizes[-1][0], 0 if ended else self._next())
+        return self.requested_sizes[step][1]
 
     def measured(self) -> list[int]:
         """The steps that count, from 0: whole ones but for the first, and those in which rollouts get ahead; if there
         is none, all but the first."""
-        whole = [step for step in range(self._finished) if self.asked[step][1] == self.prompts][
+        whole = [step for step in range(self._finished) if self.requested_sizes[step][1] == self.prompts][
             1 + self.max_staleness_steps :
         ]
         # Rollouts that run ahead come in bursts: a slow step, then as many fast ones as they run ahead.
@@ -120,20 +120,20 @@ class Pace(StepSchedule):
 
     def _next(self) -> int:
         """The prompts of the step that is being asked for."""
-        finished, (now, _) = self._finished, self.asked[-1]
+        finished, (now, _) = self._finished, self.requested_sizes[-1]
         if finished == 0:
-            return self.prompts if self.whole or self.max_staleness_steps else -(-self.prompts // _FIRST_PART)
-        elapsed = now - self.asked[0][0]
-        sizes = [size for _, size in self.asked[:finished]]
+            return self.prompts if self.full_steps_only or self.max_staleness_steps else -(-self.prompts // _FIRST_STEP_DIVISOR)
+        elapsed = now - self.requested_sizes[0][0]
+        sizes = [size for _, size in self.requested_sizes[:finished]]
         whole = sizes.count(self.prompts)
         if whole:
             counted = whole - 1 - self.max_staleness_steps
-            enough = counted >= max(LEAST_STEPS, 1 + self.max_staleness_steps) and elapsed >= STEPS_S
+            enough = counted >= max(MIN_STEPS, 1 + self.max_staleness_steps) and elapsed >= STEPS_S
             late = counted >= 1 and elapsed >= 3 * STEPS_S
-            return 0 if enough or late or counted >= MOST_STEPS else self.prompts
-        took, last = now - self.asked[-2][0], sizes[-1]
-        together = STEPS_S + PASSES_S
-        if took * self.prompts / last * (LEAST_STEPS + 1) <= together:
+            return 0 if enough or late or counted >= MAX_STEPS else self.prompts
+        took, last = now - self.requested_sizes[-2][0], sizes[-1]
+        together = STEPS_S + TIMINGS_S
+        if took * self.prompts / last * (MIN_STEPS + 1) <= together:
             return self.prompts
         if finished == 1:  # that was slow for reasons of its own
             return last
@@ -142,7 +142,7 @@ class Pace(StepSchedule):
 
 
 @dataclass(frozen=True)
-class Passes:
+class MicroBatchTiming:
     """Scoring and updating with one size of micro-batches."""
 
     limit: int | None
@@ -154,12 +154,12 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What a probe found."""
 
     steps: list[MeasuredStep]
     """Those that count."""
-    taken: int
+    num_steps: int
     """How many steps there were."""
     steps_took_s: float
     start_s: float
@@ -170,24 +170,24 @@ class Probed:
     eval_prompts: int
     responses: list[int]
     """Tokens of every response of the last step."""
-    passes_tokens: int
+    timed_tokens: int
     """Of the batch that was passed with every size."""
-    passes: list[Passes] = field(default_factory=list)
+    timings: list[MicroBatchTiming] = field(default_factory=list)
 
 
 class ProbeExp(Experiment):
     """An experiment that is measured and leaves nothing; `folder` is for what a run writes."""
 
     def __init__(self, cfg: Config, folder: Path):
-        self.asked, self._begun, self._start_s = cfg, time.monotonic(), 0.0
+        self.original_config, self._begun, self._start_s = cfg, time.monotonic(), 0.0
         self._rows: list[Mapping[str, float]] = []
         self._batch: TrainBatch | None = None
-        self._pace: Pace | None = None
-        self.probed: Probed | None = None
-        super().__init__(without_traces(cfg, folder))
+        self._schedule: ProbeSchedule | None = None
+        self.result: ProbeResult | None = None
+        super().__init__(as_temporary_run(cfg, folder))
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        mine, self.config = self.config, self.asked
+        mine, self.config = self.config, self.original_config
         try:
             return super().get_eval_dataset()
         finally:
@@ -196,28 +196,28 @@ class ProbeExp(Experiment):
     def build_tracker(self, directory: Any) -> Any:
         return Trackers({"probe": _Rows(self)})
 
-    def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+    def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
         trainer = self.config.trainer
-        self._pace = Pace(
+        self._schedule = ProbeSchedule(
             len(self.train_dataset),
             trainer.train_batch_size,
             epochs=1,
             max_staleness_steps=max_staleness_steps(trainer),
             # What these draw for a step depends on its size.
-            whole=trainer.algorithm.dynamic_sampling.type is not None,
+            full_steps_only=trainer.algorithm.dynamic_sampling.type is not None,
         )
-        built = super().build_trainer(running, self._pace)
-        built.batch_steps = [*built.batch_steps, self._keep]
-        built.state.save = _saves_nothing  # type: ignore[method-assign]  # as a run that ends early would
+        built = super().build_trainer(running, self._schedule)
+        built.batch_transforms = [*built.batch_transforms, self._keep]
+        built.checkpoint_manager.save = _save_nothing  # type: ignore[method-assign]  # as a run that ends early would
         learner, steps = built.learner, trainer.update_epochs_per_batch
-        if learner.needs_old_logprobs is None and -(-self._pace.prompts // trainer.policy_mini_batch_size) * steps > 1:
+        if learner.needs_old_logprobs is None and -(-self._schedule.prompts // trainer.policy_mini_batch_size) * steps > 1:
             learner.needs_old_logprobs = True  # as for whole steps; a part may be a single mini-batch
         return built
 
     def begins(self) -> None:
         """Everything has started."""
         self._start_s = time.monotonic() - self._begun
-        say("probe", f"steps, for about {STEPS_S:g} s")
+        print_status("probe", f"steps, for about {STEPS_S:g} s")
 
     def add(self, row: Mapping[str, float]) -> None:
         """Take in the metrics of a step."""
@@ -231,24 +231,24 @@ class ProbeExp(Experiment):
         async with self.session() as session:
             await session.trainer.fit()
             await session.trainer.collector.close()  # no rollout of a later step runs beside what follows
-            batch, pace = self._batch, self._pace
+            batch, pace = self._batch, self._schedule
             assert batch is not None and pace is not None and self._rows
-            say("probe", f"micro-batches, for about {PASSES_S:g} s")
+            print_status("probe", f"micro-batches, for about {TIMINGS_S:g} s")
             row = self._rows[-1]
-            part, passes = await _passes(
+            part, passes = await _time_micro_batches(
                 self.config, session, batch, row.get("timing/score_s", 0.0) + row["timing/update_s"]
             )
-        self.probed = Probed(
-            steps=[MeasuredStep(pace.prompts_of_step(step), self._rows[step]) for step in pace.measured()],
-            taken=len(self._rows),
+        self.result = ProbeResult(
+            steps=[MeasuredStep(pace.num_prompts_in_step(step), self._rows[step]) for step in pace.measured()],
+            num_steps=len(self._rows),
             steps_took_s=sum(row["timing/step_s"] for row in self._rows),
             start_s=self._start_s,
             prompts=pace.prompts,
             dataset=self.train_dataset,
             eval_prompts=len(self.eval_dataset or ()),
-            responses=answer_lengths(batch),
-            passes_tokens=len(part.input_ids),
-            passes=passes,
+            responses=response_lengths(batch),
+            timed_tokens=len(part.input_ids),
+            timings=passes,
         )
 
 
@@ -272,18 +272,18 @@ class _Rows:
         """There is nothing to close."""
 
 
-def without_traces(cfg: Config, folder: Path) -> Config:
+def as_temporary_run(cfg: Config, folder: Path) -> Config:
     """The configuration with `folder` for all that a run writes, and without what it would keep."""
-    changes = dict(_NOTHING_KEPT)
+    changes = dict(_DISABLED_KEYS)
     changes |= {"trainer.ckpt_path": str(folder / "run"), "trainer.export_path": str(folder / "exports")}
     if cfg.generator.weight_sync_folder:  # engines on other machines may reach no other one
         changes["generator.weight_sync_folder"] = os.path.join(cfg.generator.weight_sync_folder, folder.name)
     for key, value in changes.items():
-        cfg = with_value_at(cfg, key, value)
+        cfg = replace_value(cfg, key, value)
     return cfg
 
 
-def probe(cfg: Config) -> Probed:
+def probe(cfg: Config) -> ProbeResult:
     """Start the configuration's run in a temporary folder, measure it, stop it.
 
     Raises ConfigError for engines that are not the run's own, and what a run raises.
@@ -297,10 +297,10 @@ def probe(cfg: Config) -> Probed:
         experiment = ProbeExp(cfg, stack.enter_context(temporary_folder()))
         if (shared := experiment.config.generator.weight_sync_folder) is not None:
             stack.callback(shutil.rmtree, shared, ignore_errors=True)
-        with explained(experiment):
+        with raise_root_cause(experiment):
             experiment.run()
-        assert experiment.probed is not None
-        return experiment.probed
+        assert experiment.result is not None
+        return experiment.result
 
 
 @contextmanager
@@ -310,64 +310,64 @@ def temporary_folder() -> Iterator[Path]:
     try:
         yield folder
     except Exception as error:
-        kept = not isinstance(error, Stopped) and (folder / "run" / "logs").exists()
+        kept = not isinstance(error, RunInterrupted) and (folder / "run" / "logs").exists()
         raise
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _saves_nothing(step: int, unfinished: Any = None) -> None:
+async def _save_nothing(step: int, unfinished: Any = None) -> None:
     """In place of a checkpoint."""
 
 
-def answer_lengths(batch: TrainBatch) -> list[int]:
+def response_lengths(batch: TrainBatch) -> list[int]:
     """The tokens of each answer that count; of one that is masked, all after the prompt."""
-    counted = batch.loss_tokens
+    counted = batch.num_loss_tokens
     return torch.where(counted > 0, counted, batch.lengths - batch.prompt_lengths).tolist()
 
 
-async def _passes(cfg: Config, session: Session, batch: TrainBatch, took_s: float) -> tuple[TrainBatch, list[Passes]]:
+async def _time_micro_batches(cfg: Config, session: Session, batch: TrainBatch, took_s: float) -> tuple[TrainBatch, list[MicroBatchTiming]]:
     """Score and update (a part of) the batch with several sizes of micro-batches, if they do not change what is learnt.
 
     `took_s`: what that took in the step. Returns the part, and the configured size first.
     """
     trainer, learner = session.trainer, session.learner
     groups, asked = batch.group_ids.unique_consecutive(), learner.sizes
-    fits = int(len(groups) * PASSES_S / max(1e-6, took_s * (MOST_SIZES + 1)))
+    fits = int(len(groups) * TIMINGS_S / max(1e-6, took_s * (MAX_SIZES + 1)))
     part = _first_groups(batch, min(len(groups), max(1, fits)))
     mini = _first_groups(part, asked.policy_mini_batch_size)
-    most = len(mini.input_ids) / learner.policy.num_parts
+    most = len(mini.input_ids) / learner.policy.data_parallel_size
     limits = []
     if not _depends_on_sizes(cfg) and bool(part.loss_mask.any()):
         limits = sizes_that_fit(cfg, sizes_between(int(batch.lengths.max()), most))
     others = (limit for limit in limits if limit != asked.max_tokens_per_microbatch)
     tried = {None: asked} | {limit: replace(asked, max_tokens_per_microbatch=limit) for limit in others}
-    async with trainer.residency.generating(before_sync=True):
+    async with trainer.offload_manager.generating(before_sync=True):
         pass  # the engines leave, as they do before a step's update
-    async with trainer.residency.training():
+    async with trainer.offload_manager.training():
         return part, await _rounds(cfg, session, part, tried)
 
 
 async def _rounds(
     cfg: Config, session: Session, batch: TrainBatch, tried: Mapping[int | None, BatchSizes]
-) -> list[Passes]:
+) -> list[MicroBatchTiming]:
     learner = session.learner
-    found: dict[int | None, Passes] = {}
+    found: dict[int | None, MicroBatchTiming] = {}
     begun, rounds = time.monotonic(), 0
-    while not rounds or (rounds < _ROUNDS and (time.monotonic() - begun) * (rounds + 1) / rounds <= PASSES_S):
+    while not rounds or (rounds < _ROUNDS and (time.monotonic() - begun) * (rounds + 1) / rounds <= TIMINGS_S):
         for limit, sizes in tried.items():
             learner.sizes, at = sizes, time.monotonic()
             try:
-                values = await learner.update(await learner.score(batch))
+                values = await learner.update(await learner.add_logprobs_and_values(batch))
             except Exception as error:
-                if out_of_memory(error, cfg) is None or limit is None:
+                if as_out_of_memory(error, cfg) is None or limit is None:
                     raise
-                found[limit] = Passes(limit, float("inf"), None)
+                found[limit] = MicroBatchTiming(limit, float("inf"), None)
                 return [*found.values()]
             seconds = time.monotonic() - at
             peak = next((values[name] for name in _PEAKS if name in values), 0.0)
-            first = found.setdefault(limit, Passes(limit, seconds, peak))
+            first = found.setdefault(limit, MicroBatchTiming(limit, seconds, peak))
             found[limit] = replace(first, seconds=min(seconds, first.seconds))
         rounds += 1
     return [*found.values()]
@@ -380,7 +380,7 @@ def _first_groups(batch: TrainBatch, count: int) -> TrainBatch:
 
 def _depends_on_sizes(cfg: Config) -> bool:
     """Whether the loss is one with SkyRL's signature, whose mean is over a micro-batch."""
-    return is_skyrl_style(policy_losses.get(cfg.trainer.algorithm.policy_loss_type))
+    return has_skyrl_signature(policy_losses.get(cfg.trainer.algorithm.policy_loss_type))
 
 
 def sizes_between(longest: int, most: float) -> list[int]:
@@ -388,10 +388,10 @@ def sizes_between(longest: int, most: float) -> list[int]:
     sizes = [1 << (longest - 1).bit_length()]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])
-    every = -(-len(sizes) // MOST_SIZES)
+    every = -(-len(sizes) // MAX_SIZES)
     return sizes[::-1][::every][::-1]
 
 
 def sizes_that_fit(cfg: Config, sizes: Sequence[int]) -> list[int]:
     """Those with which the memory plan leaves room; all if there is no plan."""
-    return [limit for limit in sizes if fits(with_value_at(cfg, LIMIT, limit))]
+    return [limit for limit in sizes if fits_in_memory(replace_value(cfg, LIMIT, limit))]

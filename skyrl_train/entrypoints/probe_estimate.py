@@ -79,7 +79,7 @@ def _line(counts: Sequence[float], tokens: Sequence[float], values: Sequence[flo
     """Seconds for each of the counts, and for each token; steps of about one size show those for tokens alone."""
     if max(tokens) < 1.5 * min(tokens):
         return 0.0, sum(values) / sum(tokens)
-    return non_negative(list(zip(counts, tokens, strict=True)), values)
+    return fit_non_negative(list(zip(counts, tokens, strict=True)), values)
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ class RunEstimate:
     evaluations: int
     evaluation_s: float
     start_s: float
-    whole_steps: float
+    full_steps: float
     """Steps, a shorter one at the end of an epoch counted as the part that it is."""
 
     @property
     def seconds(self) -> float:
-        return self.start_s + self.whole_steps * self.step_s + self.evaluations * self.evaluation_s
+        return self.start_s + self.full_steps * self.step_s + self.evaluations * self.evaluation_s
 
 
 def estimate_run(
@@ -104,14 +104,14 @@ def estimate_run(
 ) -> RunEstimate:
     """`evaluation_s`: of one evaluation; `start_s`: before the first step."""
     steps = schedule.total_steps
-    prompts = sum(map(schedule.prompts_of_step, range(steps)))
+    prompts = sum(map(schedule.num_prompts_in_step, range(steps)))
     evaluations = sum(schedule.is_due(trainer.eval_interval, step) for step in range(1, steps + 1))
     evaluations += trainer.eval_before_train
-    whole = prompts / max(1, schedule.prompts_of_step(0))
+    whole = prompts / max(1, schedule.num_prompts_in_step(0))
     return RunEstimate(steps, step_s, evaluations if evaluation_s else 0, evaluation_s, start_s, whole)
 
 
-def non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
+def fit_non_negative(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
     """Return the two coefficients, neither below 0, that fit the values best as a sum of the two columns."""
     table, target = np.asarray(columns, dtype=float), np.asarray(values, dtype=float)
     found = np.linalg.lstsq(table, target, rcond=None)[0]

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_train.durable import write_durably
+from skyrl_train.atomic_files import atomic_write_text
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.messages import to_stderr, to_stdout, visible
-from skyrl_train.storage.places import working_folder
+from skyrl_train.terminal import print_stderr, print_stdout, escape_control_chars
+from skyrl_train.storage.uris import resolve_local_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,27 +24,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the file to write")
     given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        to_stdout(_report([working_folder(run) for run in given.runs], given.out))
+        print_stdout(_report([resolve_local_folder(run) for run in given.runs], given.out))
     except (SkyRLError, OSError) as error:
-        to_stderr(f"skyrl-train report: {error}")
+        print_stderr(f"skyrl-train report: {error}")
         sys.exit(2)
 
 
 def _report(folders: Sequence[Path], out: Path) -> str:
     """Write the file; returns a line about it. Raises ConfigError."""
-    from skyrl_train.report.one_file import make_report
-    from skyrl_train.report.page_files import page
+    from skyrl_train.report.html_report import make_report
+    from skyrl_train.report.viewer_page import render_page
 
-    made = make_report(folders, page)
+    made = make_report(folders, render_page)
     try:
-        write_durably(out, made.html)
+        atomic_write_text(out, made.html)
     except OSError as error:
         raise ConfigError(
             f"--out {str(out)!r} cannot be written: {error.strerror or error}. Choose a file in a folder that you may "
             "write to."
         ) from error
     size = out.stat().st_size / 1e6
-    return f"{visible(str(out))}: {size:.1f} MB, {made.rollouts:,} of {made.rollouts_of_all:,} rollouts kept."
+    return f"{escape_control_chars(str(out))}: {size:.1f} MB, {made.rollouts:,} of {made.total_rollouts:,} rollouts kept."
 
 
 if __name__ == "__main__":

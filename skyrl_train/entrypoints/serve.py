@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from skyrl_train.config.predicates import Uses
-from skyrl_train.errors import Stopped
-from skyrl_train.experiment.base import Experiment, start
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.config.predicates import RunComponents
+from skyrl_train.errors import RunInterrupted
+from skyrl_train.experiment.base import Experiment, launch_experiment
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 ENDPOINT = "generator.enable_http_endpoint=true"
 """Values that serving sets by itself, so that the keys of the endpoint have an effect."""
@@ -22,7 +22,7 @@ ENDPOINT = "generator.enable_http_endpoint=true"
 class ServingExp(Experiment):
     """Tokenizer, engines and their client; no data, no trainer."""
 
-    uses = Uses(train_data=False, val_data=False, learner=False, rewards=False)
+    components = RunComponents(train_data=False, val_data=False, learner=False, rewards=False)
 
     def get_train_dataset(self) -> None:  # type: ignore[override]
         """There is nothing to train on."""
@@ -31,19 +31,19 @@ class ServingExp(Experiment):
         """There is nothing to evaluate on."""
 
     def run(self) -> None:
-        with suppress(Stopped):  # there is no other way to end it
+        with suppress(RunInterrupted):  # there is no other way to end it
             super().run()
 
     async def _run(self) -> None:
-        from skyrl_train.experiment.engines import serving, until_none_lives
+        from skyrl_train.experiment.engines import serve_engines, wait_until_all_dead
 
-        async with serving(self.config, self.cluster, self.tokenizer, self.build_client) as client:
-            await until_none_lives(client)
+        async with serve_engines(self.config, self.cluster, self.tokenizer, self.build_client) as client:
+            await wait_until_all_dead(client)
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    start(ServingExp, [ENDPOINT, *sys.argv[1:]])
+    launch_experiment(ServingExp, [ENDPOINT, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

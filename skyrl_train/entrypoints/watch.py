@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_train.errors import SkyRLError
-from skyrl_train.messages import to_stderr, visible
-from skyrl_train.storage.places import working_folder
+from skyrl_train.terminal import print_stderr, escape_control_chars
+from skyrl_train.storage.uris import resolve_local_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,21 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="where to listen; any free port by default")
     given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        asyncio.run(_watch([working_folder(run) for run in given.runs], given.port))
+        asyncio.run(_watch([resolve_local_folder(run) for run in given.runs], given.port))
     except (SkyRLError, OSError) as error:
-        to_stderr(f"skyrl-train watch: {error}")
+        print_stderr(f"skyrl-train watch: {error}")
         sys.exit(2)
 
 
 async def _watch(folders: Sequence[Path], port: int) -> None:
-    from skyrl_train.report.page_files import page
+    from skyrl_train.report.viewer_page import render_page
     from skyrl_train.report.watch_server import WatchServer
 
     asked_to_end = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
-    async with WatchServer(folders, page(), port) as server:
-        print(f"Watching {', '.join(visible(str(folder)) for folder in folders)} at", flush=True)
+    async with WatchServer(folders, render_page(), port) as server:
+        print(f"Watching {', '.join(escape_control_chars(str(folder)) for folder in folders)} at", flush=True)
         print(f"{server.address}\nCtrl-C ends it.", flush=True)
         await asked_to_end.wait()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from skyrl_train.data.messages import Message, ToolCalled, normal_message
+from skyrl_train.data.messages import Message, ToolCallRecord, normalize_message
 from skyrl_train.errors import DataError, EnvironmentFailure
 
 BAD_ROW = "bad_row"
@@ -21,7 +21,7 @@ MAX_REWARD = 1e15
 """Advantages are computed in float32, in which the square of a much larger reward is infinite."""
 
 
-class Settings(dict[str, Any]):
+class AttrDict(dict[str, Any]):
     """A mapping that is also read by attribute, as environments read an OmegaConf node: `env_config.search_url`."""
 
     def __getattr__(self, name: str) -> Any:
@@ -29,7 +29,7 @@ class Settings(dict[str, Any]):
             value = self[name]
         except KeyError:
             raise AttributeError(f"this environment's settings have no {name!r}; they have {sorted(self)}") from None
-        return Settings(value) if isinstance(value, Mapping) else value
+        return AttrDict(value) if isinstance(value, Mapping) else value
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class StepOutput:
     """Anything that JSON can hold; numbers become metrics."""
     postprocessed_action: str | None = None
     """Accepted from SkyRL-Gym environments but not applied: tokens are trained on exactly as they were sampled."""
-    tool_calls: list[ToolCalled] = field(default_factory=list)
+    tool_calls: list[ToolCallRecord] = field(default_factory=list)
     """The calls that were read from the model's text, for who reads rollouts; the model never sees this list."""
 
 
@@ -72,7 +72,7 @@ class TextEnv:
     episode then fails as "environment_died"."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
-        self.env_config = Settings(env_config or {})
+        self.env_config = AttrDict(env_config or {})
         self.extras = dict(extras or {})
 
     @classmethod
@@ -143,7 +143,7 @@ class BaseTextEnv(TextEnv):
         raise ValueError(f"tool group {tool_group_name!r} is not one of {known}")
 
 
-def checked_step_output(output: Any) -> StepOutput:
+def validate_step_output(output: Any) -> StepOutput:
     """Convert the value that an environment's `step` returned into a StepOutput.
 
     The reward must be one number from -MAX_REWARD to MAX_REWARD; numpy and torch scalars count as numbers, booleans as
@@ -157,41 +157,41 @@ def checked_step_output(output: Any) -> StepOutput:
         raise EnvironmentFailure(
             "bad_step_output", f"step returned {type(output).__name__}, not a StepOutput or a dict"
         )
-    reward = _checked_reward(fields.get("reward"))
+    reward = _validate_reward(fields.get("reward"))
     missing = [name for name in ("observations", "done") if fields.get(name) is None]
     if missing:
         raise EnvironmentFailure("bad_step_output", f"step returned no {' and no '.join(missing)}")
     done = _scalar(fields["done"])
     if not isinstance(done, int):
-        raise EnvironmentFailure("bad_step_output", f"done is {_shown(done)}, not a bool")
+        raise EnvironmentFailure("bad_step_output", f"done is {_describe_value(done)}, not a bool")
     metadata = fields.get("metadata") or {}
     if not isinstance(metadata, Mapping):
-        raise EnvironmentFailure("bad_step_output", f"metadata is {_shown(metadata)}, not a dict")
+        raise EnvironmentFailure("bad_step_output", f"metadata is {_describe_value(metadata)}, not a dict")
     action = fields.get("postprocessed_action")
     if not isinstance(action, str | None):
-        raise EnvironmentFailure("bad_step_output", f"postprocessed_action is {_shown(action)}, not a string")
-    observations, calls = checked_messages(fields["observations"]), _readable_calls(fields.get("tool_calls"))
+        raise EnvironmentFailure("bad_step_output", f"postprocessed_action is {_describe_value(action)}, not a string")
+    observations, calls = validate_messages(fields["observations"]), _to_tool_call_records(fields.get("tool_calls"))
     return StepOutput(observations, reward, bool(done), dict(metadata), action, calls)
 
 
-def checked_messages(messages: Any) -> list[Message]:
+def validate_messages(messages: Any) -> list[Message]:
     """Return messages with content as text, of a list of {"role": str, "content": text or text parts}.
 
     Raises EnvironmentFailure("bad_step_output").
     """
     if not isinstance(messages, list | tuple):
-        raise EnvironmentFailure("bad_step_output", f"messages are {_shown(messages)}, not a list")
+        raise EnvironmentFailure("bad_step_output", f"messages are {_describe_value(messages)}, not a list")
     for message in messages:
         named = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not named or not isinstance(message["content"], str | list | None):
-            raise EnvironmentFailure("bad_step_output", f'{_shown(message)} is not {{"role": "...", "content": "..."}}')
+            raise EnvironmentFailure("bad_step_output", f'{_describe_value(message)} is not {{"role": "...", "content": "..."}}')
     try:
-        return [normal_message(dict(message), index) for index, message in enumerate(messages)]
+        return [normalize_message(dict(message), index) for index, message in enumerate(messages)]
     except DataError as error:
         raise EnvironmentFailure("bad_step_output", str(error)) from error
 
 
-def _readable_calls(calls: Any) -> list[ToolCalled]:
+def _to_tool_call_records(calls: Any) -> list[ToolCallRecord]:
     """Those of them that people can be shown, also in OpenAI's form: nothing that is learnt depends on them."""
     found = []
     for one in calls if isinstance(calls, list | tuple) else ():
@@ -203,14 +203,14 @@ def _readable_calls(calls: Any) -> list[ToolCalled]:
     return found
 
 
-def _checked_reward(reward: Any) -> float:
+def _validate_reward(reward: Any) -> float:
     try:
         number = _scalar(reward)
         value = float(number) if isinstance(number, int | float) else math.nan
     except (ValueError, TypeError, OverflowError, RuntimeError):
         value = math.nan
     if not abs(value) <= MAX_REWARD:  # NaN is not
-        raise EnvironmentFailure("bad_reward", f"reward is {_shown(reward)}, not one number of at most {MAX_REWARD:g}")
+        raise EnvironmentFailure("bad_reward", f"reward is {_describe_value(reward)}, not one number of at most {MAX_REWARD:g}")
     return value
 
 
@@ -219,5 +219,5 @@ def _scalar(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}"

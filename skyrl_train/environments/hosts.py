@@ -18,28 +18,28 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.secrets import redact
-from skyrl_train.environments.pool import CLOSE_GRACE_S, EnvironmentPool, Episode, WorkerPool
+from skyrl_train.config.redaction import redact
+from skyrl_train.environments.pool import CLOSE_TIMEOUT_S, EnvironmentPool, Episode, WorkerPool
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, EnvironmentHostsLost, SkyRLError
-from skyrl_train.tasks import unwatched, within
+from skyrl_train.aio import mark_exception_retrieved, with_timeout
 
 if TYPE_CHECKING:
-    from skyrl_train.cluster.actors import Remote
+    from skyrl_train.cluster.actors import ActorProxy
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 2.0
+HEARTBEAT_INTERVAL_S = 2.0
 """Maximum time between a host's signs of life."""
 MAX_BATCH = 256
 """Calls, or answers, that one Ray call carries."""
-SILENCE_S = 60.0
+HEARTBEAT_TIMEOUT_S = 60.0
 """Time without a sign of life after which a host counts as lost: its process is stopped, or its node out of reach."""
-MAX_LOST_CALLS = 3
+MAX_HOST_LOSSES = 3
 """Calls of one episode that may be under way in a host that is lost: they may be what kills the hosts."""
 _MIN_RESTART_S, _MAX_RESTART_S = 1.0, 30.0
 """The pause before a restart doubles while a host that is started again is lost before it opens."""
 _POLL_S = 0.25
-_CLOSE_DEADLINE_S = 3 * CLOSE_GRACE_S
+_CLOSE_TIMEOUT_S = 3 * CLOSE_TIMEOUT_S
 
 HostCall = tuple[int, int, str, Sequence[bytes], str, bytes]
 """The number of a call, that of its episode, env_class, history, op, frame."""
@@ -79,7 +79,7 @@ class EnvironmentHost(WorkerPool):
         if not self._answers:
             self._has_answers.clear()
             with suppress(TimeoutError):
-                await within(BEAT_S, self._has_answers.wait())
+                await with_timeout(HEARTBEAT_INTERVAL_S, self._has_answers.wait())
         return self._answers[:MAX_BATCH]
 
     async def end(self, num_received: int) -> list[Answer]:
@@ -112,14 +112,14 @@ class EnvironmentHost(WorkerPool):
         self._has_answers.set()
 
 
-class _Host:
+class _HostHandle:
     """The driver's view of one host."""
 
-    def __init__(self, remote: Remote):
+    def __init__(self, remote: ActorProxy):
         self.remote = remote
         self.episodes: set[Episode] = set()
         self.is_lost = False
-        self.closings: set[asyncio.Task[None]] = set()
+        self.close_tasks: set[asyncio.Task[None]] = set()
         self._numbers = count()
         self._outbox: list[HostCall] = []
         self._sending: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class _Host:
         if self.is_lost:
             raise asyncio.CancelledError
         number = next(self._numbers)
-        self._outbox.append((number, episode.number, episode.env_class, history, op, frame))
+        self._outbox.append((number, episode.episode_id, episode.env_class, history, op, frame))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.ensure_future(self._send())
         self._replies[number] = reply = asyncio.get_running_loop().create_future()
@@ -143,7 +143,7 @@ class _Host:
             while self._outbox:
                 batch = self._outbox[:MAX_BATCH]
                 del self._outbox[:MAX_BATCH]
-                await self.remote.call_within(math.inf, "call_episodes", batch)
+                await self.remote.call_with_deadline(math.inf, "call_episodes", batch)
         except Exception:
             if not self.is_lost:
                 self.remote.kill()  # so that `receive` raises, too
@@ -151,7 +151,7 @@ class _Host:
     async def receive(self, silence_s: float) -> None:
         """Pass on the host's answers, without end. Raises how the host was lost."""
         while True:
-            answers = asyncio.ensure_future(self.remote.call_within(math.inf, "answers", self._num_received))
+            answers = asyncio.ensure_future(self.remote.call_with_deadline(math.inf, "answers", self._num_received))
             try:
                 for _ in range(math.ceil(silence_s / _POLL_S)):  # not by the clock: a busy driver hears nobody
                     if (await asyncio.wait([answers], timeout=_POLL_S))[0]:
@@ -173,30 +173,30 @@ class _Host:
     async def close(self) -> None:
         """Close all environments, and end the actor."""
         try:
-            if self.closings:
-                receiving = unwatched(asyncio.ensure_future(self.receive(SILENCE_S)))
-                await asyncio.wait(self.closings, timeout=CLOSE_GRACE_S)
+            if self.close_tasks:
+                receiving = mark_exception_retrieved(asyncio.ensure_future(self.receive(HEARTBEAT_TIMEOUT_S)))
+                await asyncio.wait(self.close_tasks, timeout=CLOSE_TIMEOUT_S)
                 receiving.cancel()
-            self._take(await self.remote.call_within(_CLOSE_DEADLINE_S, "end", self._num_received))
+            self._take(await self.remote.call_with_deadline(_CLOSE_TIMEOUT_S, "end", self._num_received))
         finally:
-            self.lose()
+            self.abandon()
 
     def close_episode(self, episode: Episode) -> None:
         """Close an environment after its last call, which may still be under way."""
         closing = asyncio.ensure_future(self._close_episode(episode))
-        self.closings.add(closing)
-        closing.add_done_callback(self.closings.discard)
+        self.close_tasks.add(closing)
+        closing.add_done_callback(self.close_tasks.discard)
 
     async def _close_episode(self, episode: Episode) -> None:
-        if episode.under_way is not None:
-            await asyncio.wait([episode.under_way])
+        if episode.pending_call is not None:
+            await asyncio.wait([episode.pending_call])
         await self.call(episode, (), "close", b"")
 
-    def lose(self) -> None:
+    def abandon(self) -> None:
         """Kill the actor, and have each episode that was here start elsewhere."""
         self.is_lost = True
         for episode in self.episodes:
-            episode.place = None
+            episode.runner = None
         for reply in self._replies.values():
             reply.cancel()
         self.remote.kill()
@@ -218,47 +218,47 @@ class HostPool(EnvironmentPool):
 
     def __init__(
         self,
-        count: int,
-        spawn: Callable[[int], Remote],
+        num_hosts: int,
+        spawn: Callable[[int], ActorProxy],
         *,
-        deadline_s: float = 180.0,
-        silence_s: float = SILENCE_S,
+        environment_hosts_s: float = 180.0,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ):
         """`spawn` starts the actor with an EnvironmentHost that has the index given, and does not wait for it."""
         super().__init__()
-        self.deadline_s = deadline_s
-        self.silence_s = silence_s
-        self.hosts: list[_Host] = []
+        self.environment_hosts_s = environment_hosts_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.hosts: list[_HostHandle] = []
         """Hosts that are open."""
-        self._count = count
+        self._num_hosts = num_hosts
         self._spawn = spawn
-        self._keepers: list[asyncio.Task[None]] = []
-        self._cause = ""
+        self._host_tasks: list[asyncio.Task[None]] = []
+        self._last_loss = ""
         """How the last host was lost."""
 
     async def __aenter__(self) -> HostPool:
         """Start all hosts. Raises EnvironmentHostsLost if they are not there within `deadline_s`."""
         self.loop = asyncio.get_running_loop()
-        opened = [self.loop.create_future() for _ in range(self._count)]
-        self._keepers = [self.loop.create_task(self._keep(index, one)) for index, one in enumerate(opened)]
+        opened = [self.loop.create_future() for _ in range(self._num_hosts)]
+        self._host_tasks = [self.loop.create_task(self._run_host(index, one)) for index, one in enumerate(opened)]
         try:
-            await within(self.deadline_s, asyncio.gather(*opened))
+            await with_timeout(self.environment_hosts_s, asyncio.gather(*opened))
         except BaseException as error:
             there = len(self.hosts)
             await self.close()
             if not isinstance(error, Exception):
                 raise
             late = isinstance(error, TimeoutError) and not isinstance(error, SkyRLError)
-            how = f" within trainer.timeouts.environment_hosts_s={self.deadline_s:g} s" if late else f": {error}"
-            raise EnvironmentHostsLost(f"environment.hosts={self._count}: {there} of them started{how}") from error
+            how = f" within trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s" if late else f": {error}"
+            raise EnvironmentHostsLost(f"environment.hosts={self._num_hosts}: {there} of them started{how}") from error
         return self
 
     async def close(self) -> None:
         """Close all environments and end all hosts."""
         self._closing = True
-        for keeper in self._keepers:
+        for keeper in self._host_tasks:
             keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._host_tasks, return_exceptions=True)
         for error in await asyncio.gather(*(host.close() for host in self.hosts), return_exceptions=True):
             if isinstance(error, BaseException):
                 log.warning("an environment host was not closed: %s", error)
@@ -268,30 +268,30 @@ class HostPool(EnvironmentPool):
         """Return the environment's answer to a packed call, which is made again if its host is lost."""
         while True:
             history: Sequence[bytes] = ()
-            if episode.place is None:
-                episode.fail_unless_replayable(self._cause)
-                host = await self._choose(episode)
+            if episode.runner is None:
+                episode.fail_if_not_replayable(self._last_loss)
+                host = await self._select_host(episode)
                 host.episodes.add(episode)
-                episode.place, history = host, tuple(episode.history)
-            self._refuse_failed(episode)
-            host = episode.place
-            call = unwatched(asyncio.ensure_future(self._call(host, episode, history, op, frame)))
-            episode.under_way = call
+                episode.runner, history = host, tuple(episode.history)
+            self._raise_if_failed(episode)
+            host = episode.runner
+            call = mark_exception_retrieved(asyncio.ensure_future(self._call(host, episode, history, op, frame)))
+            episode.pending_call = call
             await asyncio.wait([call])  # it goes on if this is cancelled
             try:
                 reply = call.result()
             except (Exception, asyncio.CancelledError) as error:  # the latter from `_Host.lose`
-                self._lose(host, error)
-                episode.lost_calls += 1
-                if episode.lost_calls >= MAX_LOST_CALLS:
-                    detail = f"{episode.env_class} in {op}: its host was lost {MAX_LOST_CALLS} times"
+                self._abandon(host, error)
+                episode.num_lost_calls += 1
+                if episode.num_lost_calls >= MAX_HOST_LOSSES:
+                    detail = f"{episode.env_class} in {op}: its host was lost {MAX_HOST_LOSSES} times"
                     episode.fail(EnvironmentFailure("environment_died", detail))
             else:
                 if reply is not None:
                     return reply
 
     async def _call(
-        self, host: _Host, episode: Episode, history: Sequence[bytes], op: str, frame: bytes
+        self, host: _HostHandle, episode: Episode, history: Sequence[bytes], op: str, frame: bytes
     ) -> dict[str, Any] | None:
         """Return the answer of a host, and record it; None if the episode has failed."""
         reply = await host.call(episode, history, op, frame)
@@ -301,37 +301,37 @@ class HostPool(EnvironmentPool):
         if isinstance(reply, ConfigError):
             episode.fail(reply)
             return None
-        if episode.place is host:
+        if episode.runner is host:
             episode.history.append(frame)
             episode.replayable = reply.get("replayable", episode.replayable)
         return reply
 
-    async def _choose(self, episode: Episode) -> _Host:
+    async def _select_host(self, episode: Episode) -> _HostHandle:
         """Return the host with the fewest episodes. Raises EnvironmentHostsLost if there is none for `deadline_s`."""
-        for _ in range(math.ceil(self.deadline_s / _POLL_S)):  # not by the clock: a busy driver starts nothing
-            self._refuse_failed(episode)
+        for _ in range(math.ceil(self.environment_hosts_s / _POLL_S)):  # not by the clock: a busy driver starts nothing
+            self._raise_if_failed(episode)
             if self.hosts:
                 return min(self.hosts, key=lambda host: len(host.episodes))
             await asyncio.sleep(_POLL_S)
         raise EnvironmentHostsLost(
-            f"environment.hosts={self._count}: all of them are lost, and none could be started again within "
-            f"trainer.timeouts.environment_hosts_s={self.deadline_s:g} s. The last one: {self._cause}"
+            f"environment.hosts={self._num_hosts}: all of them are lost, and none could be started again within "
+            f"trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s. The last one: {self._last_loss}"
         )
 
-    async def _keep(self, index: int, opened: asyncio.Future[None]) -> None:
+    async def _run_host(self, index: int, opened: asyncio.Future[None]) -> None:
         """Start host `index`, and start it again whenever it was lost."""
         pause = _MIN_RESTART_S
         while True:
             host = None
             try:
-                host = _Host(self._spawn(index))
-                machine = await host.remote.call_within(math.inf, "open")  # it may have to wait for room
+                host = _HostHandle(self._spawn(index))
+                machine = await host.remote.call_with_deadline(math.inf, "open")  # it may have to wait for room
                 log.info("%s runs on %s", host.remote.name, machine)
                 self.hosts.append(host)
                 pause = _MIN_RESTART_S
                 if not opened.done():
                     opened.set_result(None)
-                await host.receive(self.silence_s)
+                await host.receive(self.heartbeat_timeout_s)
             except asyncio.CancelledError:
                 if host is not None and host not in self.hosts:  # else `close` ends it
                     host.remote.kill()
@@ -339,22 +339,22 @@ class HostPool(EnvironmentPool):
             except Exception as error:
                 if not opened.done():  # what is wrong now is wrong for ever
                     if host is not None:
-                        host.lose()
+                        host.abandon()
                     opened.set_exception(error)
                     return
                 if host is not None:
-                    self._lose(host, error)
+                    self._abandon(host, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_RESTART_S)
 
-    def _lose(self, host: _Host, error: BaseException) -> None:
+    def _abandon(self, host: _HostHandle, error: BaseException) -> None:
         """Abandon a host, once; its keeper then starts it again."""
         if host.is_lost or self._closing:
             return
-        self._cause = str(error)
+        self._last_loss = str(error)
         log.warning(
             "%s is lost, with %d episodes, and is started again: %s", host.remote.name, len(host.episodes), error
         )
         if host in self.hosts:
             self.hosts.remove(host)
-        host.lose()
+        host.abandon()

@@ -26,26 +26,26 @@ from pathlib import Path
 from typing import Any, cast
 
 from skyrl_train import trace
-from skyrl_train.config.secrets import redact
-from skyrl_train.data.json_values import why_not_json
+from skyrl_train.config.redaction import redact
+from skyrl_train.data.json_values import find_non_json_value
 from skyrl_train.data.messages import Message, Prompt
-from skyrl_train.environments.base import BAD_ROW, StepOutput, checked_messages, checked_step_output
-from skyrl_train.environments.own_classes import pack_own
+from skyrl_train.environments.base import BAD_ROW, StepOutput, validate_messages, validate_step_output
+from skyrl_train.environments.user_registrations import serialize_user_registrations
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S
-from skyrl_train.environments.worker import HEADER, MAX_FRAME, MAX_KIND_LENGTH, MAX_SENT_DETAIL, framed, pack
+from skyrl_train.environments.worker import HEADER, MAX_FRAME_BYTES, MAX_KIND_CHARS, MAX_CONFIG_ERROR_CHARS, encode_frame, encode_message
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.messages import visible
-from skyrl_train.metrics import NameLimit
+from skyrl_train.terminal import escape_control_chars
+from skyrl_train.metrics import MetricNameLimit
 
 log = logging.getLogger(__name__)
 
-START_DEADLINE_S = 120.0
+START_TIMEOUT_S = 120.0
 """Time for a worker process to start and import the plugins."""
-CLOSE_GRACE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Time for environments to close at the end, before their processes are killed."""
-MAX_KINDS = 64
+MAX_FAILURE_KINDS = 64
 """Kinds of failure that environments may introduce."""
-OTHER_KIND = "other"
+OTHER_FAILURE_KIND = "other"
 """The kind of failures beyond MAX_KINDS."""
 _NO_ANSWER = "its process wrote something that is not an answer"
 
@@ -55,22 +55,22 @@ class Episode:
     """One environment, from `EnvironmentPool.start` to `close`."""
 
     pool: EnvironmentPool
-    number: int
+    episode_id: int
     env_class: str
     messages: list[Message] = field(default_factory=list)
     """The messages that the environment opened with; render these instead of the row's."""
     metadata: dict[str, Any] = field(default_factory=dict)
     replayable: bool = True
     """`TextEnv.replayable`; valid once the environment has opened."""
-    place: Any = None
+    runner: Any = None
     """The worker or host that has the environment. None: the next call builds it there anew from `history`."""
     history: list[bytes] = field(default_factory=list)
     """Calls that were answered, as they were sent."""
     failure: Exception | None = None
     """What every later call raises."""
-    under_way: asyncio.Task[Any] | None = None
+    pending_call: asyncio.Task[Any] | None = None
     """The last call to a host."""
-    lost_calls: int = 0
+    num_lost_calls: int = 0
     """Calls that were under way in a host when it was lost."""
 
     async def step(self, text: str) -> StepOutput:
@@ -88,7 +88,7 @@ class Episode:
         """Set what every later call raises; the first failure stays."""
         self.failure = self.failure or failure
 
-    def fail_unless_replayable(self, cause: str) -> None:
+    def fail_if_not_replayable(self, cause: str) -> None:
         """Fail an episode that has begun and must not be rebuilt."""
         if self.history and not self.replayable:
             detail = f"{self.env_class} is not replayable, and its process was lost: {cause}"
@@ -106,11 +106,11 @@ class EnvironmentPool(ABC):
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
-        self._next_number = 0
+        self._next_episode_id = 0
         self._closing = False
         self._fatal: ConfigError | None = None
         """What every call raises."""
-        self._kinds = NameLimit(MAX_KINDS, MAX_KIND_LENGTH)
+        self._failure_kinds = MetricNameLimit(MAX_FAILURE_KINDS, MAX_KIND_CHARS)
 
     @abstractmethod
     async def __aenter__(self) -> EnvironmentPool:
@@ -132,8 +132,8 @@ class EnvironmentPool(ABC):
 
         Raises EnvironmentFailure, or ConfigError for an unknown environment.
         """
-        episode = Episode(self, self._next_number, env_class)
-        self._next_number += 1
+        episode = Episode(self, self._next_episode_id, env_class)
+        self._next_episode_id += 1
         try:
             opened = await self.call(
                 episode, "start", env_class=env_class, messages=prompt.messages, extras=prompt.env_extras
@@ -149,21 +149,21 @@ class EnvironmentPool(ABC):
         if not hasattr(self, "loop"):
             raise RuntimeError("the pool is used outside `async with`")
         try:
-            frame = pack({"op": op, "id": episode.number, **arguments})
+            frame = encode_message({"op": op, "id": episode.episode_id, **arguments})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # texts always pass
             raise EnvironmentFailure(BAD_ROW, f"the row holds what JSON cannot carry: {error}") from error
         return await self.send(episode, op, frame)
 
     def close_episode(self, episode: Episode) -> None:
         """Queue the environment's `close`; see Episode.close."""
-        place, episode.place = episode.place, None
+        place, episode.runner = episode.runner, None
         if place is not None and not self._closing:
             place.episodes.discard(episode)
             place.close_episode(episode)
         episode.history.clear()
         episode.fail(EnvironmentFailure("closed", "the episode is closed"))
 
-    def _refuse_failed(self, episode: Episode) -> None:
+    def _raise_if_failed(self, episode: Episode) -> None:
         if self._closing:  # an answer that arrived during `close` let the episode go on
             raise EnvironmentFailure("host_closed", "the environment pool was closed")
         if (failure := self._fatal or episode.failure) is not None:
@@ -171,13 +171,13 @@ class EnvironmentPool(ABC):
 
     def _failure(self, kind: str, detail: str) -> EnvironmentFailure:
         """Return a failure of a kind that an environment has named, or of OTHER_KIND."""
-        if self._kinds.admits(kind):
+        if self._failure_kinds.admits(kind):
             return EnvironmentFailure(kind, detail)
-        return EnvironmentFailure(OTHER_KIND, f"{kind:.{MAX_KIND_LENGTH}}: {detail}")
+        return EnvironmentFailure(OTHER_FAILURE_KIND, f"{kind:.{MAX_KIND_CHARS}}: {detail}")
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _PendingCall:
     op: str
     frame: bytes
     episode: Episode
@@ -185,95 +185,95 @@ class _Call:
     """None if nothing waits for the answer: hello, replays and close."""
 
 
-class Worker(asyncio.SubprocessProtocol):
+class WorkerHandle(asyncio.SubprocessProtocol):
     """The pool's end of one worker process. `calls[0]` is the call that it is running."""
 
     def __init__(self, pool: WorkerPool, hello: bytes):
         self.pool = pool
-        self.calls: deque[_Call] = deque()
+        self.calls: deque[_PendingCall] = deque()
         self._sent = 0
         """Calls sent so far; a call's number is the count before it."""
-        self._last: _Call | None = None
+        self._last_answered: _PendingCall | None = None
         """The call that was answered last."""
         self.episodes: set[Episode] = set()
-        self.since = pool.loop.time()
+        self.call_started_s = pool.loop.time()
         """When calls[0] began to run."""
         self.exited: asyncio.Future[None] = pool.loop.create_future()
-        self.lost = False
+        self.is_lost = False
         self._process: asyncio.SubprocessTransport | None = None
         self._stdin: asyncio.WriteTransport | None = None
         self._outbox: list[bytes] = []
         self._inbox = bytearray()
         self.spawning = pool.loop.create_task(pool.spawn(self))
-        self.submit(_Call("hello", hello, Episode(pool, -1, "hello")))  # of no episode that anything else knows
+        self.submit(_PendingCall("hello", hello, Episode(pool, -1, "hello")))  # of no episode that anything else knows
 
     @property
     def pid(self) -> int | None:
         """Process id of the worker's supervisor; None until it has started."""
         return None if self._process is None else self._process.get_pid()
 
-    def submit(self, call: _Call) -> None:
+    def submit(self, call: _PendingCall) -> None:
         """Send a call after those that were submitted before."""
         if not self.calls:
-            self.since = self.pool.loop.time()
+            self.call_started_s = self.pool.loop.time()
         self.calls.append(call)
         if not self._outbox:  # one write for all calls of this turn of the event loop
             self.pool.loop.call_soon(self._flush)
-        self._outbox.append(framed(self._sent, call.frame))
+        self._outbox.append(encode_frame(self._sent, call.frame))
         self._sent += 1
 
     def _flush(self) -> None:
-        if self._stdin is not None and self._outbox and not self.lost:
+        if self._stdin is not None and self._outbox and not self.is_lost:
             self._stdin.write(b"".join(self._outbox))
             self._outbox.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast(asyncio.SubprocessTransport, transport)  # uvloop's, in a Ray task, is of no such class
         self._stdin = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
-        if self.lost:
+        if self.is_lost:
             self.kill()
         self._flush()
 
     def pipe_data_received(self, fd: int, data: bytes | str) -> None:
         assert isinstance(data, bytes)
-        if self.lost:  # it may go on writing until it is killed
+        if self.is_lost:  # it may go on writing until it is killed
             return
         inbox = self._inbox
         inbox += data
         at = 0
-        while not self.lost and len(inbox) - at >= HEADER.size:
+        while not self.is_lost and len(inbox) - at >= HEADER.size:
             size, number = HEADER.unpack_from(inbox, at)
-            if size > MAX_FRAME or not self.calls or number != self._sent - len(self.calls):
+            if size > MAX_FRAME_BYTES or not self.calls or number != self._sent - len(self.calls):
                 is_repeated = number == self._sent - len(self.calls) - 1
-                blamed = self._last if is_repeated or not self.calls else None
-                self.pool.lose(self, "environment_died", _NO_ANSWER, blamed)
+                blamed = self._last_answered if is_repeated or not self.calls else None
+                self.pool.abandon(self, "environment_died", _NO_ANSWER, blamed)
                 return
             end = at + HEADER.size + size
             if len(inbox) < end:
                 break
             try:
-                reply = _checked_reply(self.calls[0].op, inbox[at + HEADER.size : end])
+                reply = _validate_reply(self.calls[0].op, inbox[at + HEADER.size : end])
             except (ValueError, RecursionError, EnvironmentFailure):
-                self.pool.lose(self, "environment_died", _NO_ANSWER)
+                self.pool.abandon(self, "environment_died", _NO_ANSWER)
                 return
             at = end
-            self.trace_end()
-            self.since = self.pool.loop.time()
-            self._last = self.calls.popleft()
-            self.pool.answered(self, self._last, reply)
+            self.trace_call_end()
+            self.call_started_s = self.pool.loop.time()
+            self._last_answered = self.calls.popleft()
+            self.pool.handle_reply(self, self._last_answered, reply)
         del inbox[:at]
         if inbox and not self.calls:  # not even the beginning of an answer is due
-            self.pool.lose(self, "environment_died", _NO_ANSWER, self._last)
+            self.pool.abandon(self, "environment_died", _NO_ANSWER, self._last_answered)
 
-    def trace_end(self, how: str = "") -> None:
+    def trace_call_end(self, how: str = "") -> None:
         """Add the running call, which ends now, to the trace."""
-        if self.calls and self.pid is not None and trace.on():
+        if self.calls and self.pid is not None and trace.is_enabled():
             row = f"process {self.pid}"
-            trace.add(f"{self.calls[0].op}{how}", trace.unix(self.since), row=row, process="environments")
+            trace.add_span(f"{self.calls[0].op}{how}", trace.to_unix_time(self.call_started_s), track=row, process="environments")
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:
-            self.pool.lose(self, "environment_died", "its process ended")
+            self.pool.abandon(self, "environment_died", "its process ended")
 
     def process_exited(self) -> None:
         self._kill_group()  # does something only if the supervisor was killed before it could do so itself
@@ -282,7 +282,7 @@ class Worker(asyncio.SubprocessProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The process has exited, and all of its answers are read."""
-        self.pool.lose(self, "environment_died", "its process ended")
+        self.pool.abandon(self, "environment_died", "its process ended")
         if not self.exited.done():
             self.exited.set_result(None)
             assert self._process is not None
@@ -306,9 +306,9 @@ class Worker(asyncio.SubprocessProtocol):
 
     def close_episode(self, episode: Episode) -> None:
         """Close an environment after the calls that were sent before."""
-        self.submit(_Call("close", pack({"op": "close", "id": episode.number}), episode))
+        self.submit(_PendingCall("close", encode_message({"op": "close", "id": episode.episode_id}), episode))
 
-    def end(self) -> None:
+    def close_input(self) -> None:
         """Send no more calls: the worker answers the pending ones and exits at end-of-file."""
         self._flush()
         if self._stdin is not None:
@@ -337,10 +337,10 @@ class WorkerPool(EnvironmentPool):
         max_env_workers: int = 32,
         environment_step_s: float = 60.0,
         plugins: tuple[str, ...] = (),
-        log: Path | None = None,
+        log_file: Path | None = None,
         *,
-        own: list[dict[str, str]] | None = None,
-        path: Sequence[str] = (),
+        registrations: list[dict[str, str]] | None = None,
+        module_path: Sequence[str] = (),
         checks: bool = False,
     ):
         """
@@ -355,29 +355,29 @@ class WorkerPool(EnvironmentPool):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.max_env_workers = max(1, min(max_env_workers, 2 * cores))
         self.environment_step_s = environment_step_s
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerHandle] = []
         """Workers that are in use."""
         self._plugins = tuple(plugins)
-        self._log = log if log is not None and log.parent.is_dir() else None
-        self._path = tuple(path)
-        self._hello = pack(
+        self._log_file = log_file if log_file is not None and log_file.parent.is_dir() else None
+        self._module_path = tuple(module_path)
+        self._hello = encode_message(
             {
                 "op": "hello",
                 "env_configs": {name: config for name, config in env_configs.items() if isinstance(config, Mapping)},
                 "plugins": list(self._plugins),
-                "own": pack_own() if own is None else own,
+                "own": serialize_user_registrations() if registrations is None else registrations,
                 "pythonpath": os.environ.get("PYTHONPATH"),
                 "checks": checks,
             }
         )
         self._warned: set[tuple[str, str]] = set()
-        self._unfinished: set[Worker] = set()
+        self._exiting: set[WorkerHandle] = set()
         """Workers whose processes may still exist, including lost ones."""
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> WorkerPool:
         self.loop = asyncio.get_running_loop()
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(self._enforce_deadlines())
         return self
 
     async def close(self) -> None:
@@ -385,42 +385,42 @@ class WorkerPool(EnvironmentPool):
         self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._unfinished:
-            await asyncio.wait([worker.spawning for worker in self._unfinished])
+        if self._exiting:
+            await asyncio.wait([worker.spawning for worker in self._exiting])
         for worker in self.workers:
-            worker.end()
-        if self._unfinished:
-            exits = [worker.exited for worker in self._unfinished]
-            await asyncio.wait(exits, timeout=min(CLOSE_GRACE_S, self.environment_step_s))
-        for worker in list(self._unfinished):
-            self.lose(worker, "host_closed", "the environment pool was closed")
-        if self._unfinished:
-            await asyncio.wait([worker.exited for worker in self._unfinished], timeout=CLOSE_GRACE_S)
-        if self._unfinished:
-            log.warning("%d environment workers were killed and have not ended", len(self._unfinished))
+            worker.close_input()
+        if self._exiting:
+            exits = [worker.exited for worker in self._exiting]
+            await asyncio.wait(exits, timeout=min(CLOSE_TIMEOUT_S, self.environment_step_s))
+        for worker in list(self._exiting):
+            self.abandon(worker, "host_closed", "the environment pool was closed")
+        if self._exiting:
+            await asyncio.wait([worker.exited for worker in self._exiting], timeout=CLOSE_TIMEOUT_S)
+        if self._exiting:
+            log.warning("%d environment workers were killed and have not ended", len(self._exiting))
 
     async def send(self, episode: Episode, op: str, frame: bytes) -> dict[str, Any]:
         """Return the environment's answer to a packed call."""
-        self._refuse_failed(episode)
+        self._raise_if_failed(episode)
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
-        self._dispatch(_Call(op, frame, episode, answer))
+        self._dispatch(_PendingCall(op, frame, episode, answer))
         return await answer
 
-    def answered(self, worker: Worker, call: _Call, reply: dict[str, Any]) -> None:
+    def handle_reply(self, worker: WorkerHandle, call: _PendingCall, reply: dict[str, Any]) -> None:
         """Take a worker's reply."""
         error, episode = reply.get("error"), call.episode
         if call.op == "hello":
             if error is not None:
                 self._fatal = ConfigError(f"an environment worker did not start: {reply['detail']}")
-                self.lose(worker, "environment_died", "its process did not start")
+                self.abandon(worker, "environment_died", "its process did not start")
             return
         if error is not None:
             failure = self._failure(error, reply["detail"])
             if call.op == "close":
-                self._warn_of_close(episode.env_class, failure)
+                self._warn_close_failed(episode.env_class, failure)
             else:
                 episode.fail(ConfigError(failure.detail) if reply["fatal"] else failure)
-        elif call.answer is not None and episode.place is worker:
+        elif call.answer is not None and episode.runner is worker:
             episode.history.append(call.frame)
             episode.replayable = reply.get("replayable", episode.replayable)
         if call.answer is None or call.answer.done():  # done: the waiting task was cancelled
@@ -430,30 +430,30 @@ class WorkerPool(EnvironmentPool):
         else:
             call.answer.set_result(reply)
 
-    def lose(self, worker: Worker, kind: str, detail: str, blamed: _Call | None = None) -> None:
+    def abandon(self, worker: WorkerHandle, kind: str, detail: str, failed_call: _PendingCall | None = None) -> None:
         """Abandon a worker, once: kill it, fail the episode of one call, and send its other pending calls again.
 
         `blamed`: that call; the running call by default.
         """
-        if worker.lost:
+        if worker.is_lost:
             return
-        worker.lost = True
-        worker.trace_end(f": {kind}")
+        worker.is_lost = True
+        worker.trace_call_end(f": {kind}")
         worker.kill()
         if worker in self.workers:
             self.workers.remove(worker)
-        if self._log is not None and not self._closing:
-            detail += f" (environments print to {self._log})"
+        if self._log_file is not None and not self._closing:
+            detail += f" (environments print to {self._log_file})"
         calls = list(worker.calls)
         worker.calls.clear()
         if calls and calls[0].op == "hello" and not self._closing and self._fatal is None:
             plugins = f" (plugins: {', '.join(self._plugins)})" if self._plugins else ""
             self._fatal = ConfigError(f"an environment worker failed while starting{plugins}: {kind}, {detail}")
-        for call in calls if self._closing else calls[:1] if blamed is None else [blamed]:
+        for call in calls if self._closing else calls[:1] if failed_call is None else [failed_call]:
             call.episode.fail(EnvironmentFailure(kind, f"{call.episode.env_class} in {call.op}: {detail}"))
         for episode in worker.episodes:
-            episode.place = None
-            episode.fail_unless_replayable(detail)
+            episode.runner = None
+            episode.fail_if_not_replayable(detail)
         for call in calls:
             if call.answer is None or call.answer.done():
                 continue
@@ -462,38 +462,38 @@ class WorkerPool(EnvironmentPool):
             else:
                 self._dispatch(call)
 
-    def _dispatch(self, call: _Call) -> None:
+    def _dispatch(self, call: _PendingCall) -> None:
         """Send a call to its episode's worker; an episode without one is first rebuilt, call by call."""
         episode = call.episode
-        if episode.place is None:
-            episode.place = self._choose()
-            episode.place.episodes.add(episode)
+        if episode.runner is None:
+            episode.runner = self._select_worker()
+            episode.runner.episodes.add(episode)
             for index, frame in enumerate(episode.history):
-                episode.place.submit(_Call("step" if index else "start", frame, episode))
-        episode.place.submit(call)
+                episode.runner.submit(_PendingCall("step" if index else "start", frame, episode))
+        episode.runner.submit(call)
 
-    def _choose(self) -> Worker:
+    def _select_worker(self) -> WorkerHandle:
         """Return the worker with the fewest calls; start one if all have some, and another is allowed."""
         best = min(self.workers, key=lambda worker: (len(worker.calls), len(worker.episodes)), default=None)
         if best is not None and (
             len(self.workers) >= self.max_env_workers or all(call.op == "close" for call in best.calls)
         ):
             return best
-        worker = Worker(self, self._hello)
+        worker = WorkerHandle(self, self._hello)
         self.workers.append(worker)
-        self._unfinished.add(worker)
-        worker.exited.add_done_callback(lambda _: self._unfinished.discard(worker))
+        self._exiting.add(worker)
+        worker.exited.add_done_callback(lambda _: self._exiting.discard(worker))
         return worker
 
-    async def spawn(self, worker: Worker) -> None:
+    async def spawn(self, worker: WorkerHandle) -> None:
         """Start the process of a worker, which receives its output as an asyncio protocol."""
         # the driver's own sys.path in the same order: plugin names must refer to the same modules there
-        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in (*self._path, *sys.path)))
+        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in (*self._module_path, *sys.path)))
         try:
             await self.loop.subprocess_exec(
                 lambda: worker,
                 *(sys.executable, "-P", "-m", "skyrl_train.environments.worker", str(os.getpid())),
-                *([] if self._log is None else [str(self._log)]),
+                *([] if self._log_file is None else [str(self._log_file)]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=None,
@@ -502,15 +502,15 @@ class WorkerPool(EnvironmentPool):
             )
         except OSError as error:
             worker.exited.set_result(None)
-            self.lose(worker, "environment_died", f"its process could not be started: {error}")
+            self.abandon(worker, "environment_died", f"its process could not be started: {error}")
 
-    def _warn_of_close(self, env_class: str, failure: EnvironmentFailure) -> None:
+    def _warn_close_failed(self, env_class: str, failure: EnvironmentFailure) -> None:
         """Warn once for each kind: all episodes of a run may end so."""
         if (env_class, failure.kind) not in self._warned:
             self._warned.add((env_class, failure.kind))
-            self._warn(f"closing {env_class}: {visible(redact(str(failure)))} (logged once)")
+            self._warn(f"closing {env_class}: {escape_control_chars(redact(str(failure)))} (logged once)")
 
-    async def _watch(self) -> None:
+    async def _enforce_deadlines(self) -> None:
         """Kill the workers whose running call is past its deadline."""
         tick = min(0.25, self.environment_step_s / 4)
         before = self.loop.time()
@@ -520,36 +520,36 @@ class WorkerPool(EnvironmentPool):
             late = now - before - tick
             late = late if late > tick else 0.0  # the driver was busy, and answers may have been waiting for it
             for worker in list(self.workers):
-                worker.since += late
+                worker.call_started_s += late
                 starts = bool(worker.calls) and worker.calls[0].op == "hello"
-                if worker.calls and now - worker.since > (START_DEADLINE_S if starts else self.environment_step_s):
-                    self.lose(worker, "timeout", f"no answer within {self.environment_step_s:g} s")
+                if worker.calls and now - worker.call_started_s > (START_TIMEOUT_S if starts else self.environment_step_s):
+                    self.abandon(worker, "timeout", f"no answer within {self.environment_step_s:g} s")
             before = now
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
 
 
-def _checked_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
+def _validate_reply(op: str, body: bytes | bytearray) -> dict[str, Any]:
     """Return the reply to a call, with the members of that call's replies only.
 
     Raises ValueError, RecursionError or EnvironmentFailure for anything else.
     """
     reply = json.loads(body)
-    if not isinstance(reply, dict) or why_not_json(reply):
+    if not isinstance(reply, dict) or find_non_json_value(reply):
         raise ValueError("not an object")
     if "error" in reply:
         kind, detail = reply["error"], reply.get("detail")
         if not isinstance(kind, str) or not isinstance(detail, str):
             raise ValueError("not an error")
         fatal = op == "start" and reply.get("fatal") is True
-        return {"error": kind, "detail": detail[:MAX_SENT_DETAIL], "fatal": fatal}
+        return {"error": kind, "detail": detail[:MAX_CONFIG_ERROR_CHARS], "fatal": fatal}
     if op == "step":
-        output = checked_step_output(reply)
+        output = validate_step_output(reply)
         return {name: getattr(output, name) for name in StepOutput.__slots__}
     if op == "start":
         metadata, replayable = reply.get("metadata"), reply.get("replayable")
         if not isinstance(metadata, dict) or not isinstance(replayable, bool):
             raise ValueError("not an opening")
-        return {"messages": checked_messages(reply.get("messages")), "metadata": metadata, "replayable": replayable}
+        return {"messages": validate_messages(reply.get("messages")), "metadata": metadata, "replayable": replayable}
     return {}

@@ -18,13 +18,13 @@ import threading
 import time
 from contextlib import suppress
 
-from skyrl_train.config.secrets import redact, secret_variables
-from skyrl_train.log_files import LIMIT_BYTES
-from skyrl_train.messages import visible
+from skyrl_train.config.redaction import redact, secret_variables
+from skyrl_train.log_rotation import MAX_LOG_BYTES
+from skyrl_train.terminal import escape_control_chars
 
 KILL_TIMEOUT_S = 4.0
 """Time after which a supervisor exits even if the kernel has not ended all processes that it killed."""
-MAX_FILE_BYTES = 2 * LIMIT_BYTES
+MAX_FILE_BYTES = 2 * MAX_LOG_BYTES
 """Size at which output to a file is dropped until the run's driver has rotated the file."""
 MAX_STDERR_BYTES = 64 * 2**10
 """Output that one worker may write to the pool's stderr, where no file takes it."""
@@ -32,11 +32,11 @@ STDERR_TIMEOUT_S = 0.1
 """Time that output waits for the reader of the pool's stderr before it is dropped."""
 STDERR = 2
 _CHUNK_BYTES = 64 * 2**10
-_MIN_KEPT = 4096
+_MIN_BUFFERED_CHARS = 4096
 """Characters of an unfinished line that wait for more, so that a secret is never written in two halves."""
 
 
-def fork_supervised(parent: int, log: str | None = None) -> None:
+def fork_supervised(pool_pid: int, log_file: str | None = None) -> None:
     """Fork, and return in the worker only.
 
     Args:
@@ -48,7 +48,7 @@ def fork_supervised(parent: int, log: str | None = None) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # environments may signal their own group
     # the kernel sends it when the thread that started this process ends: that of the pool's event loop
     _prctl("PR_SET_PDEATHSIG", signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != pool_pid:  # it died before the line above
         os._exit(1)
     _prctl("PR_SET_CHILD_SUBREAPER", 1)  # orphans become children of the supervisor, also in sessions of their own
     gc.freeze()  # keeps memory pages shared
@@ -63,7 +63,7 @@ def fork_supervised(parent: int, log: str | None = None) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.close(sink)
-    _supervise(worker, source, log)
+    _supervise(worker, source, log_file)
 
 
 def _supervise(worker: int, source: int, log: str | None) -> None:
@@ -71,7 +71,7 @@ def _supervise(worker: int, source: int, log: str | None) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for pipe_end in (0, 1):  # the pool learns from the end of these pipes that the worker is dead
         os.dup2(null, pipe_end)
-    copier = threading.Thread(target=copy_output, args=(source, CappedLog(f"(env {worker}) ", log)), daemon=True)
+    copier = threading.Thread(target=copy_output_to_log, args=(source, CappedLog(f"(env {worker}) ", log)), daemon=True)
     copier.start()
     while not _has_ended(worker):
         if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
@@ -104,14 +104,14 @@ def _kill_descendants() -> None:
                 time.sleep(0.01)
 
 
-def copy_output(source: int, log: CappedLog) -> None:
+def copy_output_to_log(source: int, log: CappedLog) -> None:
     """Copy lines from a pipe to the log until the pipe ends, without the contents of credential variables."""
     credentials = secret_variables()
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     text = ""
     while data := os.read(source, _CHUNK_BYTES):
         text = redact(text + decoder.decode(data), credentials)
-        end = text.rfind("\n") + 1 or max(0, len(text) - _MIN_KEPT)
+        end = text.rfind("\n") + 1 or max(0, len(text) - _MIN_BUFFERED_CHARS)
         log.write(text[:end])
         text = text[end:]
         time.sleep(0.001)  # many lines at once: a wake-up for each would cost more than the lines
@@ -145,7 +145,7 @@ class CappedLog:
         if is_full and was_full:
             return
         lines = ["... more output is dropped"] if is_full else text.splitlines()
-        shown = "".join(f"{self._prefix}{visible(line.expandtabs())}\n" for line in lines).encode()
+        shown = "".join(f"{self._prefix}{escape_control_chars(line.expandtabs())}\n" for line in lines).encode()
         if self._file == STDERR:
             self._sent_to_stderr += len(shown)
             _write_to_stderr(shown)
@@ -161,7 +161,7 @@ class CappedLog:
             with suppress(FileExistsError):
                 file = os.open(self._path, flags | os.O_EXCL, 0o666)
                 with suppress(OSError):
-                    _write_to_stderr(f"note: environments print to {visible(self._path)}\n".encode())
+                    _write_to_stderr(f"note: environments print to {escape_control_chars(self._path)}\n".encode())
                 return file
             return os.open(self._path, flags, 0o666)
         except OSError:

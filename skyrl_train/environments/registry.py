@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
-from skyrl_train.environments.base import Settings
+from skyrl_train.environments.base import AttrDict
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
@@ -48,7 +48,7 @@ def find(id: str) -> EnvFactory:
 
 def make(id: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> Any:
     """Create environment `id` for one episode, in this process."""
-    return find(id)(env_config=Settings(env_config or {}), extras=dict(extras or {}))
+    return find(id)(env_config=AttrDict(env_config or {}), extras=dict(extras or {}))
 
 
 def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ def check_environments(names: Iterable[str], env_configs: Mapping[str, Any]) -> 
     for name in sorted(set(names)):
         check = getattr(find(name), "check", None)
         if check is not None:
-            check(Settings(env_configs.get(name) or {}))
+            check(AttrDict(env_configs.get(name) or {}))
 
 
 def check_rows(name: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:

@@ -24,44 +24,44 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_train.data.json_values import jsonable, why_not_json
+from skyrl_train.data.json_values import json_default, find_non_json_value
 from skyrl_train.data.messages import Message
 from skyrl_train.environments import registry
-from skyrl_train.environments.base import checked_messages, checked_step_output
-from skyrl_train.environments.own_classes import register_own
+from skyrl_train.environments.base import validate_messages, validate_step_output
+from skyrl_train.environments.user_registrations import load_user_registrations
 from skyrl_train.environments.process_supervisor import fork_supervised
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 
 HEADER = struct.Struct("!IQ")
 """Bytes of JSON that follow, and the number of the call."""
-MAX_FRAME = 64 * 2**20
+MAX_FRAME_BYTES = 64 * 2**20
 """Maximum bytes of one message; a larger observation fails its episode."""
-MAX_KIND_LENGTH = 100
+MAX_KIND_CHARS = 100
 """Characters of a kind of failure: each becomes the name of a metric."""
-MAX_DETAIL = 500
+MAX_DETAIL_CHARS = 500
 """Characters kept of an error message."""
-MAX_SENT_DETAIL = 20 * MAX_DETAIL
+MAX_CONFIG_ERROR_CHARS = 20 * MAX_DETAIL_CHARS
 """Characters of a ConfigError that reach the pool: it may list settings or name a long path."""
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def pack(message: Mapping[str, Any], default: Callable[[Any], Any] = jsonable) -> bytes:
+def encode_message(message: Mapping[str, Any], default: Callable[[Any], Any] = json_default) -> bytes:
     """Return a message as JSON in ASCII, so that lone surrogates pass unchanged.
 
     Raises EnvironmentFailure "too_large" for more than MAX_FRAME, and as `json.dumps` does for what JSON cannot carry.
     """
     body = json.dumps(message, default=default).encode("ascii")
-    if len(body) > MAX_FRAME:
-        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME} pass")
+    if len(body) > MAX_FRAME_BYTES:
+        raise EnvironmentFailure("too_large", f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES} pass")
     return body
 
 
-def framed(number: int, body: bytes) -> bytes:
+def encode_frame(number: int, body: bytes) -> bytes:
     """Return a message with its header."""
     return HEADER.pack(len(body), number) + body
 
 
-class _Environments:
+class _EpisodeServer:
     """The environments of this process, by the number of their episode."""
 
     def __init__(self, env_configs: Mapping[str, Any], checks: bool = False):
@@ -70,15 +70,15 @@ class _Environments:
         self._checked: set[str] | None = set() if checks else None
         """The environments that were checked here; None if the driver has."""
 
-    def answer(self, call: dict[str, Any]) -> bytes:
+    def handle_call(self, call: dict[str, Any]) -> bytes:
         """Return the reply as JSON. An exception of the environment, SystemExit included, becomes an error."""
         try:
             reply = getattr(self, call.pop("op"))(**call)
-            if why := why_not_json(reply, _shown):
+            if why := find_non_json_value(reply, _to_jsonable):
                 raise EnvironmentFailure("bad_step_output", f"what it returned holds {why}")
-            return pack(reply, default=_shown)
+            return encode_message(reply, default=_to_jsonable)
         except BaseException as error:
-            return pack(_error_reply(error))
+            return encode_message(_error_reply(error))
 
     def start(self, id: int, env_class: str, messages: list[Message], extras: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -89,7 +89,7 @@ class _Environments:
         except DataError:
             raise  # of this row
         except ConfigError as error:
-            raise _CannotStart(*error.args) from error
+            raise _EnvironmentUnavailable(*error.args) from error
         self.environments[id] = environment
         opened = environment.init(messages)
         if not isinstance(opened, tuple | list) or len(opened) != 2:
@@ -101,14 +101,14 @@ class _Environments:
             what = f"init returned metadata that is {type(metadata).__name__}, not a dict"
             raise EnvironmentFailure("bad_step_output", what)
         return {
-            "messages": checked_messages(opened[0]),
+            "messages": validate_messages(opened[0]),
             "metadata": metadata,
             "replayable": bool(getattr(environment, "replayable", True)),
         }
 
     def step(self, id: int, text: str) -> dict[str, Any]:
         environment = self.environments[id]
-        output = checked_step_output(environment.step(text))
+        output = validate_step_output(environment.step(text))
         if output.done and hasattr(environment, "get_metrics"):  # SkyRL-Gym's
             output.metadata |= environment.get_metrics() or {}
         return asdict(output)
@@ -120,40 +120,40 @@ class _Environments:
         return {}
 
 
-def _shown(value: Any) -> Any:
+def _to_jsonable(value: Any) -> Any:
     """Like `jsonable`, with text for anything else: metadata is for people and should not fail an episode."""
     try:
-        return jsonable(value)
+        return json_default(value)
     except TypeError:
-        return f"{value!r:.{MAX_DETAIL}}"
+        return f"{value!r:.{MAX_DETAIL_CHARS}}"
 
 
-class _CannotStart(ConfigError):
+class _EnvironmentUnavailable(ConfigError):
     """No episode of this environment can start: its name is unknown, or its settings are wrong."""
 
 
 def _error_reply(error: BaseException) -> dict[str, Any]:
     """Return an exception as a reply of bounded size, also one whose own `__str__` raises."""
-    kind, fatal = type(error).__name__, isinstance(error, _CannotStart)
+    kind, fatal = type(error).__name__, isinstance(error, _EnvironmentUnavailable)
     try:
         if isinstance(error, EnvironmentFailure):
             kind = str(error.kind)
-            detail = str(error.detail)[:MAX_DETAIL]
+            detail = str(error.detail)[:MAX_DETAIL_CHARS]
         elif isinstance(error, ConfigError):
-            kind, detail = "ConfigError", str(error)[:MAX_SENT_DETAIL]
+            kind, detail = "ConfigError", str(error)[:MAX_CONFIG_ERROR_CHARS]
         else:
-            detail = _where(error)
+            detail = _format_exception(error)
     except BaseException as unreadable:
         detail = f"its message cannot be read: {type(unreadable).__name__}"
-    return {"error": kind[: MAX_KIND_LENGTH + 1], "detail": detail, "fatal": fatal}
+    return {"error": kind[: MAX_KIND_CHARS + 1], "detail": detail, "fatal": fatal}
 
 
-def _where(error: BaseException) -> str:
+def _format_exception(error: BaseException) -> str:
     """An exception's message and the line it came from: the last one that is no library's, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     place = "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in (own or frames)[-1:])
-    return f"{str(error)[:MAX_DETAIL]}{place}"
+    return f"{str(error)[:MAX_DETAIL_CHARS]}{place}"
 
 
 class _Wire:
@@ -190,7 +190,7 @@ class _Wire:
     def send(self, number: int, body: bytes) -> None:
         """Answer the call of this number."""
         self._end_fork()
-        frame = framed(number, body)
+        frame = encode_frame(number, body)
         while frame:
             frame = frame[os.write(self._sink, frame) :]
 
@@ -200,7 +200,7 @@ class _Wire:
             os._exit(1)
 
 
-def serve() -> None:
+def run_worker() -> None:
     """Run a worker process until the driver closes the wire. Arguments: the pool's process id, and its `log` if any."""
     fork_supervised(int(sys.argv[1]), *sys.argv[2:])
     wire = _Wire()
@@ -215,19 +215,19 @@ def serve() -> None:
     try:
         for plugin in hello["plugins"]:
             importlib.import_module(plugin)
-        register_own(hello["own"])
+        load_user_registrations(hello["own"])
     except BaseException as error:
         reply = _error_reply(error)
-        wire.send(number, pack(reply | {"detail": f"{reply['error']}: {reply['detail']}"}))
+        wire.send(number, encode_message(reply | {"detail": f"{reply['error']}: {reply['detail']}"}))
         return
-    wire.send(number, pack({}))
-    environments = _Environments(hello["env_configs"], hello["checks"])
+    wire.send(number, encode_message({}))
+    environments = _EpisodeServer(hello["env_configs"], hello["checks"])
     while (received := wire.receive()) is not None:
         number, call = received
-        wire.send(number, environments.answer(call))
+        wire.send(number, environments.handle_call(call))
     # skip interpreter shutdown, which an environment's threads or exit handlers could block
     os._exit(0)
 
 
 if __name__ == "__main__":
-    serve()
+    run_worker()

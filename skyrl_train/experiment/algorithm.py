@@ -12,11 +12,11 @@ from torch import Tensor
 
 from skyrl_train.algorithms import policy_objective as policy, sft
 from skyrl_train.algorithms.advantages import (
-    TENSORS as ADVANTAGE_TENSORS,
-    AdvantageStep,
-    Compared,
+    ESTIMATOR_TENSORS as ADVANTAGE_TENSORS,
+    AdvantageCalculator,
+    ComparisonScope,
     KLInReward,
-    compared,
+    get_comparison_scope,
 )
 from skyrl_train.algorithms.corrections import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
@@ -25,24 +25,24 @@ from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.registry import (
     KLEstimator,
     advantage_estimators,
-    bind,
-    keywords_of,
+    bind_settings,
+    get_keyword_parameters,
     kl_estimators,
     policy_losses,
     reductions,
     sft_losses,
 )
-from skyrl_train.algorithms.selections import selection_of
+from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.algorithms.sft import SFTObjective
-from skyrl_train.algorithms.skyrl_style import SkyRLEstimator, SkyRLLoss, is_skyrl_style
+from skyrl_train.algorithms.skyrl_adapters import SkyRLAdvantageEstimator, SkyRLPolicyLoss, has_skyrl_signature
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.config.predicates import (
-    correction_of,
-    corrects,
+    get_off_policy_correction,
+    has_off_policy_correction,
     kl_in_loss,
     kl_in_reward,
     lacks_critic,
-    longest_sequence,
+    max_sequence_length,
     max_staleness_steps,
     needs_critic,
     needs_reference,
@@ -50,54 +50,54 @@ from skyrl_train.config.predicates import (
 )
 from skyrl_train.config.schema import AlgorithmConfig, Config, TrainerConfig
 from skyrl_train.config.section import Section
-from skyrl_train.config.validate import critic_problem
+from skyrl_train.config.validate import missing_critic_problem
 from skyrl_train.errors import ConfigError
-from skyrl_train.learner.learner import Choose
+from skyrl_train.learner.learner import TokenSelector
 from skyrl_train.learner.worker import Objective
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Learning:
+class ObjectiveSpec:
     """What a learner trains with: its loss, and everything that the loss needs."""
 
     objective: Objective
     reduction: Callable[..., Tensor]
     """Gives the tokens of a mini-batch their weights."""
-    choose: Choose | None = None
+    token_selector: TokenSelector | None = None
     """Selects the tokens that the loss treats specially."""
-    with_reference: bool = False
+    needs_reference: bool = False
     needs_old_logprobs: bool | None = None
     """See Learner: None if only the loss reads them."""
-    critic: Objective | None = None
+    critic_objective: Objective | None = None
     """The critic's loss, if the advantages need values."""
 
 
-def policy_learning(cfg: Config) -> Learning:
+def build_policy_objective_spec(cfg: Config) -> ObjectiveSpec:
     """The settings for training with rewards.
 
     Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
     """
     algorithm = cfg.trainer.algorithm
-    _warn_of_uncorrected(cfg)
+    _warn_if_uncorrected(cfg)
     build_advantage_step(algorithm)  # an invalid estimator must raise before engines are started
     objective = build_objective(algorithm)
-    return Learning(
+    return ObjectiveSpec(
         objective=objective,
         reduction=build_reduction(cfg),
-        choose=build_choice(algorithm),
-        with_reference=needs_reference(algorithm),
-        needs_old_logprobs=True if read_before_loss(algorithm) else None if objective.reads_old_logprobs else False,
-        critic=build_critic_objective(cfg.trainer),
+        token_selector=build_token_selector(algorithm),
+        needs_reference=needs_reference(algorithm),
+        needs_old_logprobs=True if reads_old_logprobs_before_loss(algorithm) else None if objective.needs_old_logprobs else False,
+        critic_objective=build_critic_objective(cfg.trainer),
     )
 
 
-def _warn_of_uncorrected(cfg: Config) -> None:
+def _warn_if_uncorrected(cfg: Config) -> None:
     """Old samples need a correction: the engine's policy is then not the one that a loss takes its ratio against."""
     algorithm, staleness = cfg.trainer.algorithm, max_staleness_steps(cfg.trainer)
-    weighs = correction_of(algorithm).tis_ratio_type is not None  # masks alone leave old tokens as they are
-    corrected = weighs or _corrects_itself(_policy_loss_of(algorithm))
+    weighs = get_off_policy_correction(algorithm).tis_ratio_type is not None  # masks alone leave old tokens as they are
+    corrected = weighs or _reads_rollout_logprobs(_policy_loss_of(algorithm))
     if staleness and not corrected:
         _log.warning(
             f"trainer.fully_async.max_staleness_steps={staleness} without a correction: tokens that "
@@ -106,10 +106,10 @@ def _warn_of_uncorrected(cfg: Config) -> None:
         )
 
 
-def sft_learning(cfg: Config) -> Learning:
+def build_sft_objective_spec(cfg: Config) -> ObjectiveSpec:
     """The settings for supervised fine-tuning."""
     objective = build_sft_objective(cfg.trainer.algorithm)
-    return Learning(objective, build_reduction(cfg), with_reference=sft_needs_reference(cfg.trainer.algorithm))
+    return ObjectiveSpec(objective, build_reduction(cfg), needs_reference=sft_needs_reference(cfg.trainer.algorithm))
 
 
 def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
@@ -118,20 +118,20 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
     Raises ConfigError for a name that is not registered, or a function with an argument that does not exist.
     """
     loss = _policy_loss_of(algorithm)
-    _refuse_twice_corrected(loss, algorithm)
-    if is_skyrl_style(loss):
+    _check_single_correction(loss, algorithm)
+    if has_skyrl_signature(loss):
         _log.warning(
             f"policy_loss_type={algorithm.policy_loss_type} has SkyRL's signature: its own mean over a micro-batch is "
             "weighted by the micro-batch's share. Unless it is the mean that loss_reduction names, the update depends "
             "on micro_train_batch_size_per_gpu."
         )
-        loss = SkyRLLoss(loss, algorithm)
+        loss = SkyRLPolicyLoss(loss, algorithm)
     return PolicyObjective(
-        policy_loss=bind(loss, f"policy_loss_type={algorithm.policy_loss_type}", settings(algorithm), policy.TENSORS),
+        policy_loss=bind_settings(loss, f"policy_loss_type={algorithm.policy_loss_type}", algorithm_keywords(algorithm), policy.POLICY_LOSS_TENSORS),
         kl_estimator=_kl_estimator(algorithm) if kl_in_loss(algorithm) else None,
         kl_loss_coef=algorithm.kl_loss_coef,
         entropy_loss_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
-        reports_mismatch=not corrects(algorithm),
+        report_mismatch=not has_off_policy_correction(algorithm),
     )
 
 
@@ -142,7 +142,7 @@ def build_critic_objective(trainer: TrainerConfig) -> ValueObjective | None:
     no critic model is configured.
     """
     if lacks_critic(trainer):
-        raise ConfigError(str(critic_problem(trainer)))
+        raise ConfigError(str(missing_critic_problem(trainer)))
     if not needs_critic(trainer):
         return None
     clip = trainer.algorithm.value_clip
@@ -154,14 +154,14 @@ def _policy_loss_of(algorithm: AlgorithmConfig) -> Callable[..., Any]:
     return cispo_rollout if loss is cispo and algorithm.cispo.cispo_anchor == "rollout" else loss
 
 
-def _corrects_itself(loss: Callable[..., Any]) -> bool:
+def _reads_rollout_logprobs(loss: Callable[..., Any]) -> bool:
     """Whether it gets the engine's log-probs."""
-    return is_skyrl_style(loss) or "rollout_logprobs" in keywords_of(loss)
+    return has_skyrl_signature(loss) or "rollout_logprobs" in get_keyword_parameters(loss)
 
 
-def _refuse_twice_corrected(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
-    kind = correction_of(algorithm).tis_ratio_type
-    if kind is not None and _corrects_itself(loss):
+def _check_single_correction(loss: Callable[..., Any], algorithm: AlgorithmConfig) -> None:
+    kind = get_off_policy_correction(algorithm).tis_ratio_type
+    if kind is not None and _reads_rollout_logprobs(loss):
         raise ConfigError(
             f"trainer.algorithm.off_policy_correction.tis_ratio_type={kind}: must be null with policy_loss_type="
             f"{algorithm.policy_loss_type}, which gets the engine's log-probs and corrects for them itself."
@@ -171,27 +171,27 @@ def _refuse_twice_corrected(loss: Callable[..., Any], algorithm: AlgorithmConfig
 def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
     """The loss of supervised fine-tuning."""
     name = algorithm.sft.loss_type
-    return SFTObjective(bind(sft_losses.get(name), f"sft.loss_type={name}", settings(algorithm), sft.TENSORS))
+    return SFTObjective(bind_settings(sft_losses.get(name), f"sft.loss_type={name}", algorithm_keywords(algorithm), sft.SFT_LOSS_TENSORS))
 
 
 def build_reduction(cfg: Config) -> Callable[..., Tensor]:
     """The function that gives the tokens of a mini-batch their weights."""
     algorithm = cfg.trainer.algorithm
-    longest = algorithm.max_seq_len or longest_sequence(cfg.generator)
+    longest = algorithm.max_seq_len or max_sequence_length(cfg.generator)
     what = f"loss_reduction={algorithm.loss_reduction}"
     micro_batch = cfg.trainer.micro_train_batch_size_per_gpu or 1
     known = {"max_seq_len": longest, "micro_train_batch_size_per_gpu": micro_batch}
-    return bind(reductions.get(algorithm.loss_reduction), what, known, frozenset())
+    return bind_settings(reductions.get(algorithm.loss_reduction), what, known, frozenset())
 
 
-def build_choice(algorithm: AlgorithmConfig) -> Choose | None:
+def build_token_selector(algorithm: AlgorithmConfig) -> TokenSelector | None:
     """The function that selects tokens for the policy loss; None if the loss declares none."""
-    choose = selection_of(policy_losses.get(algorithm.policy_loss_type))
+    choose = get_token_selector(policy_losses.get(algorithm.policy_loss_type))
     what = f"the selection of policy_loss_type={algorithm.policy_loss_type}"
-    return None if choose is None else bind(choose, what, settings(algorithm), frozenset())
+    return None if choose is None else bind_settings(choose, what, algorithm_keywords(algorithm), frozenset())
 
 
-def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageStep:
+def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageCalculator:
     """The advantage estimator, with the KL penalty on rewards if it is on."""
     kl = None
     if kl_in_reward(algorithm):
@@ -203,11 +203,11 @@ def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageStep:
             )
         kl = KLInReward(_kl_estimator(algorithm), controller)
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
-    if is_skyrl_style(estimator):
-        estimator = SkyRLEstimator(estimator, algorithm)
+    if has_skyrl_signature(estimator):
+        estimator = SkyRLAdvantageEstimator(estimator, algorithm)
     what = f"advantage_estimator={algorithm.advantage_estimator}"
-    return AdvantageStep(
-        estimator=bind(estimator, what, settings(algorithm), ADVANTAGE_TENSORS),
+    return AdvantageCalculator(
+        estimator=bind_settings(estimator, what, algorithm_keywords(algorithm), ADVANTAGE_TENSORS),
         advantage_batch_normalize=algorithm.advantage_batch_normalize,
         kl=kl,
     )
@@ -215,10 +215,10 @@ def build_advantage_step(algorithm: AlgorithmConfig) -> AdvantageStep:
 
 def build_correction_steps(algorithm: AlgorithmConfig) -> list[OffPolicyCorrection]:
     """The steps after the advantages: the off-policy correction, if one is on."""
-    return [OffPolicyCorrection(correction_of(algorithm))] if corrects(algorithm) else []
+    return [OffPolicyCorrection(get_off_policy_correction(algorithm))] if has_off_policy_correction(algorithm) else []
 
 
-def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
+def algorithm_keywords(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """What functions of `algorithms/` may ask for by name: the keys of trainer.algorithm and of its losses' sections.
 
     All of it together is `config`.
@@ -228,24 +228,24 @@ def settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     return {"config": algorithm, **{name: value for name, value in keys.items() if not isinstance(value, Section)}}
 
 
-def read_before_loss(algorithm: AlgorithmConfig) -> bool:
+def reads_old_logprobs_before_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether anything other than the loss reads the trainer's log-probs from before the update."""
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
-    return kl_in_reward(algorithm) or corrects(algorithm) or "old_logprobs" in keywords_of(estimator)
+    return kl_in_reward(algorithm) or has_off_policy_correction(algorithm) or "old_logprobs" in get_keyword_parameters(estimator)
 
 
 def needs_rollout_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Whether a correction or the loss cannot do without the engine's log-probs."""
-    return corrects(algorithm) or keywords_of(_policy_loss_of(algorithm)).get("rollout_logprobs", False)
+    return has_off_policy_correction(algorithm) or get_keyword_parameters(_policy_loss_of(algorithm)).get("rollout_logprobs", False)
 
 
-def compared_rewards(algorithm: AlgorithmConfig) -> Compared | None:
+def comparison_scope(algorithm: AlgorithmConfig) -> ComparisonScope | None:
     """Among which samples an update compares rewards; None if it learns the same whatever they are."""
     if policy_losses.get(algorithm.policy_loss_type) is cross_entropy:
         return None
-    return compared(advantage_estimators.get(algorithm.advantage_estimator))
+    return get_comparison_scope(advantage_estimators.get(algorithm.advantage_estimator))
 
 
 def _kl_estimator(algorithm: AlgorithmConfig) -> KLEstimator:
     name = algorithm.kl_estimator_type
-    return bind(kl_estimators.get(name), f"kl_estimator_type={name}", settings(algorithm), policy.TENSORS)
+    return bind_settings(kl_estimators.get(name), f"kl_estimator_type={name}", algorithm_keywords(algorithm), policy.POLICY_LOSS_TENSORS)

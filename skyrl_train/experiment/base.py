@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from skyrl_train.cluster.named import named_cluster_has_gpus, short_grace
-from skyrl_train.config.predicates import Uses, evaluates, slots_of
-from skyrl_train.config.prepare import PreparedConfig, launch
-from skyrl_train.config.run_folder import identity
+from skyrl_train.cluster.external_cluster import external_cluster_has_gpus, short_job_grace_warning
+from skyrl_train.config.predicates import RunComponents, has_evaluation, count_run_slots
+from skyrl_train.config.prepare import PreparedConfig, run_entrypoint
+from skyrl_train.config.run_folder import run_identity
 from skyrl_train.config.schema import Config
-from skyrl_train.config.sources import is_address
-from skyrl_train.errors import ClusterLost, Stopped
-from skyrl_train.experiment.driver import account_of, collecting_seldom, signals_leave, until_told
+from skyrl_train.config.locations import is_uri
+from skyrl_train.errors import ClusterLost, RunInterrupted
+from skyrl_train.experiment.driver import format_failure, relaxed_gc, exit_on_signals, run_until_signaled
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.messages import to_stderr
-from skyrl_train.report.phases import phase, say
-from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import refuse_other_run
+from skyrl_train.terminal import print_stderr
+from skyrl_train.report.progress_log import startup_phase, print_status
+from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.trainer.run_folder import check_same_run
 
 if TYPE_CHECKING:
     from skyrl_train.data.dataset import PromptDataset
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.pool import EnvironmentPool
-    from skyrl_train.experiment.services import RunningServices
+    from skyrl_train.experiment.run_resources import RolloutResources
     from skyrl_train.learner.learner import Learner
     from skyrl_train.rollouts.conversation import ConversationGenerator
     from skyrl_train.trainer.trainer import StepSchedule, Trainer
@@ -47,34 +47,34 @@ class Experiment:
     makes the loop over it. torch and Ray are imported once the configuration is known good.
     """
 
-    uses: ClassVar[Uses] = Uses()
+    components: ClassVar[RunComponents] = RunComponents()
     """What of a configuration it uses."""
 
     def __init__(self, config: Config):
         check_plugins(config)
         trainer = config.trainer
-        if self.uses.learner:
-            if (short := short_grace()) is not None:
-                to_stderr(f"warning: {short}")
-            folder = working_folder(trainer.ckpt_path)
-            uploaded = f", uploaded to {trainer.ckpt_path}" if is_address(trainer.ckpt_path) else ""
-            say("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
-            refuse_other_run(folder, identity(config))
-        with phase("checks", "models, tokenizer, a sample of the data, addresses"):
+        if self.components.learner:
+            if (short := short_job_grace_warning()) is not None:
+                print_stderr(f"warning: {short}")
+            folder = resolve_local_folder(trainer.ckpt_path)
+            uploaded = f", uploaded to {trainer.ckpt_path}" if is_uri(trainer.ckpt_path) else ""
+            print_status("run", f"{trainer.run_name}, in {folder.absolute()}{uploaded}")
+            check_same_run(folder, run_identity(config))
+        with startup_phase("checks", "models, tokenizer, a sample of the data, addresses"):
             from skyrl_train.experiment.preflight import check_run
 
-            check_run(config, used_by(type(self)))
-        from skyrl_train.cluster.runtime import Cluster, importing  # takes a second
+            check_run(config, required_components(type(self)))
+        from skyrl_train.cluster.ray_cluster import Cluster, import_in_background  # takes a second
 
         self.restarts = 0
         """How often the ranks were started again (trainer.restarts)."""
         self.adopt(config)
-        processes = slots_of(config, self.uses).processes
-        self.cluster = Cluster(trainer.plugins, workers=processes, preload=imports_of_workers(config, self.uses))
+        processes = count_run_slots(config, self.components).processes
+        self.cluster = Cluster(trainer.plugins, num_actors=processes, preload=worker_imports(config, self.components))
         with ExitStack() as stack:
-            with phase("Ray", "its processes, and imports meanwhile"), importing("skyrl_train.experiment.trainer"):
+            with startup_phase("Ray", "its processes, and imports meanwhile"), import_in_background("skyrl_train.experiment.trainer"):
                 stack.enter_context(self.cluster)
-            with phase("data", "tokenizer, rows of data, environments"):
+            with startup_phase("data", "tokenizer, rows of data, environments"):
                 self.tokenizer = self.get_tokenizer()
                 self.train_dataset = self.as_prompts(self.get_train_dataset())
                 self.eval_dataset = self.as_prompts(self.get_eval_dataset())
@@ -101,7 +101,7 @@ class Experiment:
         """The prompts to evaluate on; None without data.val_data or when nothing asks for an evaluation."""
         from skyrl_train.experiment.data import build_prompts
 
-        if not self.config.data.val_data or not evaluates(self.config.trainer):
+        if not self.config.data.val_data or not has_evaluation(self.config.trainer):
             return None
         return build_prompts(self.config, self.tokenizer, self.config.data.val_data, "data.val_data")
 
@@ -117,10 +117,10 @@ class Experiment:
 
     def build_tracker(self, directory: Any) -> Any:
         """Where numbers and completions go, besides the JSONL files in `directory`."""
-        from skyrl_train.data.control_tokens import end_of_turn_name
-        from skyrl_train.experiment.services import build_trackers
+        from skyrl_train.data.control_tokens import find_end_of_turn_name
+        from skyrl_train.experiment.run_resources import build_trackers
 
-        end_of_turn = end_of_turn_name(self.tokenizer, self.config.generator.chat_template_kwargs)
+        end_of_turn = find_end_of_turn_name(self.tokenizer, self.config.generator.chat_template_kwargs)
         return build_trackers(self.config, directory, end_of_turn)
 
     def build_client(self, engines: Sequence[Any]) -> Any:
@@ -135,7 +135,7 @@ class Experiment:
 
         return build_generator(self.config, self.tokenizer, client, environments, evaluation=evaluation)
 
-    def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+    def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
         """The loop over everything that is running; `schedule` is the configuration's if there is no other."""
         from skyrl_train.experiment.trainer import build_trainer
 
@@ -152,31 +152,31 @@ class Experiment:
 
     def run(self) -> None:
         """Start everything, train, stop everything."""
-        self._until_told(self._with_restarts(self._run))
+        self._run_until_signaled(self._with_restarts(self._run))
 
     def _with_restarts(self, attempt: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
         """Make an attempt at the run, and another one if a rank was lost, as often as trainer.restarts allows."""
         from skyrl_train.experiment.restarts import with_restarts
 
-        return with_restarts(attempt, self.config, self.cluster, self._start_over)
+        return with_restarts(attempt, self.config, self.cluster, self._prepare_restart)
 
-    async def _start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
-        from skyrl_train.experiment.restarts import fit_to_what_is_left
+    async def _prepare_restart(self, next_config: Config, configured: Config, cause: str) -> Config:
+        from skyrl_train.experiment.restarts import shrink_to_cluster
 
         self.restarts += 1
-        say("restart", f"RESTART {self.restarts} of the {configured.trainer.restarts} of trainer.restarts: {cause}")
-        self.adopt(await fit_to_what_is_left(goes_on, configured, self.uses, self.cluster))
+        print_status("restart", f"RESTART {self.restarts} of the {configured.trainer.restarts} of trainer.restarts: {cause}")
+        self.adopt(await shrink_to_cluster(next_config, configured, self.components, self.cluster))
         return self.config
 
-    def _until_told(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_until_signaled(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this experiment. A signal or the death of the cluster ends it in good order."""
-        with collecting_seldom():
-            return asyncio.run(until_told(work, self.cluster.lost()))
+        with relaxed_gc():
+            return asyncio.run(run_until_signaled(work, self.cluster.wait_until_lost()))
 
     async def _run(self) -> None:
-        from skyrl_train.experiment.restarts import rank_losses
+        from skyrl_train.experiment.restarts import raise_lost_ranks
 
-        async with self.session() as running, rank_losses(running.learner, self.config.trainer.restarts):
+        async with self.session() as running, raise_lost_ranks(running.learner, self.config.trainer.restarts):
             await self.fit(running)
 
     async def fit(self, session: Session) -> None:
@@ -186,23 +186,23 @@ class Experiment:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """Everything started, the trainer included, which has not begun; on exit all of it is stopped."""
-        from skyrl_train.experiment.engines import check_endpoint, endpoint_of_run
-        from skyrl_train.experiment.services import services
+        from skyrl_train.experiment.engines import check_endpoint, run_endpoint
+        from skyrl_train.experiment.run_resources import start_rollout_resources
 
         async with AsyncExitStack() as stack:
             stack.enter_context(self.cluster)
             check_endpoint(self.config)
             running = await stack.enter_async_context(
-                services(
+                start_rollout_resources(
                     self.config,
                     self.cluster,
-                    self.uses,
+                    self.components,
                     train_dataset=self.train_dataset,
                     build_tracker=self.build_tracker,
                     build_client=self.build_client,
                 )
             )
-            await stack.enter_async_context(endpoint_of_run(self.config, running.client, self.tokenizer))
+            await stack.enter_async_context(run_endpoint(self.config, running.client, self.tokenizer))
             trainer = self.build_trainer(running)
             trainer.restarts = self.restarts
             stack.push_async_callback(trainer.close)
@@ -212,7 +212,7 @@ class Experiment:
                 client=running.client,
                 environments=running.environments,
                 tokenizer=self.tokenizer,
-                directory=running.base.directory,
+                directory=running.base.folder,
             )
 
 
@@ -234,13 +234,13 @@ class Session:
 
     def generating(self) -> AbstractAsyncContextManager[None]:
         """While inside, the client answers: engines that are colocated with the learner sleep otherwise."""
-        return self.trainer.residency.generating()
+        return self.trainer.offload_manager.generating()
 
 
-def imports_of_workers(cfg: Config, uses: Uses) -> list[str]:
+def worker_imports(cfg: Config, components: RunComponents) -> list[str]:
     """What ranks and engines import, done before they are made. Packages of engines set up their process first."""
-    modules = ["skyrl_train.learner.worker"] if uses.learner else []
-    if uses.engines and cfg.generator.backend == "transformers":
+    modules = ["skyrl_train.learner.worker"] if components.learner else []
+    if components.engines and cfg.generator.backend == "transformers":
         modules.append("skyrl_train.engines.transformers.engine")
     return modules or ["torch"]
 
@@ -253,63 +253,63 @@ def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = No
     A person's mistake is printed and exits 2, before torch or Ray start; a run that had to stop says why and exits 1:
     its traceback is in the log of the driver.
     """
-    start(experiment, argv, own_code=True)
+    launch_experiment(experiment, argv, has_user_code=True)
 
 
-def start(experiment: type[Experiment], argv: Sequence[str] | None = None, *, own_code: bool = False) -> None:
+def launch_experiment(experiment: type[Experiment], argv: Sequence[str] | None = None, *, has_user_code: bool = False) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
 
     def run(prepared: PreparedConfig) -> None:
         made = experiment(prepared.config)
-        with explained(made):
+        with raise_root_cause(made):
             made.run()
 
-    with accounted():
-        uses = used_by(experiment)
-        launch(run, argv, own_code=own_code, uses=uses, has_accelerator=named_cluster_has_gpus)
+    with exit_on_failure():
+        components = required_components(experiment)
+        run_entrypoint(run, argv, has_user_code=has_user_code, components=components, has_accelerator=external_cluster_has_gpus)
 
 
 @contextmanager
-def accounted() -> Iterator[None]:
+def exit_on_failure() -> Iterator[None]:
     """Inside, a program starts a run: what ends it is said on stderr, and decides the status to exit with."""
     try:
-        with signals_leave():
+        with exit_on_signals():
             yield
-    except Stopped as stopped:
-        to_stderr(str(stopped))
+    except RunInterrupted as stopped:
+        print_stderr(str(stopped))
         sys.exit(128 + stopped.signal)
     except Exception as error:
-        to_stderr(account_of(error))
+        print_stderr(format_failure(error))
         sys.exit(1)
 
 
 @contextmanager
-def explained(experiment: Experiment) -> Iterator[None]:
+def raise_root_cause(experiment: Experiment) -> Iterator[None]:
     """Inside, an experiment that was made runs; what it raises is what ended it first. On exit it is disconnected."""
     with experiment.cluster:
         try:
             yield
         except Exception as error:
-            from skyrl_train.experiment.algorithm import policy_learning, sft_learning
-            from skyrl_train.experiment.memory_fit import out_of_memory
+            from skyrl_train.experiment.algorithm import build_policy_objective_spec, build_sft_objective_spec
+            from skyrl_train.experiment.memory_tuning import as_out_of_memory
 
-            if isinstance(error, ClusterLost | Stopped):
+            if isinstance(error, ClusterLost | RunInterrupted):
                 raise
-            if (death := experiment.cluster.death()) is not None:
+            if (death := experiment.cluster.failure()) is not None:
                 raise death from error  # what else went wrong follows from it
-            learning = policy_learning if experiment.uses.rewards else sft_learning
-            if (full := out_of_memory(error, experiment.config, learning)) is not None:
+            learning = build_policy_objective_spec if experiment.components.rewards else build_sft_objective_spec
+            if (full := as_out_of_memory(error, experiment.config, learning)) is not None:
                 raise full from error
             raise
 
 
-def used_by(experiment: type[Experiment]) -> Uses:
+def required_components(experiment: type[Experiment]) -> RunComponents:
     """What must be there for it: what the class says that names its `uses`, but for files of methods replaced since."""
-    named = next(cls for cls in experiment.__mro__ if issubclass(cls, Experiment) and "uses" in vars(cls))
-    uses = experiment.uses
+    named = next(cls for cls in experiment.__mro__ if issubclass(cls, Experiment) and "components" in vars(cls))
+    components = experiment.components
     return replace(
-        uses,
-        train_data=uses.train_data and experiment.get_train_dataset is named.get_train_dataset,
-        val_data=uses.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
-        tokenizer=uses.tokenizer and experiment.get_tokenizer is named.get_tokenizer,
+        components,
+        train_data=components.train_data and experiment.get_train_dataset is named.get_train_dataset,
+        val_data=components.val_data and experiment.get_eval_dataset is named.get_eval_dataset,
+        tokenizer=components.tokenizer and experiment.get_tokenizer is named.get_tokenizer,
     )

@@ -11,12 +11,12 @@ from typing import Any
 
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
-from skyrl_train.data.batch import Demonstration
-from skyrl_train.data.chat import render_demonstrations, render_prompt, rewrites_history
+from skyrl_train.data.batch import SFTExample
+from skyrl_train.data.chat import render_sft_sequences, render_prompt, template_rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.control_tokens import end_of_turn_token
+from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.dataset import DatasetRow, PromptDataset, load_prompts, read_rows
-from skyrl_train.data.messages import Prompt, messages_of, template_kwargs_of, tools_of
+from skyrl_train.data.messages import Prompt, parse_messages, get_chat_template_kwargs, parse_tools
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 
@@ -31,10 +31,10 @@ def build_tokenizer(cfg: Config) -> Any:
     tokenizer = load_tokenizer(
         cfg.trainer.policy.model.path,
         use_fast=not cfg.trainer.disable_fast_tokenizer,
-        chat_template=configured_template(cfg.generator.chat_template),
+        chat_template=load_chat_template(cfg.generator.chat_template),
     )
     _check_history(cfg, tokenizer)
-    end = end_of_turn_token(tokenizer, cfg.generator.chat_template_kwargs)
+    end = find_end_of_turn_token(tokenizer, cfg.generator.chat_template_kwargs)
     if end is not None and end != tokenizer.eos_token_id:
         name = tokenizer.convert_ids_to_tokens(end)
         log.info("Answers also end at %r (token %d), with which the chat template closes them.", name, end)
@@ -62,7 +62,7 @@ def check_same_tokens(policy_path: str, path: str, key: str) -> None:
         )
 
 
-def configured_template(template: ChatTemplateConfig) -> str | None:
+def load_chat_template(template: ChatTemplateConfig) -> str | None:
     """Return the text of the configured chat template; None for the tokenizer's own. Raises ConfigError."""
     if template.name_or_path is None:
         return None
@@ -77,7 +77,7 @@ def configured_template(template: ChatTemplateConfig) -> str | None:
         ) from error
 
 
-def template_of(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
+def chat_template_text(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
     """Return the text of the template that renders conversations; None if tools decide which of several it is."""
     chosen = chat_template_kwargs.get("chat_template")
     template = tokenizer.get_chat_template(chosen) if chosen else getattr(tokenizer, "chat_template", None)
@@ -90,7 +90,7 @@ def _check_history(cfg: Config, tokenizer: Any) -> None:
     if generator.max_turns == 1 or not generator.use_conversation_multi_turn or generator.step_wise_trajectories:
         return
     try:
-        rewrites = rewrites_history(tokenizer, dict(generator.chat_template_kwargs))
+        rewrites = template_rewrites_history(tokenizer, dict(generator.chat_template_kwargs))
     except DataError as error:
         raise ConfigError(
             f"generator.max_turns={generator.max_turns}: the tokenizer of {cfg.trainer.policy.model.path!r} cannot "
@@ -108,7 +108,7 @@ def _check_history(cfg: Config, tokenizer: Any) -> None:
 
 
 def build_prompts(
-    cfg: Config, tokenizer: Any, sources: Sequence[str], key: str, sample_s: float | None = None
+    cfg: Config, tokenizer: Any, sources: Sequence[str], key: str, first_prompt_timeout_s: float | None = None
 ) -> PromptDataset:
     """The prompts of `sources` that are short enough; logs how many are left out.
 
@@ -123,10 +123,10 @@ def build_prompts(
     options, limit = dict(cfg.generator.chat_template_kwargs), cfg.trainer.max_prompt_length
 
     def length(prompt: Prompt) -> int:
-        return len(render_prompt(tokenizer, prompt.messages, template_kwargs_of(prompt.env_extras, options)))
+        return len(render_prompt(tokenizer, prompt.messages, get_chat_template_kwargs(prompt.env_extras, options)))
 
-    dataset = load_prompts(sources, length, limit, cfg.environment.env_class, sample_s=sample_s)
-    if dataset.too_long and sample_s is None:
+    dataset = load_prompts(sources, length, limit, cfg.environment.env_class, first_prompt_timeout_s=first_prompt_timeout_s)
+    if dataset.too_long and first_prompt_timeout_s is None:
         log.warning(
             "%s: %d of %d prompts are longer than trainer.max_prompt_length=%d tokens and are left out.",
             key,
@@ -137,7 +137,7 @@ def build_prompts(
     return dataset
 
 
-def build_demonstrations(cfg: Config, tokenizer: Any, sample_s: float | None = None) -> tuple[list[Demonstration], str]:
+def build_sft_examples(cfg: Config, tokenizer: Any, first_example_timeout_s: float | None = None) -> tuple[list[SFTExample], str]:
     """Return the conversations of the `messages` column as tokens, and a fingerprint of all of them.
 
     A conversation is one demonstration, or one for each answer where the chat template rewrites earlier turns. Those
@@ -153,7 +153,7 @@ def build_demonstrations(cfg: Config, tokenizer: Any, sample_s: float | None = N
     """
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     options = dict(cfg.generator.chat_template_kwargs)
-    kept: list[Demonstration] = []
+    kept: list[SFTExample] = []
     digest = hashlib.sha256()
     too_long = 0
     begun = time.monotonic()
@@ -164,8 +164,8 @@ def build_demonstrations(cfg: Config, tokenizer: Any, sample_s: float | None = N
                     too_long += 1
                     continue
                 digest.update(repr((ids, mask)).encode())
-                kept.append(Demonstration(ids, mask))
-            if sample_s is not None and (kept or time.monotonic() - begun > sample_s):
+                kept.append(SFTExample(ids, mask))
+            if first_example_timeout_s is not None and (kept or time.monotonic() - begun > first_example_timeout_s):
                 return kept, digest.hexdigest()[:32]
     if not kept:
         raise DataError(f"data.train_data={list(cfg.data.train_data)!r}: no demonstration of at most {limit} tokens.")
@@ -180,11 +180,11 @@ def _sequences(
     """Return the token ids and loss masks of a row. Raises DataError that names it."""
     if row.get("messages") is None:
         raise DataError(f"{where}: no 'messages' among its columns {sorted(row)}; it must be a conversation.")
-    messages = messages_of(where, "messages", row["messages"])
-    if tools := tools_of(where, row.get("tools")):
+    messages = parse_messages(where, "messages", row["messages"])
+    if tools := parse_tools(where, row.get("tools")):
         options = {**options, "tools": tools}
     try:
-        sequences = render_demonstrations(tokenizer, messages, options)
+        sequences = render_sft_sequences(tokenizer, messages, options)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not any(any(mask) for _, mask in sequences):

@@ -18,51 +18,51 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import skyrl_train
-from skyrl_train.cluster import guard
-from skyrl_train.config.secrets import redact
-from skyrl_train.errors import SkyRLError, Stopped
-from skyrl_train.report.logs import TRACEBACK, is_library
+from skyrl_train.cluster import ray_reaper
+from skyrl_train.config.redaction import redact
+from skyrl_train.errors import SkyRLError, RunInterrupted
+from skyrl_train.report.logs import TRACEBACK_NOTE_PREFIX, is_library
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_A_MOMENT_S = 0.01
+_SIGNAL_DELIVERY_S = 0.01
 """In which the event loop reads what signals have written, and calls their handlers."""
-_ONE_REQUEST_S = {signal.SIGINT: 0.1, signal.SIGTERM: 2.0, signal.SIGHUP: 2.0}
+_REPEATED_SIGNAL_WINDOW_S = {signal.SIGINT: 0.1, signal.SIGTERM: 2.0, signal.SIGHUP: 2.0}
 """Seconds within which a repeated signal counts as the same request. `timeout` and shells signal the run and then its
 process group; `ray job stop` and schedulers signal the run and its parent, which forwards the signal (`uv run`). A
 person who presses Ctrl-C again is slower than 0.1 s."""
-THRESHOLDS = (500, 4_000, 10)
+GC_THRESHOLDS = (500, 4_000, 10)
 """New objects, less those that went, between two passes over the youngest, and how many of these between two over
 those that are older. A pass takes up to a microsecond an object, in which nothing else happens: so it is a small one,
 or a rare one. Objects that went count whatever their age: where conversations end as others begin, the youngest are
 many more than the first number when their turn comes (with 5,000 it was 100,000 to 200,000)."""
-REPORT = "Its traceback has lines of installed packages alone: if none of them is yours, please report it."
-_LONGEST = 2000
+BUG_REPORT_HINT = "Its traceback has lines of installed packages alone: if none of them is yours, please report it."
+_MAX_MESSAGE_CHARS = 2000
 """Characters of a message."""
-_OURS = str(Path(skyrl_train.__file__).parent) + os.sep
+_PACKAGE_FOLDER = str(Path(skyrl_train.__file__).parent) + os.sep
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _handled() -> list[signal.Signals]:
+def _handled_signals() -> list[signal.Signals]:
     """Return the signals that end a run. An ignored SIGHUP (`nohup`) stays ignored."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in _SIGNALS if number != signal.SIGHUP or not ignored]
 
 
-def _handle(handler: Any) -> dict[int, Any]:
+def _set_handlers(handler: Any) -> dict[int, Any]:
     """Set a handler of our signals. Returns those before."""
-    return {number: signal.signal(number, handler) for number in _handled()}
+    return {number: signal.signal(number, handler) for number in _handled_signals()}
 
 
 def _leave(number: int, frame: object) -> None:
     with suppress(OSError):  # not by a stream of ours: the signal may have come while it was writing
-        os.write(2, f"{Stopped(number)}\n".encode())
-    guard.leave(128 + number)
+        os.write(2, f"{RunInterrupted(number)}\n".encode())
+    ray_reaper.exit_now(128 + number)
 
 
 @contextmanager
-def signals_leave() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Inside, SIGINT, SIGTERM and SIGHUP end the process at once: in a start, when there is nothing yet to be saved.
 
     An exception, which a handler may raise as well, would appear in the middle of any library's code: one that
@@ -71,7 +71,7 @@ def signals_leave() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = _handle(_leave)
+    before = _set_handlers(_leave)
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def signals_leave() -> Iterator[None]:
 
 
 @contextmanager
-def exits_as_told() -> Iterator[None]:
+def exit_with_signal_status() -> Iterator[None]:
     """For a process that ends with what is inside: if it was told to end, that is its exit status.
 
     Told once there is nothing left to be saved, it leaves at once. The interpreter drops handlers before modules, whose
@@ -91,8 +91,8 @@ def exits_as_told() -> Iterator[None]:
     that, once modules have done what they do at exit.
     """
     if threading.current_thread() is threading.main_thread():
-        atexit.register(_handle, signal.SIG_IGN)
-        _handle(_leave)
+        atexit.register(_set_handlers, signal.SIG_IGN)
+        _set_handlers(_leave)
     try:
         yield
     except SystemExit as leaving:
@@ -105,7 +105,7 @@ def exits_as_told() -> Iterator[None]:
         raise
 
 
-async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:
+async def run_until_signaled(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) -> T:
     """Await `work`, unless a signal or `lost` ends it: it is then cancelled, and the reason raised once it ended.
 
     The signals are SIGINT, SIGTERM and SIGHUP. A second one leaves at once, with nothing closed: the kernel and Ray's
@@ -115,13 +115,13 @@ async def until_told(work: Coroutine[Any, Any, T], lost: Awaitable[SkyRLError]) 
     """
     told: asyncio.Future[SkyRLError] = asyncio.get_running_loop().create_future()
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(lost)
-    with _signals_tell(told):
+    with _signals_to_future(told):
         try:
             ends: list[asyncio.Future[Any]] = [task, told, watch]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             lost_with = watch.result() if watch.done() and not task.done() else None
             await _end(task)
-            await asyncio.sleep(_A_MOMENT_S)  # a signal that came while something blocked the loop is heard now
+            await asyncio.sleep(_SIGNAL_DELIVERY_S)  # a signal that came while something blocked the loop is heard now
             reason = told.result() if told.done() else lost_with
             if reason is None:
                 return task.result()
@@ -137,7 +137,7 @@ async def _end(task: asyncio.Future[Any]) -> None:
 
 
 @contextmanager
-def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
+def _signals_to_future(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
     """Inside, the first of our signals is the result of `told`, and the second ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -148,14 +148,14 @@ def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
     def on_signal(number: signal.Signals) -> None:
         nonlocal first
         if told.done():
-            if first is not None and first[0] == number and loop.time() < first[1] + _ONE_REQUEST_S[number]:
+            if first is not None and first[0] == number and loop.time() < first[1] + _REPEATED_SIGNAL_WINDOW_S[number]:
                 return
-            guard.leave(128 + number)
+            ray_reaper.exit_now(128 + number)
         first = number, loop.time()
         _log.warning("%s: leaving in good order. Again: leaving at once.", number.name)
-        told.set_result(Stopped(number))
+        told.set_result(RunInterrupted(number))
 
-    before = {number: signal.getsignal(number) for number in _handled()}
+    before = {number: signal.getsignal(number) for number in _handled_signals()}
     for number in before:
         loop.add_signal_handler(number, on_signal, number)
     try:
@@ -170,7 +170,7 @@ def _signals_tell(told: asyncio.Future[SkyRLError]) -> Iterator[None]:
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
+def relaxed_gc() -> Iterator[None]:
     """Inside, cycles are looked for more seldom, and not among what was there before.
 
     A driver keeps the messages of thousands of conversations, and makes some hundred short-lived objects a turn, almost
@@ -179,7 +179,7 @@ def collecting_seldom() -> Iterator[None]:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()  # or what is garbage now would stay
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         yield
     finally:
@@ -191,53 +191,53 @@ def collecting_seldom() -> Iterator[None]:
 # -- failure
 
 
-def account_of(error: Exception) -> str:
+def format_failure(error: Exception) -> str:
     """Lines about what ended a run; the last one is the error that everything else follows from.
 
     An error of ours says by itself what to do. Of any other one the line of the user's own code is named in which it
     was raised, here or in another process; if there is none, it is a defect, and is called that.
     """
-    links = list(_links(error))
+    links = list(_cause_chain(error))
     notes = [redact(str(note)) for one, _ in links for note in getattr(one, "__notes__", ())]
     lines = [*dict.fromkeys(notes)]
     if isinstance(error, SkyRLError):
         return "\n".join([*lines, f"{type(error).__name__}: {redact(str(error))}"])
-    if not any(note.startswith(TRACEBACK) for note in notes):
+    if not any(note.startswith(TRACEBACK_NOTE_PREFIX) for note in notes):
         lines += [redact("".join(traceback.format_exception(error)).rstrip())]  # there is no log
-    places = [_place(one, there) for one, there in links]
+    places = [_user_frame(one, there) for one, there in links]
     if not any(places):
-        lines.append(REPORT)
+        lines.append(BUG_REPORT_HINT)
     for (one, _), place in zip(links, places, strict=True):
         where = getattr(one, "raised_in", "")
-        message = redact(str(one))[:_LONGEST]
+        message = redact(str(one))[:_MAX_MESSAGE_CHARS]
         lines.append(f"{where + ': ' if where else ''}{type(one).__name__}: {message}{f' ({place})' if place else ''}")
     return "\n".join(lines)
 
 
-def _links(error: BaseException | None) -> Iterator[tuple[Exception, str]]:
+def _cause_chain(error: BaseException | None) -> Iterator[tuple[Exception, str]]:
     """An exception, then what it was raised from, and so on; each with its traceback in another process, if it has one.
 
     What was handled while another one was raised is no cause of it, and a cancellation is none either.
     """
-    from skyrl_train.cluster.actors import carries_another  # imports Ray
+    from skyrl_train.cluster.actors import is_ray_task_error  # imports Ray
 
     seen: set[int] = set()
     while isinstance(error, Exception) and id(error) not in seen:
         seen.add(id(error))
-        if carries_another(error):
+        if is_ray_task_error(error):
             yield getattr(error, "cause", error), str(error)
             return
         cause = error.__cause__
-        if carries_another(cause):
+        if is_ray_task_error(cause):
             yield error, str(cause)
             return
         yield error, ""
         error = cause
 
 
-def _place(error: Exception, there: str) -> str:
+def _user_frame(error: Exception, there: str) -> str:
     """The last line of the user's own code that an exception came through; "" if it came through none."""
     frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     frames += _FRAME.findall(there)
-    own = [frame for frame in frames if not frame[0].startswith((_OURS, "<")) and not is_library(frame[0])]
+    own = [frame for frame in frames if not frame[0].startswith((_PACKAGE_FOLDER, "<")) and not is_library(frame[0])]
     return "{}:{} in {}".format(*own[-1]) if own else ""

@@ -12,55 +12,55 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skyrl_train.cluster.actors import Remote, spawn
+from skyrl_train.cluster.actors import ActorProxy, spawn
 from skyrl_train.cluster.placement import (
-    free_address_of,
-    placed_again,
-    places_of,
-    reserve_beside,
-    unless_lost,
+    find_free_address,
+    wait_for_rescheduling,
+    locate_gpus,
+    reserve_additional_pool,
+    await_unless_node_lost,
     visible_devices,
 )
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.choices import ENGINES, WORKER_NODES
-from skyrl_train.config.machine import INSTALL
-from skyrl_train.config.predicates import Uses, count_slots, cpus_of_hosts, wants_adapter
+from skyrl_train.config.local_checks import INSTALL_COMMANDS
+from skyrl_train.config.predicates import RunComponents, count_slots, environment_host_cpus, prefers_adapter_sync
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
 from skyrl_train.engines.client import EngineClient, engine_index, engine_name
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
-from skyrl_train.engines.http.remote import RemoteEngine, has_our_routes
-from skyrl_train.engines.http.server import ENDPOINT, HttpEndpoint
-from skyrl_train.engines.sampling import check_supported, normalise
-from skyrl_train.engines.target_count import ENGINES_FILE, why_fixed, write_target
+from skyrl_train.engines.http.remote import RemoteEngine, is_skyrl_server
+from skyrl_train.engines.http.server import ENDPOINT_LISTENER, HttpEndpoint
+from skyrl_train.engines.sampling_params import check_supported, parse_sampling_params
+from skyrl_train.engines.target_count import ENGINES_FILE, fixed_count_reason, write_target
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, SkyRLError
-from skyrl_train.experiment.layout import Layout, RoleSlots, place, threads_per_process, weight_folder
-from skyrl_train.listening import API_KEY
-from skyrl_train.tasks import gather_all
+from skyrl_train.experiment.placement import RunPlacement, RolePlacement, reserve_slots, threads_per_process, weight_folder
+from skyrl_train.listeners import API_KEY_ENV
+from skyrl_train.aio import gather_all
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Backends that have a server of their own."""
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for max_lora_rank."""
-_POLL_S = 5.0
+_POLL_INTERVAL_S = 5.0
 """Seconds between health checks of engines that serve without a trainer."""
-_CLOSES_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 """Time for an engine that left to clean up, before it is killed."""
 
 
 def require_installed(backend: str) -> None:
     """Raises ConfigError naming the extra to install, if the backend is not installed here."""
-    if backend in INSTALL and importlib.util.find_spec(backend) is None:
-        raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL[backend]}.")
+    if backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
+        raise ConfigError(f"generator.backend={backend!r} is not installed: {INSTALL_COMMANDS[backend]}.")
 
 
 async def build_engines(
-    cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_slots: RoleSlots, device: str
-) -> list[Remote]:
+    cluster: Cluster, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_placement: RolePlacement, device: str
+) -> list[ActorProxy]:
     """Start all engines at once and wait until they have loaded their weights."""
     starts = (
-        build_engine(index, cluster, generator, timeouts, role_slots, device) for index in range(role_slots.count)
+        build_engine(index, cluster, generator, timeouts, role_placement, device) for index in range(role_placement.count)
     )
     return await gather_all(starts)
 
@@ -70,72 +70,72 @@ async def build_engine(
     cluster: Cluster,
     generator: GeneratorConfig,
     timeouts: TimeoutsConfig,
-    role_slots: RoleSlots,
+    role_placement: RolePlacement,
     device: str,
     *,
-    place: int | None = None,
-) -> Remote:
+    member_index: int | None = None,
+) -> ActorProxy:
     """Start engine `index` in its slots and wait until it has loaded its weights.
 
     `place`: which member of `role_slots` it is; None for the `index`-th.
     """
-    slots, indices = role_slots.slots, _slots_of(index, role_slots, place)
+    slots, indices = role_placement.pool, _slot_indices(index, role_placement, member_index)
     kwargs = engine_kwargs(generator, device, f"{generator.backend} {index}")
-    kwargs |= {"threads": threads_per_process(cluster, role_slots, device), "slot": index * role_slots.stride}
-    if role_slots.nodes > 1:
-        asked = free_address_of(cluster, slots, indices[0], timeouts.engine_start_s)
-        host, port = await unless_lost(asked, slots, indices[:1])
-        kwargs |= {"nnodes": role_slots.nodes, "master_addr": host, "master_port": port}
-    started: list[Remote] = []
+    kwargs |= {"threads": threads_per_process(cluster, role_placement, device), "slot": index * role_placement.slots_per_member}
+    if role_placement.nodes_per_member > 1:
+        asked = find_free_address(cluster, slots, indices[0], timeouts.engine_start_s)
+        host, port = await await_unless_node_lost(asked, slots, indices[:1])
+        kwargs |= {"nnodes": role_placement.nodes_per_member, "master_addr": host, "master_port": port}
+    started: list[ActorProxy] = []
     try:
-        for node, (share, devices) in enumerate(await _shares(indices, generator, timeouts, role_slots, device)):
+        for node, (share, devices) in enumerate(await _slots_by_node(indices, generator, timeouts, role_placement, device)):
             process = spawn(
                 cluster,
                 WORKER_NODES[generator.backend] if node else ENGINES[generator.backend],
                 kwargs | ({"node_rank": node} if node else {}),
-                slots=slots,
+                pool=slots,
                 index=share[0],
                 name=f"{engine_name(index)} node {node}" if node else engine_name(index),
-                concurrent=True,
+                is_async=True,
                 deadline_s=timeouts.rollout_s + timeouts.weight_sync_s,
                 deadlines={"generate": math.inf},  # the client watches its progress
-                died=EngineError,
+                death_error=EngineError,
                 devices=devices,
             )
             started.append(process)
-        ready = gather_all(process.read("capabilities", timeouts.engine_start_s) for process in started)
-        capabilities, *_ = await unless_lost(ready, slots, indices)
+        ready = gather_all(process.get_attribute("capabilities", timeouts.engine_start_s) for process in started)
+        capabilities, *_ = await await_unless_node_lost(ready, slots, indices)
     except BaseException:
         for process in started:
             process.kill()  # an engine that has not started still occupies its slots
         raise
     engine, *others = started
     if others:
-        engine.lives_with(others, cluster)
+        engine.link_lifetimes(others, cluster)
     # A run that began on one node has ranks that meet on loopback, to which an engine of a node that came later cannot.
-    engine.know(capabilities=replace(capabilities, other_machine=not cluster.single_machine))
+    engine.cache_attributes(capabilities=replace(capabilities, other_machine=not cluster.is_single_node))
     return engine
 
 
-async def _shares(
-    indices: range, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_slots: RoleSlots, device: str
+async def _slots_by_node(
+    indices: range, generator: GeneratorConfig, timeouts: TimeoutsConfig, role_placement: RolePlacement, device: str
 ) -> list[tuple[range, str | None]]:
     """The slots of an engine on each of its nodes, and which accelerators these are if Ray does not say it there."""
-    size = role_slots.stride // role_slots.nodes
-    shares = [indices[begin : begin + size] for begin in range(0, role_slots.stride, size)]
-    if device != "cuda" or size <= role_slots.slots.together:
+    size = role_placement.slots_per_member // role_placement.nodes_per_member
+    shares = [indices[begin : begin + size] for begin in range(0, role_placement.slots_per_member, size)]
+    if device != "cuda" or size <= role_placement.pool.slots_per_bundle:
         return [(share, None) for share in shares]
     key = f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size}"
-    asked = places_of(role_slots.slots, indices, timeouts.engine_start_s)
-    places = await unless_lost(asked, role_slots.slots, indices)
+    asked = locate_gpus(role_placement.pool, indices, timeouts.engine_start_s)
+    places = await await_unless_node_lost(asked, role_placement.pool, indices)
     found = iter(places)
     return [(share, visible_devices([next(found) for _ in share], key)) for share in shares]
 
 
-def _slots_of(index: int, role_slots: RoleSlots, place: int | None) -> range:
+def _slot_indices(index: int, role_placement: RolePlacement, member_index: int | None) -> range:
     """The slots of engine `index`: see build_engine."""
-    first = (index if place is None else place) * role_slots.stride
-    return range(first, first + role_slots.stride)
+    first = (index if member_index is None else member_index) * role_placement.slots_per_member
+    return range(first, first + role_placement.slots_per_member)
 
 
 async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
@@ -144,12 +144,12 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
     Raises ConfigError without a token or for an unknown kind of server, DeadlineExceeded if there is no answer in time,
     EngineError for a server that is not what its backend says.
     """
-    token, generator, timeouts = os.environ.get(API_KEY), cfg.generator, cfg.trainer.timeouts
+    token, generator, timeouts = os.environ.get(API_KEY_ENV), cfg.generator, cfg.trainer.timeouts
     if not token:
-        raise ConfigError(f"generator.run_engines_locally=false: set {API_KEY} in the environment: the servers' token.")
+        raise ConfigError(f"generator.run_engines_locally=false: set {API_KEY_ENV} in the environment: the servers' token.")
     deadline_s = timeouts.rollout_s + timeouts.weight_sync_s
     connection = Connection(url, token, name=url)
-    if await has_our_routes(connection, timeouts.engine_start_s):
+    if await is_skyrl_server(connection, timeouts.engine_start_s):
         return await RemoteEngine(url, token, name=url, deadline_s=deadline_s).connect(timeouts.engine_start_s)
     if generator.backend not in _NATIVE_SERVERS:
         raise ConfigError(
@@ -167,13 +167,13 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
     return await engine.connect(timeouts.engine_start_s)
 
 
-def engine_settings(cfg: Config) -> GeneratorConfig:
+def engine_generator_config(cfg: Config) -> GeneratorConfig:
     """`generator`, extended by what the run's own engines need to take the policy's adapter, and to tell of experts."""
     generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
     if cfg.trainer.moe_routing_replay == "rollout":
         generator = replace(generator, engine_init_kwargs={"keeps_routing": True} | generator.engine_init_kwargs)
-    room = next((most for most in _VLLM_RANKS if most >= rank), None)
-    if generator.backend != "vllm" or room is None or not wants_adapter(cfg):
+    room = next((most for most in _VLLM_LORA_RANKS if most >= rank), None)
+    if generator.backend != "vllm" or room is None or not prefers_adapter_sync(cfg):
         return generator
     return replace(generator, engine_init_kwargs={"max_lora_rank": room} | generator.engine_init_kwargs)
 
@@ -216,7 +216,7 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
     weight_sync_only_changed with an engine that loads whole models only.
     """
     for key in ("sampling_params", "eval_sampling_params"):
-        sampling = normalise(getattr(generator, key), f"generator.{key}")
+        sampling = parse_sampling_params(getattr(generator, key), f"generator.{key}")
         for engine in engines:
             check_supported(sampling, engine.capabilities)
     if generator.weight_sync_only_changed:
@@ -234,107 +234,107 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
 # -- engines that are started while the run trains
 
 
-class EngineSlots:
+class EngineLauncher:
     """The slots of the run's own engines: those of its layout, and groups of their own for engines beyond these.
 
     Engines that run elsewhere have no slots: to them it connects.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, layout: Layout):
+    def __init__(self, cfg: Config, cluster: Cluster, placement: RunPlacement):
         self._cfg = cfg
         self._cluster = cluster
-        self._num_slots = layout.num_slots
-        self._first = layout.engines
-        self._added: dict[int, RoleSlots] = {}
+        self._num_slots = placement.num_slots
+        self._initial = placement.engines
+        self._added: dict[int, RolePlacement] = {}
 
     async def start_all(self) -> Sequence[Any]:
         """Start the run's own engines in their slots, or connect to those that run elsewhere."""
-        cfg, generator = self._cfg, engine_settings(self._cfg)
-        if self._first is None:
+        cfg, generator = self._cfg, engine_generator_config(self._cfg)
+        if self._initial is None:
             return await gather_all(connect_engine(url, cfg) for url in server_urls(generator))
-        return await build_engines(self._cluster, generator, cfg.trainer.timeouts, self._first, cfg.device)
+        return await build_engines(self._cluster, generator, cfg.trainer.timeouts, self._initial, cfg.device)
 
     async def restart(self, name: str, wait_for_node: bool) -> Any:
         """Start an engine that died in its slots, on another node if theirs was lost. Raises NoRoom if there is none.
 
         Ray may not know yet that the node is lost: then the first start ends when it does.
         """
-        if self._first is None:
+        if self._initial is None:
             return await connect_engine(name, self._cfg)  # restarting a server is up to its operator
-        role_slots, place = self._place_of(name)
-        indices = _slots_of(engine_index(name), role_slots, place)
+        role_slots, place = self._placement_of(name)
+        indices = _slot_indices(engine_index(name), role_slots, place)
         wait_s = self._cfg.trainer.timeouts.placement_s if wait_for_node else 0.0
-        if not self._cluster.single_machine:
-            await placed_again(role_slots.slots, indices, wait_s)
+        if not self._cluster.is_single_node:
+            await wait_for_rescheduling(role_slots.pool, indices, wait_s)
         try:
             return await self._build(name)
         except ClusterLost:
-            await placed_again(role_slots.slots, indices, wait_s)
+            await wait_for_rescheduling(role_slots.pool, indices, wait_s)
         return await self._build(name)
 
-    async def start(self, name: str) -> Remote:
+    async def start(self, name: str) -> ActorProxy:
         """Find slots for one more engine, and start it there. Raises ConfigError if the cluster has no room."""
-        assert self._first is not None, "engines that run elsewhere are not started"
+        assert self._initial is not None, "engines that run elsewhere are not started"
         index = engine_index(name)
-        if index >= self._first.count:
+        if index >= self._initial.count:
             trainer = self._cfg.trainer
-            slots = await reserve_beside(
+            slots = await reserve_additional_pool(
                 self._cluster,
-                self._first.slots,
-                count=self._first.stride,
-                total_slots=self._num_slots + (len(self._added) + 1) * self._first.stride,
+                self._initial.pool,
+                count=self._initial.slots_per_member,
+                total_slots=self._num_slots + (len(self._added) + 1) * self._initial.slots_per_member,
                 deadline_s=trainer.timeouts.placement_s,
                 labels=trainer.placement.engine_node_labels,
-                other_cpus=cpus_of_hosts(self._cfg, Uses()),
+                reserved_cpus=environment_host_cpus(self._cfg, RunComponents()),
             )
-            self._added[index] = replace(self._first, slots=slots)
+            self._added[index] = replace(self._initial, slots=slots)
         try:
             return await self._build(name)
         except BaseException:
-            self._give_back(name)
+            self._release_slots(name)
             raise
 
-    async def stop(self, name: str, engine: Remote) -> None:
+    async def stop(self, name: str, engine: ActorProxy) -> None:
         """End an engine, and give its slots back: to the cluster, or to the run if it began with them."""
         try:
             with suppress(SkyRLError, ConnectionError):
-                await engine.call_within(_CLOSES_S, "close")
+                await engine.call_with_deadline(_CLOSE_TIMEOUT_S, "close")
         finally:
             engine.kill()
-            self._give_back(name)
+            self._release_slots(name)
 
-    async def _build(self, name: str) -> Remote:
-        cfg, (role_slots, place) = self._cfg, self._place_of(name)
-        generator, timeouts = engine_settings(cfg), cfg.trainer.timeouts
+    async def _build(self, name: str) -> ActorProxy:
+        cfg, (role_slots, place) = self._cfg, self._placement_of(name)
+        generator, timeouts = engine_generator_config(cfg), cfg.trainer.timeouts
         return await build_engine(
-            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, place=place
+            engine_index(name), self._cluster, generator, timeouts, role_slots, cfg.device, member_index=place
         )
 
-    def _place_of(self, name: str) -> tuple[RoleSlots, int | None]:
+    def _placement_of(self, name: str) -> tuple[RolePlacement, int | None]:
         """The slots in which an engine is, and its place among them: see build_engine."""
         added = self._added.get(engine_index(name))
         if added is not None:
             return added, 0
-        assert self._first is not None
-        return self._first, None
+        assert self._initial is not None
+        return self._initial, None
 
-    def _give_back(self, name: str) -> None:
+    def _release_slots(self, name: str) -> None:
         added = self._added.pop(engine_index(name), None)
         if added is not None:
-            self._cluster.gives_back(added.slots.group)
+            self._cluster.release_placement_group(added.pool.placement_group)
 
 
-def announce_number(cfg: Config, folder: Path) -> None:
+def init_target_file(cfg: Config, folder: Path) -> None:
     """Say in the run's folder how many engines it has, where that can be changed; what an earlier run wrote is gone."""
-    if why_number_is_fixed(cfg) is None:
+    if engine_count_fixed_reason(cfg) is None:
         write_target(folder, cfg.generator.num_inference_engines)
     else:
         (folder / ENGINES_FILE).unlink(missing_ok=True)
 
 
-def why_number_is_fixed(cfg: Config) -> str | None:
+def engine_count_fixed_reason(cfg: Config) -> str | None:
     """Why the run's number of engines cannot change, and what to do; None if it can."""
-    return why_fixed(
+    return fixed_count_reason(
         colocate_all=cfg.trainer.placement.colocate_all, run_engines_locally=cfg.generator.run_engines_locally
     )
 
@@ -356,7 +356,7 @@ def build_endpoint(cfg: Config, engine: Any, tokenizer: Any, *, control: bool) -
         model_name=generator.served_model_name or generator.model_name,
         host=generator.http_endpoint_host,
         port=generator.http_endpoint_port,
-        token=os.environ.get(API_KEY),
+        token=os.environ.get(API_KEY_ENV),
         deadline_s=cfg.trainer.timeouts.rollout_s,
         default_max_tokens=generator.sampling_params.max_generate_length,
         chat_template_kwargs=dict(generator.chat_template_kwargs),
@@ -371,29 +371,29 @@ def check_endpoint(cfg: Config) -> None:
     """
     generator = cfg.generator
     if generator.enable_http_endpoint:
-        ENDPOINT.check_token(os.environ.get(API_KEY), generator.http_endpoint_host)
-        ENDPOINT.check_address(generator.http_endpoint_host, generator.http_endpoint_port)
+        ENDPOINT_LISTENER.check_token(os.environ.get(API_KEY_ENV), generator.http_endpoint_host)
+        ENDPOINT_LISTENER.check_address(generator.http_endpoint_host, generator.http_endpoint_port)
 
 
-def announce(endpoint: HttpEndpoint) -> None:
+def print_endpoint(endpoint: HttpEndpoint) -> None:
     """Print one line with the address and the place of the token, never the token itself."""
-    token = f"in {endpoint.token_file}" if endpoint.token_file else f"that of {API_KEY}"
+    token = f"in {endpoint.token_file}" if endpoint.token_file else f"that of {API_KEY_ENV}"
     print(f"Serving {endpoint.model_name} at {endpoint.url}/v1; the token is {token}.", flush=True)
 
 
 @asynccontextmanager
-async def endpoint_of_run(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
+async def run_endpoint(cfg: Config, client: EngineClient, tokenizer: Any) -> AsyncIterator[None]:
     """Serve the run's engines over HTTP, for sampling only, while inside; does nothing unless it is configured."""
     if not cfg.generator.enable_http_endpoint:
         yield
         return
     async with build_endpoint(cfg, client, tokenizer, control=False) as endpoint:
-        announce(endpoint)
+        print_endpoint(endpoint)
         yield
 
 
 @asynccontextmanager
-async def serving(
+async def serve_engines(
     cfg: Config, cluster: Cluster, tokenizer: Any, build_client: Callable[[Sequence[Any]], EngineClient]
 ) -> AsyncIterator[EngineClient]:
     """Start the cluster, the engines and their endpoint, without a trainer; yields the client of the engines.
@@ -407,24 +407,24 @@ async def serving(
     with cluster:
         placement, deadline_s = trainer.placement, trainer.timeouts.placement_s
         counts = count_slots(placement, generator, with_policy=False)
-        layout = place(cluster, counts, placement, generator, device=cfg.device, deadline_s=deadline_s)
+        layout = reserve_slots(cluster, counts, placement, generator, device=cfg.device, deadline_s=deadline_s)
         assert layout.engines is not None
         engines = await build_engines(cluster, generator, trainer.timeouts, layout.engines, cfg.device)
         client = build_client(engines)
         served = engines[0] if len(engines) == 1 else client
         async with build_endpoint(cfg, served, tokenizer, control=True) as endpoint:
-            announce(endpoint)
+            print_endpoint(endpoint)
             yield client
 
 
-async def until_none_lives(client: EngineClient, poll_s: float = _POLL_S) -> NoReturn:
+async def wait_until_all_dead(client: EngineClient, poll_interval_s: float = _POLL_INTERVAL_S) -> NoReturn:
     """Wait until every engine is dead, then raise EnginesLost with the causes.
 
     An engine that hangs counts as dead after rollout_s.
     """
     while client.engines:
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(poll_interval_s)
         with suppress(SkyRLError):  # the client records which engines died, and why
             await client.health()
-    causes = "; ".join(f"{name}: {reason}" for name, reason in client.dead.items())
+    causes = "; ".join(f"{name}: {reason}" for name, reason in client.dead_engines.items())
     raise EnginesLost(f"No engine is alive, so nothing is served any more. {causes}")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
-from skyrl_train.config.hydra import plain
+from skyrl_train.config.hydra import to_dict
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.environments import registry
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.experiment.plugins import check_reachable
-from skyrl_train.messages import to_stderr
+from skyrl_train.experiment.plugins import check_environments_picklable
+from skyrl_train.terminal import print_stderr
 
 
 def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
@@ -22,7 +22,7 @@ def environment_settings(cfg: Config) -> dict[str, dict[str, Any]]:
     Every one contains `sandbox`, for the tools that the environment may use. Raises ConfigError for a section of `own`
     that is not a mapping.
     """
-    gym = plain(cfg.environment.skyrl_gym)
+    gym = to_dict(cfg.environment.skyrl_gym)
     own, sandbox = gym.pop("own"), gym.pop("sandbox")
     sections = {name: settings for name, settings in gym.items() if isinstance(settings, dict)}
     for name, settings in own.items():
@@ -45,11 +45,11 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
     others = {name: count for name, count in counts.items() if name != cfg.environment.env_class}
     if others:
         named = ", ".join(f"{name} {count}" for name, count in sorted(others.items()))
-        to_stderr(
+        print_stderr(
             f"note: {sum(others.values())} of {counts.total()} rows name their env_class themselves ({named}), which "
             f"counts; environment.env_class ({cfg.environment.env_class}) is for rows that name none."
         )
-    check_reachable(cfg, counts)
+    check_environments_picklable(cfg, counts)
     if not cfg.environment.hosts:  # else each of their processes checks: what is missing here may be there
         registry.check_environments(counts, environment_settings(cfg))
     for name in counts:
@@ -70,5 +70,5 @@ def pool_settings(cfg: Config, log: Path | None = None) -> dict[str, Any]:
         "max_env_workers": max(cfg.environment.skyrl_gym.max_env_workers, 1),
         "environment_step_s": cfg.trainer.timeouts.environment_step_s,
         "plugins": tuple(cfg.trainer.plugins),
-        "log": log,
+        "log_file": log,
     }

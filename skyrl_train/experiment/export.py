@@ -16,29 +16,29 @@ from typing import Any
 
 import torch
 
-from skyrl_train.config.keys import all_keys, value_at
-from skyrl_train.config.run_folder import config_of_run, decisions
+from skyrl_train.config.keys import all_keys, get_value
+from skyrl_train.config.run_folder import load_run_config, training_settings
 from skyrl_train.config.schema import Config
-from skyrl_train.config.secrets import redact
-from skyrl_train.config.sources import HUB_NAME, is_address, may_be_on_hub, public_name
+from skyrl_train.config.redaction import redact
+from skyrl_train.config.locations import HUB_NAME, is_uri, may_be_hub_name, get_display_name
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.data import configured_template, template_of
-from skyrl_train.learner.saved_policy import ROLE, Agreement, check_adapter, check_model, check_prompt, open_policy
-from skyrl_train.models.composite import auto_class
+from skyrl_train.experiment.data import load_chat_template, chat_template_text
+from skyrl_train.learner.checkpoint_policy import POLICY_ROLE, ExportVerification, verify_adapter, verify_model, verify_prompt_ids, open_policy
+from skyrl_train.models.composite import get_auto_class
 from skyrl_train.models.export import export_adapter, export_hf
-from skyrl_train.models.loading import load_tokenizer, set_dtype
+from skyrl_train.models.loading import load_tokenizer, set_config_dtype
 from skyrl_train.report.curve import write_learning_curve
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
-from skyrl_train.storage.hub import refuse_taken, upload_model
-from skyrl_train.storage.places import cache_folder
-from skyrl_train.trainer.checkpoints import Checkpoint, checkpoint_at
-from skyrl_train.trainer.run_state import SavedState
+from skyrl_train.storage.hugging_face_hub import check_repo_name_free, upload_model
+from skyrl_train.storage.uris import cache_folder
+from skyrl_train.trainer.checkpoints import Checkpoint, open_run_checkpoint
+from skyrl_train.trainer.checkpoint_manager import SavedState
 
-HUB = "hub:"
+HUB_PREFIX = "hub:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LIBRARIES = ("skyrl-train", "torch", "transformers", "peft", "safetensors")
-_ALWAYS_SAID = (
+_ALWAYS_LISTED = (
     "trainer.algorithm.advantage_estimator",
     "trainer.algorithm.policy_loss_type",
     "trainer.algorithm.use_kl_loss",
@@ -48,7 +48,7 @@ _ALWAYS_SAID = (
     "generator.sampling_params.temperature",
     "generator.sampling_params.max_generate_length",
 )
-_SAID_IF_CHANGED = (
+_LISTED_IF_CHANGED = (
     "trainer.algorithm.",
     "trainer.policy.optimizer_config.",
     "trainer.policy.model.lora.",
@@ -67,7 +67,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportRequest:
     """What is asked for."""
 
     checkpoint: str
@@ -83,47 +83,47 @@ class Export:
     verify: bool = True
 
 
-def export(asked: Export) -> tuple[str, Agreement | None]:
+def export(request: ExportRequest) -> tuple[str, ExportVerification | None]:
     """Write a checkpoint's policy to `asked.to`, whole or not at all; returns where it is, and what was compared.
 
     Raises ConfigError for what cannot be asked, CheckpointError for a damaged checkpoint and for an export that is not
     the checkpoint's policy, StorageError.
     """
-    _check(asked)
-    name = asked.to.removeprefix(HUB)
-    with checkpoint_at(asked.checkpoint, (ROLE,)) as found:
-        config = config_of_run(found.run)
-        if asked.adapter and not config.trainer.policy.model.lora.rank:
+    _check(request)
+    name = request.to.removeprefix(HUB_PREFIX)
+    with open_run_checkpoint(request.checkpoint, (POLICY_ROLE,)) as found:
+        config = load_run_config(found.run)
+        if request.adapter and not config.trainer.policy.model.lora.rank:
             raise ConfigError("--adapter: the run has trained the whole model, so there is no adapter: leave it out.")
-        if not asked.to.startswith(HUB):
-            with atomic_folder(asked.to, asked.overwrite) as folder:
-                agreement = _write(asked, found, config, folder)
-            return str(Path(asked.to).absolute()), agreement
+        if not request.to.startswith(HUB_PREFIX):
+            with atomic_folder(request.to, request.overwrite) as folder:
+                agreement = _write(request, found, config, folder)
+            return str(Path(request.to).absolute()), agreement
         cache_folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="export-") as temporary:
-            agreement = _write(asked, found, config, Path(temporary))
+            agreement = _write(request, found, config, Path(temporary))
             message = f"Step {found.step}"
-            url = upload_model(Path(temporary), name, public=asked.public, overwrite=asked.overwrite, message=message)
+            url = upload_model(Path(temporary), name, public=request.public, overwrite=request.overwrite, message=message)
         return url, agreement
 
 
-def _check(asked: Export) -> None:
+def _check(request: ExportRequest) -> None:
     """Raises ConfigError for a target that cannot be written, before anything is read."""
-    if asked.dtype not in DTYPES:
-        raise ConfigError(f"--dtype {asked.dtype}: must be one of {', '.join(DTYPES)}.")
-    if asked.adapter and asked.dtype != "float32":
-        raise ConfigError(f"--dtype {asked.dtype} --adapter: adapters are small, and are written in float32.")
-    if asked.to.startswith(HUB):
-        name = asked.to.removeprefix(HUB)
+    if request.dtype not in DTYPES:
+        raise ConfigError(f"--dtype {request.dtype}: must be one of {', '.join(DTYPES)}.")
+    if request.adapter and request.dtype != "float32":
+        raise ConfigError(f"--dtype {request.dtype} --adapter: adapters are small, and are written in float32.")
+    if request.to.startswith(HUB_PREFIX):
+        name = request.to.removeprefix(HUB_PREFIX)
         if not HUB_NAME.fullmatch(name):
-            raise ConfigError(f"--to {asked.to}: must be hub:OWNER/NAME, with letters, digits, '-', '_' and '.'.")
-        refuse_taken(name, asked.overwrite)
+            raise ConfigError(f"--to {request.to}: must be hub:OWNER/NAME, with letters, digits, '-', '_' and '.'.")
+        check_repo_name_free(name, request.overwrite)
         return
-    if asked.public:
+    if request.public:
         raise ConfigError("--public is for hub:NAME; a folder is as public as you make it.")
-    if is_address(asked.to):
-        raise ConfigError(f"--to {asked.to}: must be a folder of this machine or hub:NAME.")
-    _check_folder(asked.to, asked.overwrite)
+    if is_uri(request.to):
+        raise ConfigError(f"--to {request.to}: must be a folder of this machine or hub:NAME.")
+    _check_folder(request.to, request.overwrite)
 
 
 def _check_folder(to: str, overwrite: bool) -> None:
@@ -178,31 +178,31 @@ def atomic_folder(to: str, overwrite: bool) -> Iterator[Path]:
         raise
 
 
-def _write(asked: Export, found: Checkpoint, config: Config, folder: Path) -> Agreement | None:
+def _write(request: ExportRequest, found: Checkpoint, config: Config, folder: Path) -> ExportVerification | None:
     """Fill a folder: weights, tokenizer, card. Returns what was compared, unless that is not wanted."""
     trainer = config.trainer
-    base = asked.base or trainer.policy.model.path
+    base = request.base or trainer.policy.model.path
     saved = SavedState.of(found)
-    with open_policy(found.path, trainer, asked.base, saved.base_models.get(ROLE)) as policy:
+    with open_policy(found.path, trainer, request.base, saved.base_models.get(POLICY_ROLE)) as policy:
         generator, model_config = config.generator, copy.deepcopy(policy.config)
-        template = saved.chat_template or configured_template(generator.chat_template)
+        template = saved.chat_template or load_chat_template(generator.chat_template)
         tokenizer = load_tokenizer(base, chat_template=template)
-        if saved.chat_template is None and (found_template := template_of(tokenizer, generator.chat_template_kwargs)):
+        if saved.chat_template is None and (found_template := chat_template_text(tokenizer, generator.chat_template_kwargs)):
             tokenizer.chat_template = found_template
-        if asked.adapter:
+        if request.adapter:
             assert policy.adapters is not None
-            policy.adapters.config.base_model_name_or_path = public_name(trainer.policy.model.path)
+            policy.adapters.config.base_model_name_or_path = get_display_name(trainer.policy.model.path)
             export_adapter(policy.adapters, policy.adapter(), tokenizer, folder, base=base)
         else:
-            set_dtype(model_config, DTYPES[asked.dtype])
-            export_hf(model_config, policy.merged(DTYPES[asked.dtype]), tokenizer, folder, base=base)
+            set_config_dtype(model_config, DTYPES[request.dtype])
+            export_hf(model_config, policy.merged(DTYPES[request.dtype]), tokenizer, folder, base=base)
         agreement = None
-        if asked.verify:
-            check_prompt(tokenizer, folder, generator.chat_template_kwargs)
+        if request.verify:
+            verify_prompt_ids(tokenizer, folder, generator.chat_template_kwargs)
             agreement = (
-                check_adapter(policy, folder, base)
-                if asked.adapter
-                else check_model(policy, folder, DTYPES[asked.dtype])
+                verify_adapter(policy, folder, base)
+                if request.adapter
+                else verify_model(policy, folder, DTYPES[request.dtype])
             )
     rows = [
         {redact(name): value for name, value in row.items() if isinstance(value, (int, float))}
@@ -210,7 +210,7 @@ def _write(asked: Export, found: Checkpoint, config: Config, folder: Path) -> Ag
         if row["step"] <= found.step
     ]
     has_curve = write_learning_curve(rows, folder / CURVE_FILE)
-    card = _card(asked, config, auto_class(model_config).__name__, found.step, rows, has_curve, agreement)
+    card = _card(request, config, get_auto_class(model_config).__name__, found.step, rows, has_curve, agreement)
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
     mode = (folder / "README.md").stat().st_mode
     for file in folder.rglob("*"):  # safetensors writes for its owner's eyes only
@@ -220,13 +220,13 @@ def _write(asked: Export, found: Checkpoint, config: Config, folder: Path) -> Ag
 
 
 def _card(
-    asked: Export,
+    request: ExportRequest,
     config: Config,
     model_class: str,
     step: int,
     rows: list[dict[str, float]],
     has_curve: bool,
-    agreement: Agreement | None,
+    agreement: ExportVerification | None,
 ) -> Card:
     trainer, lora = config.trainer, config.trainer.policy.model.lora
     signs = {"reward/mean": "rewards", "sft/loss": "demonstrations"}
@@ -237,31 +237,31 @@ def _card(
     path = trainer.policy.model.path
     return Card(
         run=_public(trainer.run_name),
-        base=_public(public_name(path)),
-        base_is_on_hub=asked.base is None and may_be_on_hub(path),  # from where it has just been loaded
-        is_adapter=asked.adapter,
+        base=_public(get_display_name(path)),
+        base_is_on_hub=request.base is None and may_be_hub_name(path),  # from where it has just been loaded
+        is_adapter=request.adapter,
         model_class=model_class,
         lora=f"rank {lora.rank}, alpha {lora.alpha}" if lora.rank else "",
-        dtype=asked.dtype,
+        dtype=request.dtype,
         step=step,
-        learnt_from=learnt_from,
+        trained_on=learnt_from,
         environment=_public(config.environment.env_class),
-        data={use: [_public(public_name(str(one))) for one in sources] for use, sources in data.items()},
-        keys={name: _public(value) for name, value in _said(config, learnt_from).items()},
+        data={use: [_public(get_display_name(str(one))) for one in sources] for use, sources in data.items()},
+        keys={name: _public(value) for name, value in _listed_keys(config, learnt_from).items()},
         rows=rows,
         has_curve=has_curve,
-        checked="" if agreement is None else said(agreement),
-        versions={name: importlib.metadata.version(name) for name in _LIBRARIES if asked.adapter or name != "peft"},
+        checked="" if agreement is None else describe_verification(agreement),
+        versions={name: importlib.metadata.version(name) for name in _LIBRARIES if request.adapter or name != "peft"},
     )
 
 
-def _said(config: Config, learnt_from: str) -> dict[str, Any]:
+def _listed_keys(config: Config, trained_on: str) -> dict[str, Any]:
     """The keys of the algorithm, and those that are not as they are by default."""
-    changed = {name: value for name, value in decisions(config).items() if name.startswith(_SAID_IF_CHANGED)}
-    found = {name: value_at(config, name) for name in _ALWAYS_SAID} | changed
+    changed = {name: value for name, value in training_settings(config).items() if name.startswith(_LISTED_IF_CHANGED)}
+    found = {name: get_value(config, name) for name in _ALWAYS_LISTED} | changed
     order = {name: place for place, name in enumerate(all_keys())}
     names = sorted(found, key=lambda name: order.get(name, len(order)))
-    if learnt_from == "demonstrations":
+    if trained_on == "demonstrations":
         names = [name for name in names if not name.startswith(_REWARDS_ONLY)]
     return {name: found[name] for name in names}
 
@@ -271,13 +271,13 @@ def _public(value: Any) -> Any:
     return _FOLDERS.sub("", str(redact(value)))
 
 
-def said(agreement: Agreement) -> str:
+def describe_verification(agreement: ExportVerification) -> str:
     """What was compared, in a sentence."""
     whose = "those of the checkpoint"
-    if agreement.from_base:
+    if agreement.base_is_unrecorded:
         whose += "'s adapters and of the base model it was given (the checkpoint does not record which one it had)"
     return (
         f"Loaded again, all {agreement.num_tensors} tensors are {whose}, and log-probs of "
-        f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_nats:.2g} nats in the mean and "
-        f"{agreement.largest_nats:.2g} at most."
+        f"{agreement.num_tokens} tokens differ from its own by {agreement.mean_logprob_diff:.2g} nats in the mean and "
+        f"{agreement.max_logprob_diff:.2g} at most."
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.cluster.actors import spawn
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import (
     CriticConfig,
@@ -19,13 +19,13 @@ from skyrl_train.config.schema import (
     TrainerConfig,
 )
 from skyrl_train.errors import DeadlineExceeded
-from skyrl_train.experiment.algorithm import Learning
+from skyrl_train.experiment.algorithm import ObjectiveSpec
 from skyrl_train.experiment.data import check_same_tokens
-from skyrl_train.experiment.layout import Layout, RoleSlots, threads_per_process
+from skyrl_train.experiment.placement import RunPlacement, RolePlacement, threads_per_process
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.learner.worker import LearnerSpec
-from skyrl_train.storage.places import working_folder
+from skyrl_train.storage.uris import resolve_local_folder
 from skyrl_train.trainer.trainer import StepSchedule
 
 LEARNER_WORKER = "skyrl_train.learner.worker:LearnerWorker"
@@ -35,25 +35,25 @@ REWARD_WORKER = "skyrl_train.learner.reward_worker:RewardWorker"
 def build_learner(
     cluster: Cluster,
     trainer: TrainerConfig,
-    layout: Layout,
+    placement: RunPlacement,
     *,
-    learning: Learning,
+    objective_spec: ObjectiveSpec,
     schedule: StepSchedule,
     generator: GeneratorConfig,
     device: str,
 ) -> Learner:
     """Spawn the ranks of policy, reference and critic; `Learner.setup` loads their models later."""
-    assert layout.policy is not None
+    assert placement.policy is not None
     spec = LearnerSpec(
         model_path=trainer.policy.model.path,
         strategy=STRATEGIES[trainer.strategy],
         device=device,
         dtype="bfloat16" if trainer.bf16 else "float32",
         seed=trainer.seed,
-        threads=threads_per_process(cluster, layout.policy, device),
+        threads=threads_per_process(cluster, placement.policy, device),
         optimizer_config=trainer.policy.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
-        objective=learning.objective,
+        objective=objective_spec.objective,
         use_torch_compile=trainer.policy.use_torch_compile,
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
@@ -68,31 +68,31 @@ def build_learner(
         lora=_lora(trainer.policy.model.lora),
         router_aux_loss_coef=trainer.algorithm.router_aux_loss_coef,
         moe_routing_replay=trainer.moe_routing_replay,
-        **_of_section(trainer.policy),
-        shares_accelerator=layout.policy in (layout.reference, layout.critic, layout.reward),
-        memory_folder=str(working_folder(trainer.export_path) / "memory_snapshots")
+        **_section_settings(trainer.policy),
+        shares_accelerator=placement.policy in (placement.reference, placement.critic, placement.reward),
+        memory_snapshot_folder=str(resolve_local_folder(trainer.export_path) / "memory_snapshots")
         if trainer.policy.record_memory
         else None,
     )
     reference = critic = None
-    if layout.reference is not None:
+    if placement.reference is not None:
         check_same_tokens(trainer.policy.model.path, trainer.ref.model.path, "trainer.ref.model.path")
-        frozen = reference_spec(spec, trainer, threads_per_process(cluster, layout.reference, device))
-        reference = _group(cluster, frozen, layout.reference, "reference", trainer.timeouts)
-    if layout.critic is not None:
+        frozen = reference_spec(spec, trainer, threads_per_process(cluster, placement.reference, device))
+        reference = _spawn_workers(cluster, frozen, placement.reference, "reference", trainer.timeouts)
+    if placement.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
-        valued = critic_spec(spec, trainer, threads_per_process(cluster, layout.critic, device), learning, schedule)
-        critic = _group(cluster, valued, layout.critic, "critic", trainer.timeouts)
+        valued = critic_spec(spec, trainer, threads_per_process(cluster, placement.critic, device), objective_spec, schedule)
+        critic = _spawn_workers(cluster, valued, placement.critic, "critic", trainer.timeouts)
     return Learner(
-        _group(cluster, spec, layout.policy, "learner", trainer.timeouts),
+        _spawn_workers(cluster, spec, placement.policy, "learner", trainer.timeouts),
         reference,
         batch_sizes(trainer),
         critic=critic,
-        reduction=learning.reduction,
-        choose=learning.choose,
-        needs_old_logprobs=learning.needs_old_logprobs,
+        reduction=objective_spec.reduction,
+        token_selector=objective_spec.token_selector,
+        needs_old_logprobs=objective_spec.needs_old_logprobs,
         moe_routing_replay=trainer.moe_routing_replay,
-        stacks_file=working_folder(trainer.ckpt_path) / "stacks.txt",
+        stacks_file=resolve_local_folder(trainer.ckpt_path) / "stacks.txt",
     )
 
 
@@ -103,10 +103,10 @@ async def start_learner(learner: Learner, trainer: TrainerConfig) -> None:
             await learner.setup()
     except TimeoutError as error:
         if not deadline.expired():
-            await learner.explain(error)
+            await learner.attach_stall_report(error)
             raise
         late = DeadlineExceeded("start of the trainer's ranks", trainer.timeouts.engine_start_s)
-        await learner.explain(late)
+        await learner.attach_stall_report(late)
         raise late from error
 
 
@@ -123,13 +123,13 @@ def reference_spec(policy: LearnerSpec, trainer: TrainerConfig, threads: int | N
         lora=None,
         router_aux_loss_coef=0.0,
         moe_routing_replay=None,
-        **_of_section(trainer.ref),
+        **_section_settings(trainer.ref),
         memory_folder=None,
     )
 
 
 def critic_spec(
-    policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: Learning, schedule: StepSchedule
+    policy: LearnerSpec, trainer: TrainerConfig, threads: int | None, learning: ObjectiveSpec, schedule: StepSchedule
 ) -> LearnerSpec:
     """The settings of the critic: a body with a value head, and its own optimizer."""
     critic = trainer.critic
@@ -140,18 +140,18 @@ def critic_spec(
         model_key="trainer.critic.model.path",
         optimizer_config=critic.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
-        objective=learning.critic,
+        objective=learning.critic_objective,
         threads=threads,
         value_head_prefix=trainer.algorithm.value_head_prefix,
         lora=_lora(critic.model.lora),
         router_aux_loss_coef=0.0,
         moe_routing_replay=None,
-        **_of_section(critic),
+        **_section_settings(critic),
         memory_folder=None,
     )
 
 
-def _of_section(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
+def _section_settings(section: PolicyConfig | RefConfig | CriticConfig) -> dict[str, Any]:
     """Return the keys that policy, reference and critic each have of their own."""
     names = (
         "fsdp_config",
@@ -170,7 +170,7 @@ def _lora(settings: LoraConfig) -> LoraConfig | None:
 
 def optimizer_steps(trainer: TrainerConfig, schedule: StepSchedule, mini_batch_size: int) -> int:
     """Number of optimizer steps in a run for a model updated on `mini_batch_size` prompts at a time."""
-    sizes = (schedule.prompts_of_step(step) for step in range(schedule.total_steps))
+    sizes = (schedule.num_prompts_in_step(step) for step in range(schedule.total_steps))
     return sum(-(-size // mini_batch_size) for size in sizes) * trainer.update_epochs_per_batch
 
 
@@ -186,38 +186,38 @@ def batch_sizes(trainer: TrainerConfig) -> BatchSizes:
     )
 
 
-def _group(
-    cluster: Cluster, spec: LearnerSpec, role_slots: RoleSlots, role: str, timeouts: TimeoutsConfig
+def _spawn_workers(
+    cluster: Cluster, spec: LearnerSpec, role_placement: RolePlacement, role: str, timeouts: TimeoutsConfig
 ) -> WorkerGroup:
     return WorkerGroup(
         [
             spawn(
                 cluster,
                 LEARNER_WORKER,
-                {"spec": spec, "rank": rank, "world_size": role_slots.count},
-                slots=role_slots.slots,
+                {"spec": spec, "rank": rank, "world_size": role_placement.count},
+                pool=role_placement.pool,
                 index=rank,
                 name=f"{role} {rank}",
-                concurrent=False,
+                is_async=False,
                 deadline_s=timeouts.update_s,
-                deadlines=dict.fromkeys(("save", "stop_saving", "load", "export"), timeouts.checkpoint_s)
+                deadlines=dict.fromkeys(("save", "wait_for_discarded_save", "load", "export"), timeouts.checkpoint_s)
                 | dict.fromkeys(("address", "setup", "reload"), timeouts.engine_start_s)
                 # Asked in the background: it may have to wait for an update.
-                | {"saved": timeouts.update_s + timeouts.checkpoint_s},
+                | {"poll_save": timeouts.update_s + timeouts.checkpoint_s},
             )
-            for rank in range(role_slots.count)
+            for rank in range(role_placement.count)
         ],
         spec.parallel_size,
-        cluster.death_known_s,
+        cluster.failure_detection_s,
     )
 
 
 # -- reward model
 
 
-def build_reward_model(cluster: Cluster, trainer: TrainerConfig, layout: Layout, *, device: str) -> RewardModel | None:
+def build_reward_model(cluster: Cluster, trainer: TrainerConfig, placement: RunPlacement, *, device: str) -> RewardModel | None:
     """Spawn a replica in each of its slots; `RewardModel.setup` loads them later. None without trainer.reward.model."""
-    role_slots = layout.reward
+    role_slots = placement.reward
     if role_slots is None:
         return None
     settings = {
@@ -233,10 +233,10 @@ def build_reward_model(cluster: Cluster, trainer: TrainerConfig, layout: Layout,
                 cluster,
                 REWARD_WORKER,
                 settings,
-                slots=role_slots.slots,
+                pool=role_slots.pool,
                 index=index,
                 name=f"reward model {index}",
-                concurrent=False,
+                is_async=False,
                 deadline_s=trainer.timeouts.rollout_s,
             )
             for index in range(role_slots.count)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from skyrl_train.config.keys import leaves, value_at
-from skyrl_train.config.problems import Problem, raise_all
+from skyrl_train.config.keys import value_keys, get_value
+from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import OPEN_TO_PLUGINS, role_problems
-from skyrl_train.environments.own_classes import why_not_sent
-from skyrl_train.registry import import_plugins, load_object, unknown
+from skyrl_train.config.validate import PLUGIN_KEYS, find_role_problems
+from skyrl_train.environments.user_registrations import serialization_problem
+from skyrl_train.registry import import_plugins, load_object, unknown_name_message
 
 REGISTRIES = {
     "trainer.algorithm.advantage_estimator": "skyrl_train.algorithms.registry:advantage_estimators",
@@ -34,15 +34,15 @@ def check_plugins(cfg: Config) -> None:
             is not configured.
     """
     import_plugins(cfg.trainer.plugins)
-    raise_all([*_unregistered(cfg), *_out_of_reach(cfg, [cfg.environment.env_class]), *role_problems(cfg)])
+    raise_problems([*_unregistered(cfg), *_unpicklable(cfg, [cfg.environment.env_class]), *find_role_problems(cfg)])
 
 
-def check_reachable(cfg: Config, env_classes: Iterable[str]) -> None:
+def check_environments_picklable(cfg: Config, env_classes: Iterable[str]) -> None:
     """Raises ConfigError for environments named by data rows that cannot be sent to environment processes."""
-    raise_all(_out_of_reach(cfg, env_classes))
+    raise_problems(_unpicklable(cfg, env_classes))
 
 
-def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
+def _unpicklable(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
     """Environments and tools of the user's program that cannot be sent to the processes in which they run."""
     if cfg.trainer.plugins:  # environment processes import them too, which may register these names there
         return
@@ -53,22 +53,22 @@ def _out_of_reach(cfg: Config, env_classes: Iterable[str]) -> Iterator[Problem]:
     )
     for kind, key, names in named:
         for name in names:
-            if reason := why_not_sent(kind, name):
+            if reason := serialization_problem(kind, name):
                 advice = f"It runs in processes of its own and cannot be sent there ({reason})."
                 yield Problem(key, name, "registered by a module of trainer.plugins", advice)
 
 
 def _unregistered(cfg: Config) -> Iterator[Problem]:
-    for key in sorted(OPEN_TO_PLUGINS):
-        value = value_at(cfg, key)
-        built_in: Collection[str] = leaves()[key].facts.choices or ()
+    for key in sorted(PLUGIN_KEYS):
+        value = get_value(cfg, key)
+        built_in: Collection[str] = value_keys()[key].metadata.choices or ()
         for name in [value] if isinstance(value, str) else value:
             if name in built_in:
                 continue
             known = load_object(REGISTRIES[key]).names()
             if name not in known:
                 advice = f"Known: {', '.join(known)}."
-                _, _, hint = unknown(key, name, known).rpartition(". ")
+                _, _, hint = unknown_name_message(key, name, known).rpartition(". ")
                 if hint.startswith("Did you mean"):
                     advice += f" {hint}"
                 yield Problem(key, name, "registered by a module of trainer.plugins or by your program", advice)

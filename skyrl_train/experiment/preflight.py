@@ -14,56 +14,56 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from skyrl_train.config.machine import ENGINE_MODEL, data_sources, missing, model_paths, why_not_writable
-from skyrl_train.config.predicates import Uses, longest_sequence
-from skyrl_train.config.problems import Problem, raise_all
-from skyrl_train.config.run_folder import identity
+from skyrl_train.config.local_checks import ENGINE_MODEL_KEY, list_data_sources, find_missing_resources, list_model_paths, find_write_error
+from skyrl_train.config.predicates import RunComponents, max_sequence_length
+from skyrl_train.config.problems import Problem, raise_problems
+from skyrl_train.config.run_folder import run_identity
 from skyrl_train.config.schema import Config
-from skyrl_train.config.sources import addresses, is_address, is_file_of_rows, may_be_on_hub, split_of
+from skyrl_train.config.locations import list_uris, is_uri, is_dataset_file, may_be_hub_name, parse_split
 from skyrl_train.engines.sglang.arguments import engine_arguments
-from skyrl_train.engines.transformers.model import refusal
-from skyrl_train.engines.vllm.composites import refuse_composite
+from skyrl_train.engines.transformers.model_runner import unsupported_reason
+from skyrl_train.engines.vllm.composites import check_composite
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.data import build_demonstrations, build_prompts, build_tokenizer, check_same_tokens
+from skyrl_train.experiment.data import build_sft_examples, build_prompts, build_tokenizer, check_same_tokens
 from skyrl_train.experiment.environments import environment_settings
-from skyrl_train.messages import to_stderr
-from skyrl_train.models.composite import composite_class, is_composite
+from skyrl_train.terminal import print_stderr
+from skyrl_train.models.composite import get_composite_class_name, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
-    POLICY_PATH,
-    REWARD_PATH,
-    described_causal_lm,
+    POLICY_PATH_KEY,
+    REWARD_PATH_KEY,
+    check_causal_lm,
     has_tokenizer,
-    is_folder,
+    is_local_folder,
     load_config,
     load_reward_model,
     load_tokenizer,
-    reward_config,
+    load_reward_config,
 )
-from skyrl_train.models.lora import adapted_layers
-from skyrl_train.models.ragged_model import longest_exact
-from skyrl_train.models.rank_group import planned_group
+from skyrl_train.models.lora import select_adapted_layers
+from skyrl_train.models.ragged_model import max_exact_length
+from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.token_scorer import refuse_unscorable
+from skyrl_train.models.logprob_model import check_model_supported
 from skyrl_train.report.prometheus import check_metrics_address
-from skyrl_train.storage.folder import StoredFolder
-from skyrl_train.storage.hub import unreachable_model
-from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import IDENTITY_FILE, refuse_other_run
+from skyrl_train.storage.remote_folder import RemoteFolder
+from skyrl_train.storage.hugging_face_hub import hub_model_problem
+from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.trainer.run_folder import IDENTITY_FILE, check_same_run
 
-SAMPLE_S = 1.5
+SAMPLE_TIMEOUT_S = 1.5
 """Time for reading training or validation data up to a prompt that is short enough. The check takes less than 10 s."""
 REFERENCE_PATH = "trainer.ref.model.path"
 CRITIC_PATH = "trainer.critic.model.path"
-SAMPLE_BYTES = 32 << 20
+MAX_SAMPLE_FILE_BYTES = 32 << 20
 """Size up to which a JSON file, which may be one list, is read."""
 CHAT_TEMPLATE = "generator.chat_template.name_or_path"
 
 
-def check_run(cfg: Config, uses: Uses) -> None:
+def check_run(cfg: Config, components: RunComponents) -> None:
     """Check everything that a run needs and that can be known before Ray starts.
 
     `missing` must have passed, and plugins must have been imported: see `plugins.check_plugins`.
@@ -73,9 +73,9 @@ def check_run(cfg: Config, uses: Uses) -> None:
         StorageError: An address cannot be reached.
     """
     if cfg.trainer.plugins:  # their algorithms may need further models
-        raise_all(missing(cfg, uses))
-    if any(addresses(cfg)):
-        check_addresses(cfg, uses)
+        raise_problems(find_missing_resources(cfg, components))
+    if any(list_uris(cfg)):
+        check_uris(cfg, components)
     problems: list[Problem | ConfigError] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -86,43 +86,43 @@ def check_run(cfg: Config, uses: Uses) -> None:
             problems.append(error)
             return None
 
-    is_served = uses.learner or not uses.rewards  # an evaluation is not
-    if uses.engines and is_served and cfg.generator.enable_http_endpoint:
+    is_served = components.learner or not components.rewards  # an evaluation is not
+    if components.engines and is_served and cfg.generator.enable_http_endpoint:
         from skyrl_train.experiment.engines import check_endpoint  # imports Ray
 
         attempt(check_endpoint, cfg)
-    if uses.learner or uses.val_data:  # serving has no metrics
+    if components.learner or components.val_data:  # serving has no metrics
         attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
     policy = None
     unreachable: set[str] = set()
     with _quiet_transformers():
-        for key, path in model_paths(cfg, uses):
-            if may_be_on_hub(path) and (problem := unreachable_model(key, path)) is not None:
+        for key, path in list_model_paths(cfg, components):
+            if may_be_hub_name(path) and (problem := hub_model_problem(key, path)) is not None:
                 problems.append(problem)
                 unreachable.add(key)
                 continue
-            model = attempt(checked_model, cfg, uses, key, path)
-            policy = model if key == POLICY_PATH else policy
+            model = attempt(checked_model, cfg, components, key, path)
+            policy = model if key == POLICY_PATH_KEY else policy
     tokenizer = None
-    if uses.tokenizer and POLICY_PATH not in unreachable:
+    if components.tokenizer and POLICY_PATH_KEY not in unreachable:
         tokenizer = attempt(_tokenizer, cfg)
     if tokenizer is not None:
-        for key, path in model_paths(cfg, uses):
+        for key, path in list_model_paths(cfg, components):
             if key in (REFERENCE_PATH, CRITIC_PATH) and key not in unreachable:
                 attempt(check_same_tokens, cfg.trainer.policy.model.path, path, key)
     names = {cfg.environment.env_class}
     if tokenizer is not None:
         if policy is not None:
             attempt(_check_token_ids, cfg, tokenizer, policy)
-        if tokenizer.chat_template is None and (uses.learner or uses.rewards):
+        if tokenizer.chat_template is None and (components.learner or components.rewards):
             problems.append(_no_chat_template(cfg))
         else:
-            names = attempt(_sample, cfg, uses, tokenizer) or names
-    if uses.rewards and not cfg.environment.hosts:  # on hosts, their own processes check
+            names = attempt(_check_sample_rows, cfg, components, tokenizer) or names
+    if components.rewards and not cfg.environment.hosts:  # on hosts, their own processes check
         attempt(check_environments, names, environment_settings(cfg))
     if len(problems) == 1 and isinstance(problems[0], ConfigError):
         raise problems[0]
-    raise_all(problems)
+    raise_problems(problems)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _note_composite(cfg: Config, key: str, path: str) -> None:
     """Say on stderr, once, that only the language model of a composite is used. Raise ConfigError if that is off."""
-    kind = composite_class(load_config(path, key=key))
+    kind = get_composite_class_name(load_config(path, key=key))
     if kind is None:
         return
     for role, section in (("policy", cfg.trainer.policy), ("ref", cfg.trainer.ref)):
@@ -150,45 +150,45 @@ def _note_composite(cfg: Config, key: str, path: str) -> None:
                 f"trainer.{role}.language_model_only=false: {path!r} is a {kind}, whose other towers cannot be trained "
                 "or served. Set it to null or true to use its language model, or give the path of a text-only model."
             )
-    if key == POLICY_PATH or path != cfg.trainer.policy.model.path:
-        to_stderr(
+    if key == POLICY_PATH_KEY or path != cfg.trainer.policy.model.path:
+        print_stderr(
             f"note: {key}={path!r}: {kind} is used as a text model (trainer.policy.language_model_only). Only its "
             "language model is loaded and trained; exports contain its other towers unchanged."
         )
 
 
-def checked_model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedModel | None:
+def checked_model(cfg: Config, uses: RunComponents, key: str, path: str) -> PreTrainedModel | None:
     """Return a causal language model on the meta device; None if nothing here builds it, or for a reward model.
 
     Raises:
         ConfigError: The learner or the run's engines cannot run the model.
     """
-    if key == REWARD_PATH:
+    if key == REWARD_PATH_KEY:
         _check_reward_model(path, cfg.trainer.reward.model_config_kwargs)
         return None
     _note_composite(cfg, key, path)
     trainer, generator = cfg.trainer, cfg.generator
-    trains = uses.learner and key != ENGINE_MODEL
+    trains = uses.learner and key != ENGINE_MODEL_KEY
     is_served = uses.engines and generator.run_engines_locally and path == generator.model_name
-    backend = generator.backend if is_served and key in (POLICY_PATH, ENGINE_MODEL) else None
+    backend = generator.backend if is_served and key in (POLICY_PATH_KEY, ENGINE_MODEL_KEY) else None
     try:
         if backend == "sglang":
             _check_sglang(cfg)
         config = load_config(path, key=key)
         if backend == "vllm":
-            refuse_composite(path, config)
+            check_composite(path, config)
         if not trains and backend != "transformers" and not is_composite(config):
             return None  # other engines have model classes of their own
         role, rope = key.split(".")[1], trainer if trains else generator
-        model = described_causal_lm(
+        model = check_causal_lm(
             path,
             key=key,
             model_config_kwargs=getattr(trainer, role).model_config_kwargs if trains else None,
             rope_scaling=rope.rope_scaling,
             rope_theta=rope.rope_theta,
-            checkpoint=trains,
+            check_weight_files=trains,
         )
-        if backend == "transformers" and (reason := refusal(model)):
+        if backend == "transformers" and (reason := unsupported_reason(model)):
             raise ConfigError(f"generator.backend=transformers {reason}")
         if trains:
             _check_length(cfg, uses, model)
@@ -203,29 +203,29 @@ def checked_model(cfg: Config, uses: Uses, key: str, path: str) -> PreTrainedMod
 def check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
     """Raise ConfigError for a model that the learner cannot run, adapt or divide. Divides its layers."""
     section: Any = getattr(cfg.trainer, key.split(".")[1])
-    refuse_unscorable(model, values=key == CRITIC_PATH)
-    if key == POLICY_PATH:
+    check_model_supported(model, values=key == CRITIC_PATH)
+    if key == POLICY_PATH_KEY:
         replay, coef = cfg.trainer.moe_routing_replay, cfg.trainer.algorithm.router_aux_loss_coef
-        Routers(model).check_needed(model, replay, coef)
+        Routers(model).check_routers_supported(model, replay, coef)
     if key != REFERENCE_PATH and section.model.lora.rank:
-        adapted_layers(model, section.model.lora, f"{key.removesuffix('path')}lora")
+        select_adapted_layers(model, section.model.lora, f"{key.removesuffix('path')}lora")
     keys = {name: key.replace("model.path", f"{name}_parallel_size") for name in ("sequence", "tensor", "expert")}
     if (size := section.sequence_parallel_size) > 1:
         heads = model.config.get_text_config().num_attention_heads
-        planned_group(SequenceParallel, size, keys["sequence"]).check_heads(heads)
+        make_meta_group(SequenceParallel, size, keys["sequence"]).check_heads(heads)
     if (size := section.tensor_parallel_size) > 1:
-        planned_group(TensorParallel, size, keys["tensor"]).divide(model)
+        make_meta_group(TensorParallel, size, keys["tensor"]).shard_model(model)
     if (size := section.expert_parallel_size) > 1:
-        planned_group(ExpertParallel, size, keys["expert"]).divide(model)
+        make_meta_group(ExpertParallel, size, keys["expert"]).shard_model(model)
 
 
-def _check_length(cfg: Config, uses: Uses, model: PreTrainedModel) -> None:
+def _check_length(cfg: Config, components: RunComponents, model: PreTrainedModel) -> None:
     """Raise ConfigError if sequences may be longer than those that the learner computes exactly."""
-    generator, limit = cfg.generator, longest_exact(model.config.get_text_config())
+    generator, limit = cfg.generator, max_exact_length(model.config.get_text_config())
     if limit is None:
         return
-    longest = longest_sequence(generator)
-    if uses.engines and generator.run_engines_locally:
+    longest = max_sequence_length(generator)
+    if components.engines and generator.run_engines_locally:
         if generator.backend == "transformers":
             return  # it has the same limit
         longest = min(longest, generator.engine_init_kwargs.get("max_model_len") or longest)
@@ -238,19 +238,19 @@ def _check_length(cfg: Config, uses: Uses, model: PreTrainedModel) -> None:
 
 
 def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:
-    if load_tokenizer(path, key=REWARD_PATH).chat_template is None:
-        raise ConfigError(f"{REWARD_PATH}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
-    if is_folder(path):
+    if load_tokenizer(path, key=REWARD_PATH_KEY).chat_template is None:
+        raise ConfigError(f"{REWARD_PATH_KEY}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
+    if is_local_folder(path):
         load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=model_config_kwargs)
     else:
-        reward_config(path, model_config_kwargs)
+        load_reward_config(path, model_config_kwargs)
 
 
 def _check_sglang(cfg: Config) -> None:
     """Raise ConfigError for a model or an argument that SGLang would refuse."""
-    from skyrl_train.experiment.engines import engine_kwargs, engine_settings  # imports Ray
+    from skyrl_train.experiment.engines import engine_kwargs, engine_generator_config  # imports Ray
 
-    options = engine_kwargs(engine_settings(cfg), cfg.device, cfg.generator.backend)
+    options = engine_kwargs(engine_generator_config(cfg), cfg.device, cfg.generator.backend)
     model, longest = options.pop("model"), options.pop("max_model_len", None)
     own = {key: options.pop(key) for key in ("name", "device", "dtype", "max_num_seqs", "rope_scaling", "rope_theta")}
     engine_arguments(
@@ -259,7 +259,7 @@ def _check_sglang(cfg: Config) -> None:
         max_model_len=longest or load_config(model).get_text_config().max_position_embeddings,
         max_lora_rank=options.pop("max_lora_rank", 0),
         options=options,
-        reads_weights=False,
+        check_weights=False,
     )
 
 
@@ -268,7 +268,7 @@ def _tokenizer(cfg: Config) -> Any:
     path = cfg.trainer.policy.model.path
     if not has_tokenizer(path):
         raise ConfigError(
-            f"{POLICY_PATH}={path!r} has no tokenizer; save that of the model it was made from into the same folder."
+            f"{POLICY_PATH_KEY}={path!r} has no tokenizer; save that of the model it was made from into the same folder."
         )
     return build_tokenizer(cfg)
 
@@ -294,66 +294,66 @@ def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> Non
     if emitted:
         token = max(emitted, key=lambda one: beyond[one])
         raise ConfigError(
-            f"{POLICY_PATH}={cfg.trainer.policy.model.path!r}: its tokenizer can emit ids beyond the model's "
+            f"{POLICY_PATH_KEY}={cfg.trainer.policy.model.path!r}: its tokenizer can emit ids beyond the model's "
             f"embedding of {rows} rows ({len(emitted)} tokens, such as {token!r} with id {beyond[token]}). Resize "
             "the embedding with model.resize_token_embeddings(len(tokenizer)) and save the model again, or use its own "
             "tokenizer."
         )
 
 
-def _sample(cfg: Config, uses: Uses, tokenizer: Any) -> set[str]:
+def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -> set[str]:
     """Return the environments of a sample of the rows. Raises DataError for rows that cannot be used.
 
     Only files are read: folders, datasets on the hub and large JSON lists would have to be read as a whole.
     """
-    if not uses.rewards:
-        if uses.train_data and _can_sample(source for _, source in data_sources(cfg, uses)):
-            build_demonstrations(cfg, tokenizer, SAMPLE_S)
+    if not components.rewards:
+        if components.train_data and _can_read_first_rows(source for _, source in list_data_sources(cfg, components)):
+            build_sft_examples(cfg, tokenizer, SAMPLE_TIMEOUT_S)
         return set()
     names = set()
     for name in ("train_data", "val_data"):
         key = f"data.{name}"
-        sources = [source for one, source in data_sources(cfg, uses) if one == key]
-        if sources and _can_sample(sources):
-            names |= {prompt.env_class for prompt in build_prompts(cfg, tokenizer, sources, key, SAMPLE_S).prompts}
+        sources = [source for one, source in list_data_sources(cfg, components) if one == key]
+        if sources and _can_read_first_rows(sources):
+            names |= {prompt.env_class for prompt in build_prompts(cfg, tokenizer, sources, key, SAMPLE_TIMEOUT_S).prompts}
     return names
 
 
-def _can_sample(sources: Iterable[str]) -> bool:
+def _can_read_first_rows(sources: Iterable[str]) -> bool:
     """True if the first rows of all sources can be read without the others."""
-    return all(is_file_of_rows(source) and not is_address(source) and not _is_large_json(source) for source in sources)
+    return all(is_dataset_file(source) and not is_uri(source) and not _is_large_json(source) for source in sources)
 
 
 def _is_large_json(source: str) -> bool:
     path = os.path.expanduser(source)
-    return path.lower().endswith(".json") and os.path.getsize(path) > SAMPLE_BYTES
+    return path.lower().endswith(".json") and os.path.getsize(path) > MAX_SAMPLE_FILE_BYTES
 
 
-def check_addresses(cfg: Config, uses: Uses) -> None:
+def check_uris(cfg: Config, components: RunComponents) -> None:
     """Look whether data, models and the run's folder can be reached, before anything is started.
 
     Raises ConfigError for what is not there and for a folder of another run, StorageError for storage that refuses.
     """
     problems = []
-    for key, source in data_sources(cfg, uses):
-        if is_address(source):
-            store = StoredFolder(split_of(source)[0])
+    for key, source in list_data_sources(cfg, components):
+        if is_uri(source):
+            store = RemoteFolder(parse_split(source)[0])
             if store.info() is None and not store.find():
                 problems.append(Problem(key, source, "a file or a folder that exists", "Nothing is at this address."))
-    for key, path in model_paths(cfg, uses):
-        if is_address(path) and StoredFolder(path).read("config.json") is None:
+    for key, path in list_model_paths(cfg, components):
+        if is_uri(path) and RemoteFolder(path).read("config.json") is None:
             problems.append(Problem(key, path, "a model's folder", "There is no config.json at this address."))
-    for name in ("ckpt_path", "export_path") if uses.learner else ():
+    for name in ("ckpt_path", "export_path") if components.learner else ():
         path = getattr(cfg.trainer, name)
-        if not is_address(path):
+        if not is_uri(path):
             continue
-        if (reason := why_not_writable(working_folder(path))) is not None:
+        if (reason := find_write_error(resolve_local_folder(path))) is not None:
             advice = f"{reason} Set SKYRL_CACHE to a folder that can be written."
             problems.append(Problem(f"trainer.{name}", path, "an address whose copy here can be written", advice))
-        elif not StoredFolder(path).has_bucket():
+        elif not RemoteFolder(path).has_bucket():
             problems.append(Problem(f"trainer.{name}", path, "an address in a bucket that exists", "Make the bucket."))
-    raise_all(problems)
-    if uses.learner and is_address(cfg.trainer.ckpt_path):
-        stored = StoredFolder(cfg.trainer.ckpt_path).read(IDENTITY_FILE)
+    raise_problems(problems)
+    if components.learner and is_uri(cfg.trainer.ckpt_path):
+        stored = RemoteFolder(cfg.trainer.ckpt_path).read(IDENTITY_FILE)
         if stored is not None:
-            refuse_other_run(cfg.trainer.ckpt_path, identity(cfg), stored)
+            check_same_run(cfg.trainer.ckpt_path, run_identity(cfg), stored)

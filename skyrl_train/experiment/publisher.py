@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from skyrl_train.config.predicates import shares_memory, wants_adapter, weight_route
+from skyrl_train.config.predicates import shares_gpu_memory, prefers_adapter_sync, resolve_weight_sync_route
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
-from skyrl_train.data.messages import template_kwargs_of
+from skyrl_train.data.messages import get_chat_template_kwargs
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.layout import weight_folder
-from skyrl_train.experiment.services import RunningServices
+from skyrl_train.experiment.placement import weight_folder
+from skyrl_train.experiment.run_resources import RolloutResources
 from skyrl_train.learner.learner import Learner
 from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.weight_sync.sync import PROBE_TOLERANCE, Probe, WeightSync
@@ -30,7 +30,7 @@ PROBE_TOKENS = 64
 """Tokens per sequence of the log-prob probe, whose sequences are the beginnings of the first training prompts."""
 
 
-def build_publisher(running: RunningServices, tokenizer: Any, train_dataset: PromptDataset) -> WeightPublisher:
+def build_publisher(running: RolloutResources, tokenizer: Any, train_dataset: PromptDataset) -> WeightPublisher:
     """Return the weight syncs that generator.weight_sync_* configure, with the restarts of engines.
 
     Raises:
@@ -42,7 +42,7 @@ def build_publisher(running: RunningServices, tokenizer: Any, train_dataset: Pro
     weight_sync = WeightSync(
         learner.policy,
         lambda: client.engines,
-        route=supported_route(cfg, client.engines, one_node=base.layout.one_node),
+        route=choose_route(cfg, client.engines, is_single_node=base.placement.is_single_node),
         folder=weight_folder(cfg),
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
         probe=build_probe(cfg, learner, _probe_ids(cfg, tokenizer, train_dataset)),
@@ -52,25 +52,25 @@ def build_publisher(running: RunningServices, tokenizer: Any, train_dataset: Pro
         learner,
         client,
         weight_sync,
-        running.engine_slots.restart,
+        running.engine_launcher.restart,
         max_engine_restarts=cfg.generator.max_engine_restarts,
         pause_mode=pause_mode(cfg, client.engines),
-        time_shared=base.layout.time_shared,
-        shares_memory=shares_memory(cfg),
+        engines_colocated=base.placement.engines_colocated,
+        shares_accelerator=shares_gpu_memory(cfg),
     )
 
 
-def supported_route(cfg: Config, engines: Sequence[Any], *, one_node: bool = True) -> str:
+def choose_route(cfg: Config, engines: Sequence[Any], *, is_single_node: bool = True) -> str:
     """`weight_route`, or "checkpoint" (files) if that is chosen by itself and an engine does not support it.
 
     Raises ConfigError for shared memory that is configured, on a CPU, and policy and engines on several nodes.
     """
-    if cfg.generator.weight_sync_route == "ipc" and cfg.device == "cpu" and not one_node:
+    if cfg.generator.weight_sync_route == "ipc" and cfg.device == "cpu" and not is_single_node:
         raise ConfigError(
             "generator.weight_sync_route=ipc: policy and engines are on several nodes, which share no memory; use "
             "auto, broadcast or checkpoint."
         )
-    route = weight_route(cfg, one_node=one_node)
+    route = resolve_weight_sync_route(cfg, is_single_node=is_single_node)
     if route != "broadcast" or cfg.generator.weight_sync_route != "auto":
         return route
     return route if all(route in one.capabilities.weight_routes for one in engines) else "checkpoint"
@@ -82,7 +82,7 @@ def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
     Raises ConfigError if that is required (lora.sync=adapter) and an engine cannot take them.
     """
     lora = cfg.trainer.policy.model.lora
-    if not wants_adapter(cfg):
+    if not prefers_adapter_sync(cfg):
         return False
     unable = [one.capabilities for one in engines if one.capabilities.synced_adapter_rank < lora.rank]
     if unable and lora.sync == "adapter":
@@ -95,7 +95,7 @@ def sends_adapter(cfg: Config, engines: Sequence[Any]) -> bool:
     return not unable
 
 
-PAUSES = {"keep": "keep", "recompute": "retract", "abort": "abort"}
+PAUSE_MODES = {"keep": "keep", "recompute": "retract", "abort": "abort"}
 """trainer.fully_async.on_sync -> how engines pause."""
 
 
@@ -109,8 +109,8 @@ def pause_mode(cfg: Config, engines: Sequence[Any]) -> str | None:
     chosen = cfg.trainer.fully_async.on_sync
     for one in engines:
         able = one.capabilities.pause_modes
-        if PAUSES[chosen] not in able:
-            can = ", ".join(name for name, mode in PAUSES.items() if mode in able) or "none of them"
+        if PAUSE_MODES[chosen] not in able:
+            can = ", ".join(name for name, mode in PAUSE_MODES.items() if mode in able) or "none of them"
             raise ConfigError(
                 f"trainer.fully_async.on_sync={chosen}: engine {one.capabilities.name!r} cannot pause in this way; it "
                 f"can: {can}."
@@ -121,13 +121,13 @@ def pause_mode(cfg: Config, engines: Sequence[Any]) -> str | None:
                 "sync ends is another answer when it begins anew, and long ones become rarer. Set recompute, which "
                 "keeps what there is."
             )
-    return PAUSES[chosen]
+    return PAUSE_MODES[chosen]
 
 
 def _probe_ids(cfg: Config, tokenizer: Any, train_dataset: PromptDataset) -> list[list[int]]:
     """Return the beginnings of the first training prompts as token ids."""
     kwargs, prompts = cfg.generator.chat_template_kwargs, train_dataset.prompts[:PROBE_SEQUENCES]
-    rendered = (render_prompt(tokenizer, one.messages, template_kwargs_of(one.env_extras, kwargs)) for one in prompts)
+    rendered = (render_prompt(tokenizer, one.messages, get_chat_template_kwargs(one.env_extras, kwargs)) for one in prompts)
     return [ids[:PROBE_TOKENS] for ids in rendered]
 
 
@@ -143,10 +143,10 @@ def build_probe(cfg: Config, learner: Learner, probe_ids: Sequence[Sequence[int]
     largest = HALF_PRECISION_PROBE_TOLERANCE if half else PROBE_TOLERANCE
     return Probe(
         token_ids=token_ids,
-        trainer_score=learner.sequence_logprobs,
+        compute_trainer_logprobs=learner.sequence_logprobs,
         tolerance=largest if check == "probe" else math.inf,
         mean_tolerance=HALF_PRECISION_MEAN_TOLERANCE if half else math.inf,
         every_sync=check == "probe",
         self_test=check == "probe",
-        engines_alone=learner.offloaded if shares_memory(cfg) else nullcontext,
+        offload_trainer=learner.offloaded if shares_gpu_memory(cfg) else nullcontext,
     )

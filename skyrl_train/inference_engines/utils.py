@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.skyrl.rollouts import sampling_params_of
+from skyrl_train.skyrl.rollouts import to_vllm_sampling_params
 
 __all__ = ["get_sampling_params_for_backend"]
 
 
 def get_sampling_params_for_backend(backend: str, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration's section with the engine's names; `InferenceEngineClient.generate` takes either."""
-    named = sampling_params_of(dict(sampling_params))
+    named = to_vllm_sampling_params(dict(sampling_params))
     if backend == "sglang":
         named["max_new_tokens"] = named.pop("max_tokens")
     return named

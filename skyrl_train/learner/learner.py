@@ -16,24 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
 from skyrl_train.algorithms.value_objective import explained_variance
-from skyrl_train.cluster.actors import Remote
-from skyrl_train.cluster.stacks import Stack, stacks
-from skyrl_train.data.batch import Demonstration, TrainBatch, demonstration_batch
+from skyrl_train.cluster.actors import ActorProxy
+from skyrl_train.cluster.stack_dumps import ProcessStack, collect_stacks
+from skyrl_train.data.batch import SFTExample, TrainBatch, collate_sft_examples
 from skyrl_train.errors import ConfigError, DeadlineExceeded, SkyRLError, WeightSyncError, WorkerDied
-from skyrl_train.learner.shards import MiniBatchShards, PassLimits, Shards, Stored
+from skyrl_train.learner.batch_sharding import ShardedMiniBatch, MicroBatchLimits, ShardedBatch, StoredCall
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.metrics import Metrics
-from skyrl_train.tasks import gather_all
+from skyrl_train.aio import gather_all
 
 _log = logging.getLogger(__name__)
 
-Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/selections.py."""
-DEATH_KNOWN_S = 5.0
+TokenSelector = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logprobs, old_logprobs, advantages, mask), all [T] -> [T] bool; see algorithms/token_selection.py."""
+FAILURE_DETECTION_S = 5.0
 """On one machine the driver knows by then that a rank died, after its peers did."""
-ANSWER_S = 30.0
+RESPONSE_TIMEOUT_S = 30.0
 """For `Learner.answers`: a rank that lives and is not hung has left a call that failed by then."""
 
 
@@ -43,46 +43,46 @@ class WorkerGroup:
     A worker is any object whose methods are coroutines: a `cluster.actors.Remote` or a `LocalWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any], parallel_size: int = 1, death_known_s: float = DEATH_KNOWN_S):
+    def __init__(self, workers: Sequence[Any], parallel_size: int = 1, failure_detection_s: float = FAILURE_DETECTION_S):
         """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch.
 
         `death_known_s`: how much sooner its peers may know that a rank died than the driver does.
         """
-        self._death_known_s = death_known_s
+        self._failure_detection_s = failure_detection_s
         self.workers = list(workers)
         self.parallel_size = parallel_size
-        self.calls = 0
+        self.num_running_calls = 0
         """How many calls are under way. A rank takes one at a time, so others wait, however short they are."""
 
     def __len__(self) -> int:
         return len(self.workers)
 
     @property
-    def num_parts(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many parts a batch is divided into: one per parallel group."""
         return len(self) // self.parallel_size
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on every rank."""
-        return await self.scatter(method, [args] * len(self))
+        return await self.call_sharded(method, [args] * len(self))
 
-    async def scatter(self, method: str, args_of_part: Sequence[Sequence[Any] | Stored]) -> list[Any]:
+    async def call_sharded(self, method: str, args_per_dp_rank: Sequence[Sequence[Any] | StoredCall]) -> list[Any]:
         """Call `method` on every rank, with a part's own arguments on each of its ranks.
 
         Large arguments are stored beforehand, and read by all ranks of the part. The number of ranks is a multiple of
         the number of parts; a part goes to equally many neighbouring ranks. Raises the first failure without waiting
         for the other ranks; but if a rank has lost a peer, the death of that one.
         """
-        neighbours, rest = divmod(len(self), len(args_of_part))
-        assert rest == 0, f"{len(args_of_part)} parts for {len(self)} ranks"
+        neighbours, rest = divmod(len(self), len(args_per_dp_rank))
+        assert rest == 0, f"{len(args_per_dp_rank)} parts for {len(self)} ranks"
         calls: list[asyncio.Future[Any]] = []
-        self.calls += 1
+        self.num_running_calls += 1
         try:
             # Nothing else begins a call in between: all ranks take the calls of several callers in one order, or the
             # collectives of one would meet those of another.
             for rank, worker in enumerate(self.workers):
-                args = args_of_part[rank // neighbours]
-                if isinstance(args, Stored):
+                args = args_per_dp_rank[rank // neighbours]
+                if isinstance(args, StoredCall):
                     call = worker.call_stored(method, args.plan, args.values)
                 else:
                     call = getattr(worker, method)(*args)
@@ -94,11 +94,11 @@ class WorkerGroup:
                 raise death from error
             raise
         finally:
-            self.calls -= 1
+            self.num_running_calls -= 1
             for call in calls:
                 call.cancel()
 
-    def store(self, value: Any) -> Any:
+    def put(self, value: Any) -> Any:
         """Put a value where all ranks read it. It blocks: to be called in a thread."""
         return self.workers[0].store(value)
 
@@ -106,7 +106,7 @@ class WorkerGroup:
         """The first death that is known of, in time."""
         left = set(calls)
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._death_known_s):
+            async with asyncio.timeout(self._failure_detection_s):
                 while left:
                     done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                     for call in done:
@@ -118,7 +118,7 @@ class WorkerGroup:
     async def setup(self) -> int:
         """Connect the ranks to each other and load the model; returns its number of parameters."""
         address, port = await self.workers[0].address()
-        return int((await self.all("setup", address, port))[0])
+        return int((await self.call_all("setup", address, port))[0])
 
 
 class LocalWorker:
@@ -127,13 +127,13 @@ class LocalWorker:
     def __init__(self, worker: LearnerWorker):
         self.worker = worker
 
-    def store(self, value: Any) -> Any:
+    def put(self, value: Any) -> Any:
         """See Remote.store; here it is where it is read."""
         return value
 
-    async def call_stored(self, method: str, plan: Any, stored: Sequence[Any]) -> Any:
+    async def call_with_refs(self, method: str, plan: Any, refs: Sequence[Any]) -> Any:
         """See Remote.call_stored."""
-        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*plan.arguments(*stored)))
+        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*plan.arguments(*refs)))
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -174,7 +174,7 @@ class Learner:
         *,
         critic: WorkerGroup | None = None,
         reduction: Callable[..., Tensor] | None = None,
-        choose: Choose | None = None,
+        token_selector: TokenSelector | None = None,
         needs_old_logprobs: bool | None = None,
         stacks_file: Path | None = None,
         moe_routing_replay: str | None = None,
@@ -189,24 +189,24 @@ class Learner:
         self.reference = reference
         self.version = 0
         """How many steps made the weights that all ranks hold."""
-        self._changing = asyncio.Lock()
-        self._between_versions = False
-        self.tells_logprobs_of = 0
+        self._update_lock = asyncio.Lock()
+        self._update_is_incomplete = False
+        self.num_sequences_with_logprobs = 0
         """Of how many of a batch's first sequences an update of a single optimizer step keeps the log-probs that it
         begins with. Before one of several steps they are scored: `old_logprobs` of the batch."""
-        self.logprobs: Tensor | None = None
+        self.update_logprobs: Tensor | None = None
         """[T] those of the last update's batch, 0 for other sequences; None if it kept none."""
-        self.progress: tuple[int, int] | None = None
+        self.optimizer_progress: tuple[int, int] | None = None
         """Of the policy's optimizer steps under way: how many are taken, of how many."""
-        self._known_shards: dict[tuple[int, int, bool], Shards] = {}
+        self._sharded_batches: dict[tuple[int, int, bool], ShardedBatch] = {}
         """Of the batch that is learnt from: by number of parts and of prompts in a mini-batch, and whether routing is
         theirs."""
         self.critic = critic
         self.sizes = sizes
         self.reduction = reduction or partial(token_mean, max_seq_len=1)
-        self.choose = choose
+        self.token_selector = token_selector
         self.moe_routing_replay = moe_routing_replay
-        needs = choose is not None or moe_routing_replay == "old_policy"
+        needs = token_selector is not None or moe_routing_replay == "old_policy"
         self.needs_old_logprobs = True if needs else needs_old_logprobs
         self.stacks_file = stacks_file
 
@@ -228,7 +228,7 @@ class Learner:
         """The ranks of all models."""
         return [worker for group in self._groups for worker in group.workers]
 
-    async def score(self, batch: TrainBatch) -> TrainBatch:
+    async def add_logprobs_and_values(self, batch: TrainBatch) -> TrainBatch:
         """Add what the update needs: old log-probs if anything reads them, the critic's values, reference log-probs."""
         scored = batch
         if self.moe_routing_replay == "rollout" and batch.routing is None and bool(batch.loss_mask.any()):
@@ -238,7 +238,7 @@ class Learner:
             )
         if self.moe_routing_replay == "old_policy":
             old_logprobs, routing = await self._token_results(
-                self.policy, batch, "score_and_route", await self._shards(self.policy, batch)
+                self.policy, batch, "forward_with_routing", await self._shards(self.policy, batch)
             )
             scored = scored.with_tokens(old_logprobs=old_logprobs, routing=routing)
         else:
@@ -247,90 +247,90 @@ class Learner:
                 mini_batches = (await self._shards(self.policy, batch)).mini_batches
                 needs_old_logprobs = len(mini_batches) * self.sizes.update_epochs_per_batch > 1
             if needs_old_logprobs:
-                scored = scored.with_tokens(old_logprobs=await self._scores(self.policy, batch))
+                scored = scored.with_tokens(old_logprobs=await self._compute_logprobs_or_values(self.policy, batch))
         if self.critic is not None:
-            scored = scored.with_tokens(values=await self._scores(self.critic, batch))
-        return await self.with_reference(scored)
+            scored = scored.with_tokens(values=await self._compute_logprobs_or_values(self.critic, batch))
+        return await self.add_reference_logprobs(scored)
 
-    async def with_reference(self, batch: TrainBatch) -> TrainBatch:
+    async def add_reference_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the reference's log-probs if there is a reference."""
         if self.reference is None:
             return batch
-        return batch.with_tokens(ref_logprobs=await self._scores(self.reference, batch))
+        return batch.with_tokens(ref_logprobs=await self._compute_logprobs_or_values(self.reference, batch))
 
-    async def token_scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
+    async def compute_logprobs_or_values(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
         """[T] log-probs (nats), or values of a critic, for tokens in the loss mask; 0 elsewhere.
 
         Of any batch: what ranks have of the one that is being learnt from stays as it is.
         """
-        shards = await asyncio.to_thread(self._divided, group, batch, [range(len(batch))])
-        return (await self._token_results(group, batch, "score", shards))[0]
+        shards = await asyncio.to_thread(self._shard_batch, group, batch, [range(len(batch))])
+        return (await self._token_results(group, batch, "forward", shards))[0]
 
     async def sequence_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the policy's log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
-        rows = [Demonstration(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
-        batch = demonstration_batch(rows)
-        values = (await self.token_scores(self.policy, batch)).tolist()
+        rows = [SFTExample(list(ids), [False] + [True] * (len(ids) - 1)) for ids in token_ids]
+        batch = collate_sft_examples(rows)
+        values = (await self.compute_logprobs_or_values(self.policy, batch)).tolist()
         return [values[start + 1 : stop] for start, stop in pairwise(batch.offsets.tolist())]
 
-    async def _scores(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
+    async def _compute_logprobs_or_values(self, group: WorkerGroup, batch: TrainBatch) -> Tensor:
         """The same, of the batch that is to be learnt from."""
-        return (await self._token_results(group, batch, "score", await self._shards(group, batch)))[0]
+        return (await self._token_results(group, batch, "forward", await self._shards(group, batch)))[0]
 
     async def _token_results(
-        self, group: WorkerGroup, batch: TrainBatch, method: str, shards: Shards, only: MiniBatchShards | None = None
+        self, group: WorkerGroup, batch: TrainBatch, method: str, shards: ShardedBatch, only: ShardedMiniBatch | None = None
     ) -> list[Tensor]:
         """What a method of the ranks says of each token: tensors [T, ...]. `only`: the batch is this mini-batch.
 
         Sequences without tokens to score have 0, or -1 in a tensor of integers.
         """
         limits = self._limits(self.sizes.micro_forward_batch_size_per_gpu)
-        passes, arguments = await asyncio.to_thread(shards.scores, group.store, limits, only)
-        parts = await group.scatter(method, arguments)
+        passes, arguments = await asyncio.to_thread(shards.forward_calls, group.put, limits, only)
+        parts = await group.call_sharded(method, arguments)
         found = [part if isinstance(part, tuple) else (part,) for part in parts[:: group.parallel_size]]
-        return await asyncio.to_thread(_in_place, batch, passes, found)
+        return await asyncio.to_thread(_scatter_tokens, batch, passes, found)
 
-    async def _shards(self, group: WorkerGroup, batch: TrainBatch) -> Shards:
+    async def _shards(self, group: WorkerGroup, batch: TrainBatch) -> ShardedBatch:
         """The batch as the ranks of a group have it: the same for all groups that divide it alike."""
-        known = {key: one for key, one in self._known_shards.items() if one.has_tokens_of(batch)}
+        known = {key: one for key, one in self._sharded_batches.items() if one.has_tokens_of(batch)}
         routed = batch.routing is not None and group is self.policy
         groups = self.sizes.critic_mini_batch_size if group is self.critic else self.sizes.policy_mini_batch_size
-        key = (group.num_parts, groups, routed)
+        key = (group.data_parallel_size, groups, routed)
         if key not in known or (routed and not known[key].has_routing_of(batch)):
             mini_batches = await asyncio.to_thread(mini_batch_rows, batch, groups)
-            known[key] = await asyncio.to_thread(self._divided, group, batch, mini_batches)
-        self._known_shards = known
+            known[key] = await asyncio.to_thread(self._shard_batch, group, batch, mini_batches)
+        self._sharded_batches = known
         return known[key]
 
-    def _divided(self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> Shards:
+    def _shard_batch(self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> ShardedBatch:
         if group is not self.policy:
             batch = batch.with_tokens(routing=None)  # other models have other experts
-        return Shards(batch, mini_batches, group.num_parts, self._limits(self.sizes.micro_train_batch_size_per_gpu))
+        return ShardedBatch(batch, mini_batches, group.data_parallel_size, self._limits(self.sizes.micro_train_batch_size_per_gpu))
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
 
         Raises ConfigError if there is a critic but the advantage estimator returned no returns.
         """
-        async with self._changing:
-            self._between_versions = True
+        async with self._update_lock:
+            self._update_is_incomplete = True
             try:
                 metrics = await self._take_optimizer_steps(batch)
             finally:
-                self.progress = None
-                self._known_shards = {}
-            self._between_versions = False
+                self.optimizer_progress = None
+                self._sharded_batches = {}
+            self._update_is_incomplete = False
             self.version += 1
         return metrics.flush()
 
     @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[int]:
+    async def hold_version(self) -> AsyncIterator[int]:
         """Inside, no optimizer step is taken: gives the version of the weights. Waits for the end of an `update`.
 
         Raises WeightSyncError if an update ended in its middle: what the ranks hold then is no version.
         """
-        async with self._changing:
-            if self._between_versions:
+        async with self._update_lock:
+            if self._update_is_incomplete:
                 raise WeightSyncError(
                     f"the trainer's weights are between version {self.version} and {self.version + 1}: an update of "
                     "theirs did not end. There is nothing that an engine could be given."
@@ -342,22 +342,22 @@ class Learner:
         if self.critic is not None:
             await self._update_critic(self.critic, batch, metrics)
         shards = await self._shards(self.policy, batch)
-        self._known_shards = {}  # each is let go of after its last step, and those of other models now
+        self._sharded_batches = {}  # each is let go of after its last step, and those of other models now
         steps = shards.mini_batches * self.sizes.update_epochs_per_batch
         metrics.count("policy/optimizer_steps", len(steps))
-        self.logprobs = None
+        self.update_logprobs = None
         tells = len(steps) == 1 and batch.old_logprobs is None
         if not steps:
             _log.warning("No token of this step's batch counts: nothing was learnt from it.")
         for index, one in enumerate(steps):
-            self.progress = index, len(steps)
+            self.optimizer_progress = index, len(steps)
             mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, self.reduction)
-            if self.choose is not None:
-                mini_batch = await self._with_selected_tokens(mini_batch, self.choose, shards, one, first=index == 0)
-            wanted = {place for place, row in enumerate(one.rows) if tells and row < self.tells_logprobs_of}
-            told = await self._step(self.policy, shards, one, mini_batch.to_update("policy"), metrics, wanted)
+            if self.token_selector is not None:
+                mini_batch = await self._with_selected_tokens(mini_batch, self.token_selector, shards, one, first=index == 0)
+            wanted = {place for place, row in enumerate(one.rows) if tells and row < self.num_sequences_with_logprobs}
+            told = await self._optimizer_step(self.policy, shards, one, mini_batch.select_update_inputs("policy"), metrics, wanted)
             if told is not None:
-                self.logprobs = _in_place(batch, [[one.rows]], [[told]])[0]
+                self.update_logprobs = _scatter_tokens(batch, [[one.rows]], [[told]])[0]
             if index + len(shards.mini_batches) >= len(steps):
                 one.stored = None
         return metrics
@@ -376,64 +376,64 @@ class Learner:
         shards = await self._shards(critic, batch)
         for one in shards.mini_batches * self.sizes.update_epochs_per_batch:
             mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, partial(token_mean, max_seq_len=1))
-            await self._step(critic, shards, one, mini_batch.to_update("critic"), metrics)
+            await self._optimizer_step(critic, shards, one, mini_batch.select_update_inputs("critic"), metrics)
 
-    async def _step(
+    async def _optimizer_step(
         self,
         group: WorkerGroup,
-        shards: Shards,
-        one: MiniBatchShards,
+        shards: ShardedBatch,
+        one: ShardedMiniBatch,
         mini_batch: TrainBatch,
         metrics: Metrics,
-        wanted: Collection[int] = (),
+        logprob_rows: Collection[int] = (),
     ) -> Tensor | None:
         """Take one optimizer step of a model, on all of its ranks.
 
         Returns [T] the log-probs before it of the sequences `wanted`, 0 for others; None if none are.
         """
-        states = await group.scatter(
-            "update", await asyncio.to_thread(shards.updates, group.store, one, mini_batch, wanted)
+        states = await group.call_sharded(
+            "update", await asyncio.to_thread(shards.update_calls, group.put, one, mini_batch, logprob_rows)
         )
         for state in states:
             metrics.merge(state)
-        if not wanted:
+        if not logprob_rows:
             return None
-        chosen = [[[row for row in rows if row in wanted] for rows in passes] for passes in one.passes]
-        return _in_place(mini_batch, chosen, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
+        chosen = [[[row for row in rows if row in logprob_rows] for rows in passes] for passes in one.micro_batches]
+        return _scatter_tokens(mini_batch, chosen, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
 
     async def _with_selected_tokens(
-        self, mini_batch: TrainBatch, choose: Choose, shards: Shards, one: MiniBatchShards, *, first: bool
+        self, mini_batch: TrainBatch, token_selector: TokenSelector, shards: ShardedBatch, one: ShardedMiniBatch, *, first: bool
     ) -> TrainBatch:
         """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""
         old, advantages = mini_batch.old_logprobs, mini_batch.token_advantages
         assert old is not None and advantages is not None, "a choice of tokens needs old log-probs"
-        current = old if first else (await self._token_results(self.policy, mini_batch, "score", shards, one))[0]
-        chosen = await asyncio.to_thread(choose, current, old, advantages, mini_batch.loss_mask)
+        current = old if first else (await self._token_results(self.policy, mini_batch, "forward", shards, one))[0]
+        chosen = await asyncio.to_thread(token_selector, current, old, advantages, mini_batch.loss_mask)
         return mini_batch.with_tokens(selected=chosen)
 
-    def loaded(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """Note that all ranks have loaded the weights of this version."""
-        self.version, self._between_versions = version, False
+        self.version, self._update_is_incomplete = version, False
 
-    async def answers(self, within_s: float) -> bool:
+    async def is_responsive(self, timeout_s: float) -> bool:
         """Whether every rank of the trained models lives, and answers within this time unless it has other calls.
 
         Those have deadlines of their own, and say by themselves if a rank is gone.
         """
         try:
-            async with asyncio.timeout(within_s):
-                await gather_all(group.all("ping") for group in self.trained.values() if not group.calls)
+            async with asyncio.timeout(timeout_s):
+                await gather_all(group.call_all("ping") for group in self.trained.values() if not group.num_running_calls)
         except (SkyRLError, TimeoutError):
             return False
         return True
 
-    async def explain(self, error: BaseException) -> None:
+    async def attach_stall_report(self, error: BaseException) -> None:
         """If a deadline passed, add to `error` which rank the others wait for; the stacks of all ranks go to a file."""
-        ranks = [worker for worker in self.workers if isinstance(worker, Remote)]
+        ranks = [worker for worker in self.workers if isinstance(worker, ActorProxy)]
         if not isinstance(error, DeadlineExceeded) or error.explanation or self.stacks_file is None or not ranks:
             return
         try:
-            error.explanation = await explain_stall(ranks, self.stacks_file)
+            error.explanation = await report_stall(ranks, self.stacks_file)
         except Exception:
             _log.warning("What held up the ranks could not be found out.", exc_info=True)
 
@@ -443,10 +443,10 @@ class Learner:
     async def onload(self) -> None:
         await self._call_all_groups("onload")
 
-    async def keep_weights(self) -> None:
+    async def onload_weights_only(self) -> None:
         """Have the policy's weights on the accelerator and nothing else: what a weight sync needs."""
-        others = (group.all("offload") for group in self._groups if group is not self.policy)
-        await asyncio.gather(self.policy.all("keep_parameters"), *others)
+        others = (group.call_all("offload") for group in self._groups if group is not self.policy)
+        await asyncio.gather(self.policy.call_all("onload_parameters_only"), *others)
 
     @asynccontextmanager
     async def offloaded(self) -> AsyncIterator[None]:
@@ -455,17 +455,17 @@ class Learner:
         try:
             yield
         finally:
-            await self.keep_weights()
+            await self.onload_weights_only()
 
     async def close(self) -> None:
         await self._call_all_groups("close")
 
     async def _call_all_groups(self, method: str) -> None:
-        await asyncio.gather(*(group.all(method) for group in self._groups))
+        await asyncio.gather(*(group.call_all(method) for group in self._groups))
 
-    def _limits(self, sequences: int | None) -> PassLimits:
+    def _limits(self, sequences: int | None) -> MicroBatchLimits:
         sizes = self.sizes
-        return PassLimits(sequences, sizes.max_tokens_per_microbatch, sizes.attention_tokens, sizes.share_prompt)
+        return MicroBatchLimits(sequences, sizes.max_tokens_per_microbatch, sizes.attention_tokens, sizes.share_prompt)
 
 
 def mini_batch_rows(batch: TrainBatch, num_groups: int) -> list[list[int]]:
@@ -475,7 +475,7 @@ def mini_batch_rows(batch: TrainBatch, num_groups: int) -> list[list[int]]:
     """
     groups = batch.group_ids.unique_consecutive()
     assert len(groups) == len(groups.unique()), "the samples of a prompt lie together, or they would be used twice"
-    learns = batch.loss_tokens > 0
+    learns = batch.num_loss_tokens > 0
     chosen = []
     for ids in groups.split(num_groups):
         rows = torch.isin(batch.group_ids, ids)
@@ -485,10 +485,10 @@ def mini_batch_rows(batch: TrainBatch, num_groups: int) -> list[list[int]]:
 
 
 def _mini_batch(batch: TrainBatch, rows: Sequence[int], reduction: Callable[..., Tensor]) -> TrainBatch:
-    return weigh(batch.select(rows, copy=False), reduction)
+    return assign_loss_weights(batch.select(rows, copy=False), reduction)
 
 
-def _in_place(
+def _scatter_tokens(
     batch: TrainBatch, shards: Sequence[Sequence[Sequence[int]]], parts: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
     """What the parts say of the tokens of their rows, in the order of the batch's tokens."""
@@ -507,21 +507,21 @@ def _in_place(
     return results
 
 
-_WITHIN_S = 30.0
+_STACKS_TIMEOUT_S = 30.0
 """A node may have to start a worker first."""
-_UNKNOWN = Stack(None, "unknown", "")
+_UNKNOWN = ProcessStack(None, "unknown", "")
 
 
-async def explain_stall(ranks: Sequence[Remote], file: Path) -> str:
+async def report_stall(ranks: Sequence[ActorProxy], file: Path) -> str:
     """Write the stacks of all ranks to `file`; returns which rank is waited for, and where the stacks are.
 
     It is a rank whose node does not answer, or that is stopped or gone; else one that is at work while others are in a
     collective. If no rank stands out, as all are in a collective or a kernel of an accelerator hangs, none is named.
     """
-    found = await stacks([rank.id for rank in ranks], _WITHIN_S)
+    found = await collect_stacks([rank.actor_id for rank in ranks], _STACKS_TIMEOUT_S)
     if not found:
         return ""
-    by_name = {rank.name: found.get(rank.id, _UNKNOWN) for rank in ranks}
+    by_name = {rank.name: found.get(rank.actor_id, _UNKNOWN) for rank in ranks}
     text = "\n\n".join(
         f"=== {name}: process {stack.pid}, {stack.status}\n{stack.text}" for name, stack in by_name.items()
     )
@@ -529,21 +529,21 @@ async def explain_stall(ranks: Sequence[Remote], file: Path) -> str:
         file.write_text(text)
     except OSError as error:
         _log.warning("The stacks of the trainer's ranks could not be written to %s: %s.", file, error)
-        return _blame(by_name)
-    return f"{_blame(by_name)}; the stacks of all ranks are in {file}".removeprefix("; ")
+        return _describe_stalled_ranks(by_name)
+    return f"{_describe_stalled_ranks(by_name)}; the stacks of all ranks are in {file}".removeprefix("; ")
 
 
-def _blame(by_name: dict[str, Stack]) -> str:
+def _describe_stalled_ranks(by_name: dict[str, ProcessStack]) -> str:
     silent = {name: stack for name, stack in by_name.items() if not stack.text}
     if silent:
         return ", ".join(f"{name} does not answer ({_state(stack)})" for name, stack in silent.items())
-    busy = [name for name, stack in by_name.items() if stack.called and not stack.in_collective]
-    if not busy or not any(stack.in_collective for stack in by_name.values()):
+    busy = [name for name, stack in by_name.items() if stack.call_frames and not stack.is_in_collective]
+    if not busy or not any(stack.is_in_collective for stack in by_name.values()):
         return ""
     return f"{' and '.join(busy)} had not come so far, while others waited in a collective"
 
 
-def _state(stack: Stack) -> str:
+def _state(stack: ProcessStack) -> str:
     if stack.status == "stopped":
         return f"its process is stopped: kill -CONT {stack.pid} lets it go on"
     return "nor does its node" if stack is _UNKNOWN else f"its process is {stack.status}"

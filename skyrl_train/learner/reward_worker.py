@@ -22,7 +22,7 @@ from skyrl_train.errors import (
     RewardModelLost,
     WorkerDied,
 )
-from skyrl_train.models.loading import REWARD_PATH, load_reward_model, load_tokenizer, max_positions
+from skyrl_train.models.loading import REWARD_PATH_KEY, load_reward_model, load_tokenizer, get_max_positions
 
 Score = float | EnvironmentFailure
 """The reward of a conversation, or the reason why it has none."""
@@ -44,16 +44,16 @@ class RewardWorker:
 
     def setup(self) -> None:
         """Load model and tokenizer. Raises ConfigError if the model cannot score conversations."""
-        self.tokenizer = load_tokenizer(self.path, key=REWARD_PATH)
+        self.tokenizer = load_tokenizer(self.path, key=REWARD_PATH_KEY)
         if self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"{REWARD_PATH}={self.path!r}: its tokenizer has no chat template, which turns a conversation into the "
+                f"{REWARD_PATH_KEY}={self.path!r}: its tokenizer has no chat template, which turns a conversation into the "
                 "model's tokens; put the one it was trained with into its folder as chat_template.jinja."
             )
         self.model = load_reward_model(
             self.path, dtype=self.dtype, device=self.device, model_config_kwargs=self.model_config_kwargs
         )
-        self.max_tokens = max_positions(self.model)
+        self.max_tokens = get_max_positions(self.model)
 
     def score(self, conversations: Sequence[Sequence[Message]]) -> list[Score]:
         """The model's score of each conversation, or an EnvironmentFailure in its place.

@@ -20,33 +20,33 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.value_objective import ValueObjective
-from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
+from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
-from skyrl_train.config.sources import local_path
+from skyrl_train.config.locations import strip_file_scheme
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.durable import Written
-from skyrl_train.learner.base_model import LoraRecord, tensor_fingerprints
+from skyrl_train.atomic_files import FileDigest
+from skyrl_train.learner.base_model_record import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
-from skyrl_train.models.composite import checkpoint_config
+from skyrl_train.models.composite import get_checkpoint_config
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.export import export_adapter, export_hf
-from skyrl_train.models.loading import POLICY_PATH, load_tokenizer, open_causal_lm
-from skyrl_train.models.lora import Adapters
+from skyrl_train.models.loading import POLICY_PATH_KEY, load_tokenizer, open_causal_lm
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.ragged_model import RaggedModel
-from skyrl_train.models.rank_group import RankGroup
-from skyrl_train.models.saved_weights import SavedWeights
+from skyrl_train.models.parallel_group import ParallelGroup
+from skyrl_train.models.pretrained_weights import PretrainedWeights
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.sharded_tensor import ShardedTensor
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.models.value_scorer import ValueScorer
+from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.value_model import ValueModel
 from skyrl_train.registry import load_object
-from skyrl_train.report.profiling import AllocationRecord, Profiler, peak_memory
+from skyrl_train.report.profiling import MemorySnapshotRecorder, Profiler, peak_memory
 from skyrl_train.strategies.base import LearningRates
-from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
-from skyrl_train.weight_sync.sender import AdaptedModel, SendingRank, WeightSender
-from skyrl_train.weight_sync.wire import AdapterSpec
+from skyrl_train.strategies.process_group import close_process_group, init_process_group, make_subgroups
+from skyrl_train.weight_sync.sender import LoraModel, WeightSenderMixin, WeightSender
+from skyrl_train.weight_sync.protocol import AdapterSpec
 
 Objective = PolicyObjective | ValueObjective | SFTObjective
 """Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks."""
@@ -86,7 +86,7 @@ class LearnerSpec:
     weight_sync_only_changed: bool = False
     """Weight syncs skip tensors that have not changed."""
     deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    model_key: str = POLICY_PATH
+    model_config_key: str = POLICY_PATH_KEY
     """Where `model_path` was configured, for messages."""
     value_head_prefix: str | None = None
     """The name of a critic's output layer, for a model that scores values; None for one that scores log-probs."""
@@ -108,7 +108,7 @@ class LearnerSpec:
     """After this many consecutive updates without a finite gradient it raises NonFiniteUpdate."""
     shares_accelerator: bool = False
     """Other models of the learner have processes on the same accelerator; between its passes this one makes room."""
-    memory_folder: str | None = None
+    memory_snapshot_folder: str | None = None
     """Folder for a record of the accelerator's allocations; None for no record."""
 
     @property
@@ -118,7 +118,7 @@ class LearnerSpec:
 
     def key_of_size(self, kind: str) -> str:
         """Where the size of a kind of parallelism was configured."""
-        return self.model_key.removesuffix("model.path") + f"{kind}_parallel_size"
+        return self.model_config_key.removesuffix("model.path") + f"{kind}_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -128,36 +128,36 @@ class MiniBatch:
     micro_batches: list[TrainBatch]
     num_micro_batches: int
     """The same on every rank; a rank with fewer adds fillers of one token with weight zero."""
-    tokens: int
+    num_loss_tokens: int
     """Tokens in the loss of the whole mini-batch, over all ranks."""
     share_prompts: bool = False
     """Whether equal prompts of adjacent sequences in a micro-batch are run once."""
-    wanted: list[list[int]] | None = None
+    logprob_indices: list[list[int]] | None = None
     """The sequences of each micro-batch whose log-probs are to be returned."""
 
 
-class LearnerWorker(SendingRank):
+class LearnerWorker(WeightSenderMixin):
     """Rank `rank` of `world_size`. Call `address` on rank 0, then `setup` on all ranks at once, then the rest."""
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int):
         self.spec = spec
         self.rank = rank
         self.world_size = world_size
-        self.parallel_group: RankGroup | None = None
+        self.parallel_group: ParallelGroup | None = None
         self.expert_parallel: ExpertParallel | None = None
-        self.record: AllocationRecord | None = None
+        self.memory_recorder: MemorySnapshotRecorder | None = None
         self._profiler = Profiler(spec.device)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[dict[str, Written]] | None = None
+        self._writing: Future[dict[str, FileDigest]] | None = None
         """The last save, until `saved` has returned it."""
         if spec.threads:
             torch.set_num_threads(spec.threads)
         if spec.device == "cpu":
-            _add_in_one_order()
+            _use_deterministic_sums()
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:
         """(host, free port) at which the processes that the run began with can meet it, or also any other machine."""
-        variable = NODE_ADDRESS if other_machines else GROUP_ADDRESS
+        variable = NODE_ADDRESS if other_machines else BIND_ADDRESS
         return free_address(os.environ.get(variable, LOOPBACK))
 
     def setup(self, address: str, port: int) -> int:
@@ -170,22 +170,22 @@ class LearnerWorker(SendingRank):
         torch.manual_seed(spec.seed)
         if spec.device == "cuda":
             torch.cuda.set_device(0)
-        if spec.memory_folder is not None:
-            file = Path(spec.memory_folder) / f"policy_rank_{self.rank}.pickle"
-            self.record = AllocationRecord(file, torch.cuda.memory)
+        if spec.memory_snapshot_folder is not None:
+            file = Path(spec.memory_snapshot_folder) / f"policy_rank_{self.rank}.pickle"
+            self.memory_recorder = MemorySnapshotRecorder(file, torch.cuda.memory)
         backend = "nccl" if spec.device == "cuda" else "gloo"
         init_process_group(self.rank, self.world_size, address, port, backend, spec.rendezvous_s, spec.update_s)
         if spec.parallel_size > 1:
             name, kind = ("tensor", TensorParallel) if spec.tensor_parallel_size > 1 else ("sequence", SequenceParallel)
-            self.parallel_group = kind(neighbours(spec.parallel_size, spec.update_s), spec.key_of_size(name))
+            self.parallel_group = kind(make_subgroups(spec.parallel_size, spec.update_s), spec.key_of_size(name))
         if spec.expert_parallel_size > 1:
-            group = neighbours(spec.expert_parallel_size, spec.update_s)
+            group = make_subgroups(spec.expert_parallel_size, spec.update_s)
             self.expert_parallel = ExpertParallel(group, spec.key_of_size("expert"))
         return self.build(spec.model_path)
 
     def reload(self, path: str) -> None:
         """Replace the model by that of another Hugging Face folder: a frozen reference follows the policy this way."""
-        del self.scorer, self.strategy, self.sender
+        del self.module, self.strategy, self.sender
         gc.collect()  # a module is a reference cycle: without this both models would be in memory at once
         self.build(path)
 
@@ -201,27 +201,27 @@ class LearnerWorker(SendingRank):
             model_config_kwargs=spec.model_config_kwargs,
             rope_scaling=spec.rope_scaling,
             rope_theta=spec.rope_theta,
-            key=spec.model_key,
+            key=spec.model_config_key,
         )
         if spec.gradient_checkpointing and spec.optimizer_config:
             model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
             if spec.lora and spec.gradient_checkpointing_use_reentrant:
                 model.enable_input_require_grads()  # or layers would run without gradients
-        self._hf_config = checkpoint_config(model)
+        self._hf_config = get_checkpoint_config(model)
         if spec.optimizer_config:
             self._fingerprints = tensor_fingerprints(model, saved, self.rank, self.world_size)
         self.adapters = None
         if spec.lora:
             torch.manual_seed(spec.seed)
-            self.adapters = Adapters(model, spec.lora, spec.model_key.removesuffix("path") + "lora")
-        scorer = self._scorer(model, saved)
+            self.adapters = LoraAdapters(model, spec.lora, spec.model_config_key.removesuffix("path") + "lora")
+        scorer = self._wrap_model(model, saved)
         self.routers = scorer.routers
-        self.routers.check_needed(model, spec.moe_routing_replay, spec.router_aux_loss_coef)
+        self.routers.check_routers_supported(model, spec.moe_routing_replay, spec.router_aux_loss_coef)
         for parameter in scorer.parameters():
             if spec.lora and parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         count = sum(
-            parameter.numel() * (part.size if (part := scorer.parts.get(scorer.hf_name(name))) else 1)
+            parameter.numel() * (part.size if (part := scorer.parameter_shards.get(scorer.hf_name(name))) else 1)
             for name, parameter in scorer.named_parameters()
         )
         if spec.use_torch_compile:
@@ -236,33 +236,33 @@ class LearnerWorker(SendingRank):
             world_size=self.world_size,
         )
         self.strategy.max_skipped_updates = spec.max_skipped_updates
-        self.scorer = self.strategy.prepare(scorer, spec.total_steps)
-        scorer.saved = None  # its files are closed
+        self.module = self.strategy.prepare(scorer, spec.total_steps)
+        scorer.pretrained = None  # its files are closed
         self.sender = WeightSender(
             self.sharded_parameters,
             wire_dtype=spec.model_dtype,
             bucket_bytes=int(spec.weight_transfer_threshold_cuda_ipc_GB * 2**30),
             rank=self.rank,
             weight_sync_only_changed=spec.weight_sync_only_changed,
-            adapted=self._adapted_model(),
-            updates=lambda: self.strategy.updates,
+            lora_model=self._adapted_model(),
+            num_optimizer_steps=lambda: self.strategy.updates,
             device=spec.device,
-            sum_over_ranks=self._sum_over_ranks,
+            all_reduce_sum=self._sum_over_ranks,
         )
         return count
 
-    def _adapted_model(self) -> AdaptedModel | None:
+    def _adapted_model(self) -> LoraModel | None:
         """For engines that serve the adapter separately from the model."""
         adapters, spec = self.adapters, self.spec.lora
         if adapters is None or spec is None:
             return None
         adapter = AdapterSpec(spec.rank, adapters.scaling, tuple(adapters.layers))
-        return AdaptedModel(adapter, lambda trained: adapters.separate(self.strategy.sharded_parameters(trained)))
+        return LoraModel(adapter, lambda trained: adapters.iter_unmerged(self.strategy.sharded_parameters(trained)))
 
-    def _scorer(self, model: PreTrainedModel, saved: SavedWeights) -> RaggedModel:
+    def _wrap_model(self, model: PreTrainedModel, pretrained: PretrainedWeights) -> RaggedModel:
         if self.spec.value_head_prefix is None:
-            return TokenScorer(model, None, self.parallel_group, saved, self.expert_parallel)
-        return ValueScorer(model, self.spec.value_head_prefix, self.parallel_group, saved, self.expert_parallel)
+            return LogprobModel(model, None, self.parallel_group, pretrained, self.expert_parallel)
+        return ValueModel(model, self.spec.value_head_prefix, self.parallel_group, pretrained, self.expert_parallel)
 
     def sharded_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, ShardedTensor]]:
         """(checkpoint name, this rank's part) of the model with adapters merged, which are also put into `adapters`.
@@ -270,45 +270,45 @@ class LearnerWorker(SendingRank):
         A collective: all ranks must iterate.
         """
         parameters = self.strategy.sharded_parameters()
-        return parameters if self.adapters is None else self.adapters.merged(parameters, adapters)
+        return parameters if self.adapters is None else self.adapters.iter_merged(parameters, adapters)
 
     def full_parameters(self, adapters: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Like `sharded_parameters`, but whole."""
         for name, parameter in self.sharded_parameters(adapters):
-            yield name, parameter.whole()
+            yield name, parameter.full_tensor()
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
-    def score(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
+    def forward(self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False) -> Tensor:
         """[T] log-probs (nats) or values of all tokens of the micro-batches in order, without gradient, on the CPU."""
-        return self._score(micro_batches, num_micro_batches, share_prompts)[0]
+        return self._forward(micro_batches, num_micro_batches, share_prompts)[0]
 
-    def score_and_route(
+    def forward_with_routing(
         self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The same, and the experts that were chosen: [T, L, k] int16, see TrainBatch.routing."""
-        self.routers.keeps_choices = True
+        self.routers.record_routed_experts = True
         try:
-            return self._score(micro_batches, num_micro_batches, share_prompts)
+            return self._forward(micro_batches, num_micro_batches, share_prompts)
         finally:
-            self.routers.keeps_choices = False
+            self.routers.record_routed_experts = False
 
-    def _score(
+    def _forward(
         self, micro_batches: list[TrainBatch], num_micro_batches: int, share_prompts: bool
     ) -> tuple[Tensor, Tensor]:
-        self.scorer.eval()
-        parts, choices = [torch.zeros(0)], [torch.zeros(0, *self.routers.shape, dtype=torch.int16)]
+        self.module.eval()
+        parts, choices = [torch.zeros(0)], [torch.zeros(0, *self.routers.num_layers_and_top_k, dtype=torch.int16)]
         with torch.no_grad():
-            for batch, repeated, is_filler in self._passes(micro_batches, num_micro_batches, share_prompts):
-                scored, _ = self._scored(batch, repeated, wants_entropy=False)
+            for batch, repeated, is_filler in self._padded_micro_batches(micro_batches, num_micro_batches, share_prompts):
+                scored, _ = self._run_model(batch, repeated, compute_entropy=False)
                 if not is_filler:
                     parts.append(scored.float().cpu())
-                    if self.scorer.choices is not None:
-                        choices.append(self.scorer.choices.cpu())
-        self._rest()
+                    if self.module.choices is not None:
+                        choices.append(self.module.choices.cpu())
+        self._free_transient_memory()
         return torch.cat(parts), torch.cat(choices)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
@@ -320,56 +320,56 @@ class LearnerWorker(SendingRank):
         try:
             return self._update(mini_batch)
         finally:  # an update that ran out of memory is the one to look at
-            if self.record is not None:
-                self.record.write()
+            if self.memory_recorder is not None:
+                self.memory_recorder.write()
 
     def _update(self, mini_batch: MiniBatch) -> dict[str, Any]:
         assert self.spec.objective is not None
         metrics = Metrics()
-        self.scorer.train()
-        self.routers.start_counting()
-        self.scorer.balance_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.tokens)
+        self.module.train()
+        self.routers.reset_load_metrics()
+        self.module.balance_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.num_loss_tokens)
         count = mini_batch.num_micro_batches
-        passes = self._passes(mini_batch.micro_batches, count, mini_batch.share_prompts)
-        wanted, told = mini_batch.wanted, [torch.zeros(0)]
+        passes = self._padded_micro_batches(mini_batch.micro_batches, count, mini_batch.share_prompts)
+        wanted, told = mini_batch.logprob_indices, [torch.zeros(0)]
         repeats = self.rank % self.spec.parallel_size > 0
         try:
             for index, (batch, repeated, is_filler) in enumerate(passes):
-                scored, entropy = self._scored(batch, repeated, self.spec.objective.wants_entropy)
+                scored, entropy = self._run_model(batch, repeated, self.spec.objective.needs_entropy)
                 if wanted is not None and not is_filler:
                     ends = mini_batch.micro_batches[index].offsets.tolist()  # on the CPU: no wait for the device
                     told += [scored.detach()[ends[place] : ends[place + 1]] for place in wanted[index]]
                 counted = Metrics() if is_filler or repeats else metrics
-                loss = self.spec.objective(batch, scored, entropy, mini_batch.tokens, counted)
+                loss = self.spec.objective(batch, scored, entropy, mini_batch.num_loss_tokens, counted)
                 self.strategy.backward(loss, last=index == count - 1)
         finally:  # a pass without gradient has no such loss
-            self.scorer.balance_weight, self.routers.balance = 0.0, None
+            self.module.balance_weight, self.routers.loss_inputs = 0.0, None
         role = "policy" if self.spec.value_head_prefix is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
-        for name, value in self.routers.load(self._sum_over_ranks).items():
+        for name, value in self.routers.collect_load_metrics(self._sum_over_ranks).items():
             metrics.add(f"{role}/{name}", value)
         for name, gib in peak_memory(self.spec.device).items():
-            metrics.maximum(f"memory/learner_{name}", gib)
+            metrics.update_max(f"memory/learner_{name}", gib)
         logprobs = {} if wanted is None else {"logprobs": torch.cat([part.float().cpu() for part in told])}
-        self._rest()
-        return metrics.state() | logprobs
+        self._free_transient_memory()
+        return metrics.to_dict() | logprobs
 
-    def _rest(self) -> None:
+    def _free_transient_memory(self) -> None:
         if self.spec.shares_accelerator:
             self.strategy.rest()
 
-    def save(self, directory: str, in_background: bool = False) -> None:
+    def save(self, folder: str, in_background: bool = False) -> None:
         """Save this rank's part of weights and optimizer. There is no other state: updates are not random.
 
         `in_background`: returns with a copy of them in memory, which a thread writes while this rank goes on.
         """
         shard = self.strategy.shard(copied=in_background)
-        self._writing = self._writer.submit(shard.write, Path(directory))
+        self._writing = self._writer.submit(shard.write, Path(folder))
         if not in_background:
             self._writing.result()
 
-    def saved(self) -> dict[str, Written] | None:
+    def poll_save(self) -> dict[str, FileDigest] | None:
         """File name -> what it holds, of the last `save`; None while it is being written. Raises what went wrong."""
         assert self._writing is not None, "nothing was saved since the last call"
         if not self._writing.done():
@@ -377,22 +377,22 @@ class LearnerWorker(SendingRank):
         writing, self._writing = self._writing, None
         return writing.result()
 
-    def stop_saving(self) -> None:
+    def wait_for_discarded_save(self) -> None:
         """Wait for the end of a save whose outcome does not matter any more: another rank could not write."""
         if self._writing is not None:
             wait([self._writing])
             self._writing = None
 
-    def base_model(self) -> tuple[dict[str, str], LoraRecord | None]:
+    def base_model_fingerprints(self) -> tuple[dict[str, str], LoraRecord | None]:
         """Return this rank's share of `tensor_fingerprints`, and the adapters of a trained model."""
         lora = None if self.adapters is None or self.spec.lora is None else LoraRecord.of(self.spec.lora, self.adapters)
         return self._fingerprints, lora
 
-    def load(self, directory: str) -> LearningRates | None:
+    def load(self, folder: str) -> LearningRates | None:
         """Load this rank's part of a checkpoint; see `Strategy.load`."""
-        return self.strategy.load(Path(directory))
+        return self.strategy.load(Path(folder))
 
-    def export(self, directory: str, chat_template: str | None = None) -> None:
+    def export(self, folder: str, chat_template: str | None = None) -> None:
         """Write a Hugging Face folder with the full weights, and below it `adapter` with the adapters alone, if any.
 
         All ranks must call it; rank 0 writes.
@@ -405,10 +405,10 @@ class LearnerWorker(SendingRank):
             OSError: The disk is full. All ranks can take the next call then.
         """
         adapters: dict[str, Tensor] = {}
-        tensors = chain(self.full_parameters(adapters), self.scorer.saved_buffers())
+        tensors = chain(self.full_parameters(adapters), self.module.saved_buffers())
         try:
             if self.rank == 0:
-                self._write(tensors, adapters, Path(directory), chat_template)
+                self._write(tensors, adapters, Path(folder), chat_template)
         finally:
             for _ in tensors:  # a collective: no rank may wait for one that does not write, or that has failed
                 pass
@@ -421,7 +421,7 @@ class LearnerWorker(SendingRank):
         tokenizer = load_tokenizer(base, chat_template=template)
         export_hf(self._hf_config, tensors, tokenizer, folder, base=base)
         if self.adapters is not None:
-            self.adapters.config.base_model_name_or_path = local_path(base)  # of an address not this machine's copy
+            self.adapters.config.base_model_name_or_path = strip_file_scheme(base)  # of an address not this machine's copy
             export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)
 
     def ping(self) -> None:
@@ -442,7 +442,7 @@ class LearnerWorker(SendingRank):
     def onload(self) -> None:
         self.strategy.onload()
 
-    def keep_parameters(self) -> None:
+    def onload_parameters_only(self) -> None:
         self.strategy.keep_parameters()
 
     def close(self) -> None:
@@ -450,7 +450,7 @@ class LearnerWorker(SendingRank):
         self.sender.close()
         close_process_group()
 
-    def _passes(
+    def _padded_micro_batches(
         self, micro_batches: list[TrainBatch], count: int, share_prompts: bool
     ) -> Iterator[tuple[TrainBatch, Tensor | None, bool]]:
         """Exactly `count` micro-batches on this rank's device, their repeated prompts, and whether each is a filler.
@@ -458,25 +458,25 @@ class LearnerWorker(SendingRank):
         With sharded models all ranks must run equally many passes.
         """
         for batch in micro_batches:
-            repeated = batch.repeated_prompts() if share_prompts else None
+            repeated = batch.shared_prompt_lengths() if share_prompts else None
             yield batch.to(self.spec.device), repeated, False
         for _ in range(count - len(micro_batches)):
-            yield filler().to(self.spec.device), None, True
+            yield filler_batch().to(self.spec.device), None, True
 
-    def _scored(self, batch: TrainBatch, repeated: Tensor | None, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return self.scorer(
+    def _run_model(self, batch: TrainBatch, shared_prompt_lengths: Tensor | None, compute_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return self.module(
             input_ids=batch.input_ids.long(),
             position_ids=batch.position_ids,
             offsets=batch.offsets,
             temperature=batch.temperature,
             score_mask=batch.loss_mask,
-            wants_entropy=wants_entropy,
-            repeated=repeated,
+            wants_entropy=compute_entropy,
+            repeated=shared_prompt_lengths,
             routing=batch.routing if self.spec.moe_routing_replay else None,
         )
 
 
-def _add_in_one_order() -> None:
+def _use_deterministic_sums() -> None:
     """Make sums deterministic in this process.
 
     Otherwise threads add up the gradient of x[index] in any order, for example that of a router's choice of experts,
@@ -487,7 +487,7 @@ def _add_in_one_order() -> None:
     settings.fill_uninitialized_memory = False  # that would cost a pass over every new tensor
 
 
-def filler() -> TrainBatch:
+def filler_batch() -> TrainBatch:
     """A batch of one token with weight zero, for a rank that has no sequences left."""
     one = torch.zeros(1, dtype=torch.int64)
     return TrainBatch(

@@ -9,13 +9,13 @@ import torch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_model import RaggedModel
 
-KEY = "trainer.policy.use_torch_compile"
-VARIANTS = 32
+COMPILE_KEY = "trainer.policy.use_torch_compile"
+MAX_RECOMPILATIONS = 32
 """Compiled variants of a region before it runs uncompiled: with or without gradient, of one or many tokens, for each
 kind of attention."""
 
 
-def compile_layers(scorer: RaggedModel, device: str) -> None:
+def compile_layers(model: RaggedModel, device: str) -> None:
     """Compile the decoder layers, for any number of tokens; modules and names of parameters stay as they are.
 
     Only `forward` is compiled: gathering of sharded weights, gradient checkpointing and other hooks of a layer's call
@@ -24,13 +24,13 @@ def compile_layers(scorer: RaggedModel, device: str) -> None:
     """
     _try_compiler(device)
     compiler: Any = torch.compile  # its annotations leave recompile_limit out
-    for layer in scorer.decoder_layers():
+    for layer in model.decoder_layers():
         compiled: Any = layer
         for module in compiled.modules():
             if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
                 # Experts: the number of tokens of each is only known at run time.
                 module.forward = torch.compiler.disable(module.forward)
-        compiled.forward = compiler(compiled.forward, dynamic=True, recompile_limit=VARIANTS)
+        compiled.forward = compiler(compiled.forward, dynamic=True, recompile_limit=MAX_RECOMPILATIONS)
 
 
 def _try_compiler(device: str) -> None:
@@ -42,7 +42,7 @@ def _try_compiler(device: str) -> None:
         needed = "a C++ compiler (g++)" if device == "cpu" else "Triton and a C compiler"
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"{KEY}=true: torch.compile does not work here ({type(error).__name__}: {reason}). It needs {needed}; "
+            f"{COMPILE_KEY}=true: torch.compile does not work here ({type(error).__name__}: {reason}). It needs {needed}; "
             "install that, or set it to false."
         ) from error
 

@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.padding_free import LastHiddenState, Operations, name_body, windows_as_masks
+from skyrl_train.models.padding_free import LastHiddenStateOutput, OperationRecorder, set_base_model_prefix, pass_windows_as_masks
 
 _ATTRIBUTE = "skyrl_composite"
 _NOT_AS_TEXT = {
@@ -44,14 +44,14 @@ _OF_TOKENS = frozenset({"per_layer_inputs"})
 
 
 @dataclass(frozen=True)
-class Composite:
+class CompositeModel:
     """The composite that a text model is a part of."""
 
     model: PreTrainedModel
     """The whole composite, on the meta device."""
-    body: str
+    body_path: str
     """Name of the language model, without its head, in the composite."""
-    names: Mapping[str, str]
+    tensor_names: Mapping[str, str]
     """Name of each parameter and persistent buffer of the text model -> its name in the composite."""
 
     @property
@@ -61,12 +61,12 @@ class Composite:
 
     def module_name(self, name: str) -> str:
         """Return the composite's name of a linear layer of the text model."""
-        return self.names[f"{name}.weight"].removesuffix(".weight")
+        return self.tensor_names[f"{name}.weight"].removesuffix(".weight")
 
-    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the text model under the names of checkpoints; other names are kept as they are."""
-        inner = {self.names[name]: tensor for name, tensor in tensors.items() if name in self.names}
-        others = {name: tensor for name, tensor in tensors.items() if name not in self.names}
+        inner = {self.tensor_names[name]: tensor for name, tensor in tensors.items() if name in self.tensor_names}
+        others = {name: tensor for name, tensor in tensors.items() if name not in self.tensor_names}
         return revert_weight_conversion(self.model, inner) | others
 
 
@@ -75,7 +75,7 @@ def is_composite(config: PreTrainedConfig) -> bool:
     return type(config) in COMPOSITES and config.get_text_config() is not config
 
 
-def composite_class(config: PreTrainedConfig) -> str | None:
+def get_composite_class_name(config: PreTrainedConfig) -> str | None:
     """Return the name of the class of a composite; None for the configuration of any other model."""
     if not is_composite(config):
         return None
@@ -83,19 +83,19 @@ def composite_class(config: PreTrainedConfig) -> str | None:
     return str(kind.__name__)
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def get_auto_class(config: PreTrainedConfig) -> Any:
     """Return the Auto class with which transformers loads a checkpoint of a configuration as it is."""
     return AutoModelForImageTextToText if is_composite(config) else AutoModelForCausalLM
 
 
-def placeholders(config: PreTrainedConfig) -> Tensor:
+def get_multimodal_token_ids(config: PreTrainedConfig) -> Tensor:
     """Return the ids of a composite's tokens that stand for images and the like, which it reads in ways of its own."""
     named = config.to_dict().items()
     ids = [value for name, value in named if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def overrides_of_composite(config: PreTrainedConfig, changed: Mapping[str, Any]) -> dict[str, Any]:
+def to_composite_overrides(config: PreTrainedConfig, changed: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes of a language model as changes of its composite's config.json."""
     if not changed:
         return {}
@@ -105,19 +105,19 @@ def overrides_of_composite(config: PreTrainedConfig, changed: Mapping[str, Any])
     return {section: dict(changed), **tied}
 
 
-def composite_of(model: nn.Module) -> Composite | None:
+def get_composite(model: nn.Module) -> CompositeModel | None:
     """Return the composite that a text model was made from; None for any other model."""
-    composite: Composite | None = getattr(model, _ATTRIBUTE, None)
+    composite: CompositeModel | None = getattr(model, _ATTRIBUTE, None)
     return composite
 
 
-def checkpoint_config(model: PreTrainedModel) -> PreTrainedConfig:
+def get_checkpoint_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the configuration of the checkpoint that a model belongs to: that of its composite, if it has one."""
-    composite = composite_of(model)
+    composite = get_composite(model)
     return model.config if composite is None else composite.config
 
 
-def composite_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_meta_composite(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a composite on the meta device, whose configuration keeps the dtypes that the parts were saved in."""
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     saved = {name: part.dtype for name, part in parts.items()}
@@ -130,7 +130,7 @@ def composite_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     return model
 
 
-def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+def build_text_model(composite: PreTrainedModel, dtype: torch.dtype, attn_implementation: str | None = "eager") -> PreTrainedModel:
     """Return the language model of a composite, with its head, on the meta device.
 
     Args:
@@ -155,11 +155,11 @@ def text_model(composite: PreTrainedModel, dtype: torch.dtype, attention: str | 
     config.tie_word_embeddings = head.weight is embeddings.weight
     kind: Any = CAUSAL_LMS[type(config)] if type(config) in CAUSAL_LMS else _causal_lm_of(tower)
     with torch.device("meta"):
-        model: Any = kind._from_config(config, dtype=dtype, attn_implementation=attention)
-    name_body(model)
+        model: Any = kind._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    set_base_model_prefix(model)
     names = _names(model, composite)
     _check_text(model, composite)
-    setattr(model, _ATTRIBUTE, Composite(composite, _body(composite), names))
+    setattr(model, _ATTRIBUTE, CompositeModel(composite, _body(composite), names))
     return model  # type: ignore[no-any-return]
 
 
@@ -197,7 +197,7 @@ def _check_text(model: PreTrainedModel, composite: PreTrainedModel) -> None:
     hook = composite.get_input_embeddings().register_forward_hook(lambda *seen: embeddings.append(seen[-1]))
     inputs = {name: torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta") for name in ("input_ids", "position_ids")}
     try:
-        with windows_as_masks(composite):
+        with pass_windows_as_masks(composite):
             given, logits = _around_body(composite, inputs)
     finally:
         hook.remove()
@@ -219,13 +219,13 @@ def _around_body(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[
     """Return what a model on the meta device passes to its body, and its logits for known outputs of the head."""
     body, head = model.get_submodule(_body(model)), model.get_output_embeddings()
     given: dict[str, Any] = {}
-    seen, between = Operations(), list[str]()
+    seen, between = OperationRecorder(), list[str]()
     outputs = torch.linspace(-100.0, 100.0, head.out_features, device="cpu").expand(1, _LENGTH, -1)
 
-    def states(*arguments: Any, **options: Any) -> LastHiddenState:
+    def states(*arguments: Any, **options: Any) -> LastHiddenStateOutput:
         given.update(options, **{f"argument {index}": value for index, value in enumerate(arguments)})
         seen.changes.clear()
-        return LastHiddenState(last_hidden_state=torch.zeros(1, _LENGTH, head.in_features, device="meta"))  # type: ignore[arg-type]
+        return LastHiddenStateOutput(last_hidden_state=torch.zeros(1, _LENGTH, head.in_features, device="meta"))  # type: ignore[arg-type]
 
     hooks = (
         head.register_forward_pre_hook(lambda *_: between.extend(seen.changes)),

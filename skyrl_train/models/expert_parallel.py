@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.parts import Part, cut, styles_of
-from skyrl_train.models.ragged_attention import gathered
-from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.parameter_shards import ParameterShard, shard_parameters, match_plan_styles
+from skyrl_train.models.ragged_attention import deterministic_index_select
+from skyrl_train.models.parallel_group import ParallelGroup
 
 _EXPERTS, _BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
 
 
-class ExpertParallel(RankGroup):
+class ExpertParallel(ParallelGroup):
     """The ranks that share out the experts of every layer."""
 
-    def divide(self, model: PreTrainedModel) -> dict[str, Part]:
+    def shard_model(self, model: PreTrainedModel) -> dict[str, ParameterShard]:
         """Reduce the experts of `model` to this rank's; returns the part of every parameter of theirs, by name.
 
         Raises ConfigError for a model without experts or without a plan for them, for a number of experts that the
@@ -36,56 +36,56 @@ class ExpertParallel(RankGroup):
         if not hasattr(model, "ep_plan"):
             raise ConfigError(
                 f"transformers {transformers.__version__} has no plans to share out experts, as 5.19 has: set "
-                f"{self.key} to 1. SGLang requires 5.12, which its extra installs."
+                f"{self.size_key} to 1. SGLang requires 5.12, which its extra installs."
             )
         styles = {name: style for name, style in (model.ep_plan or {}).items() if ".*." in name}
         if _EXPERTS not in styles.values():
             raise ConfigError(
-                f"transformers has no plan to share out experts of {type(model).__name__}: set {self.key} to 1."
+                f"transformers has no plan to share out experts of {type(model).__name__}: set {self.size_key} to 1."
             )
-        parts: dict[str, Part] = {}
+        parts: dict[str, ParameterShard] = {}
         for path, module in model.named_modules():
-            for place, style in styles_of(path, module, styles):
+            for place, style in match_plan_styles(path, module, styles):
                 if style == _EXPERTS:
-                    self._send_tokens(module)
+                    self._patch_experts(module)
                 elif style == _BY_EXPERT:
-                    parts |= cut(self, path, module, {place.rpartition(".")[2]: 0})
+                    parts |= shard_parameters(self, path, module, {place.rpartition(".")[2]: 0})
                 else:
                     raise ConfigError(
                         f"transformers' plan for experts has {style!r} for {place}, which is not known here (known: "
-                        f"{_EXPERTS}, {_BY_EXPERT}): set {self.key} to 1."
+                        f"{_EXPERTS}, {_BY_EXPERT}): set {self.size_key} to 1."
                     )
         return parts
 
-    def _send_tokens(self, experts: Any) -> None:
+    def _patch_experts(self, experts: Any) -> None:
         compute: Callable[..., Tensor] = experts.forward
         experts.num_experts //= self.size
 
         def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            return self._by_owner(compute, experts.num_experts, hidden, chosen, weights)
+            return self._dispatch(compute, experts.num_experts, hidden, chosen, weights)
 
         experts.forward = forward
 
-    def _by_owner(
-        self, compute: Callable[..., Tensor], count: int, hidden: Tensor, chosen: Tensor, weights: Tensor
+    def _dispatch(
+        self, compute: Callable[..., Tensor], count: int, hidden: Tensor, routed_experts: Tensor, weights: Tensor
     ) -> Tensor:
         """The weighted sum of the chosen experts' outputs [T, D], of hidden [T, D]; chosen and weights are [T, k].
 
         `compute` runs this rank's `count` experts: (tokens, experts, weights) -> outputs.
         """
-        wanted = chosen.flatten()
+        wanted = routed_experts.flatten()
         order = wanted.argsort(stable=True)  # by owner, and by expert
         sent = wanted.new_zeros(count * self.size).scatter_add_(0, wanted, torch.ones_like(wanted)).view(-1, count)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         there, here = torch.stack([sent.sum(1), received.sum(1)]).tolist()  # the layer's only wait for the device
-        tokens = self.exchange(gathered(hidden, order // chosen.shape[1]), there, here)
+        tokens = self.all_to_all(deterministic_index_select(hidden, order // routed_experts.shape[1]), there, here)
         of_ranks = torch.arange(count, device=hidden.device).repeat(self.size)
         experts = of_ranks.repeat_interleave(received.flatten(), output_size=sum(here))
         # One token more, which counts for nothing: without any the experts would have no gradient to reduce.
         tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
         experts = torch.cat([experts, experts.new_zeros(1)])
         outputs = compute(tokens, experts.unsqueeze(1), tokens.new_ones(len(tokens), 1))[:-1]
-        outputs = self.exchange(outputs, here, there)
-        outputs = torch.empty_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)
+        outputs = self.all_to_all(outputs, here, there)
+        outputs = torch.empty_like(outputs).index_copy(0, order, outputs).unflatten(0, routed_experts.shape)
         return (outputs * weights.unsqueeze(2)).sum(1).to(hidden.dtype)

@@ -24,19 +24,19 @@ from transformers.utils import (
     cached_file,
 )
 
-from skyrl_train.data.control_tokens import end_of_turn_token
-from skyrl_train.models.composite import composite_of
+from skyrl_train.data.control_tokens import find_end_of_turn_token
+from skyrl_train.models.composite import get_composite
 from skyrl_train.models.loading import (
-    checkpoint_tensors,
-    has_both,
-    model_without_memory,
-    open_checkpoint,
-    set_dtype,
+    to_checkpoint_tensors,
+    contains_tied_pair,
+    build_meta_model,
+    open_pretrained_weights,
+    set_config_dtype,
     untie_head,
 )
-from skyrl_train.models.lora import Adapters
-from skyrl_train.models.stop_tokens import end_tokens, stop_configs
-from skyrl_train.storage.copies import local_copy
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.stop_tokens import get_eos_tokens, load_stop_configs
+from skyrl_train.storage.download_cache import local_copy
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def export_hf(
     model_config: PreTrainedConfig,
     tensors: Iterator[tuple[str, Tensor]],
     tokenizer: Any,
-    directory: Path,
+    folder: Path,
     *,
     base: str | None = None,
     max_shard_bytes: int = 5 << 30,
@@ -70,9 +70,9 @@ def export_hf(
     Raises:
         OSError: The disk is full.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    model = model_without_memory(copy.deepcopy(model_config), torch.float32)
-    composite = composite_of(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = build_meta_model(copy.deepcopy(model_config), torch.float32)
+    composite = get_composite(model)
     base = str(model_config.name_or_path) if base is None else base
     everything = tensors if composite is None else chain(tensors, _other_towers(model, base, model_config))
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -84,36 +84,36 @@ def export_hf(
         dtypes |= {tensor.dtype for name, tensor in shard.items() if name in names}
         written |= shard.keys()
         total += sum(tensor.nbytes for tensor in shard.values())
-        files.append(save_checkpoint_tensors(model, shard, directory / f"part-{len(files)}.safetensors"))
-    name_files(directory, files, total)
-    _save_config(copy.deepcopy(model_config), model, written, dtypes, directory)
-    _complete(directory, tokenizer, base)
+        files.append(save_checkpoint_tensors(model, shard, folder / f"part-{len(files)}.safetensors"))
+    rename_shard_files(folder, files, total)
+    _save_config(copy.deepcopy(model_config), model, written, dtypes, folder)
+    _complete(folder, tokenizer, base)
     if composite is not None:
-        _copy_processor(base, directory)
+        _copy_processor(base, folder)
 
 
 def _other_towers(model: PreTrainedModel, base: str, config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, tensor) of what the composite at `base` has beside its text model."""
-    yield from open_checkpoint(model, base, config).other_towers()
+    yield from open_pretrained_weights(model, base, config).iter_non_text_tensors()
 
 
 def _save_config(
-    config: PreTrainedConfig, model: PreTrainedModel, written: set[str], dtypes: set[torch.dtype], directory: Path
+    config: PreTrainedConfig, model: PreTrainedModel, written: set[str], dtypes: set[torch.dtype], folder: Path
 ) -> None:
     """Write config.json for the weights called `written`, which have these dtypes. It changes `config`."""
-    composite = composite_of(model)
+    composite = get_composite(model)
     config.architectures = [type(model if composite is None else composite.model).__name__]
     if len(dtypes) == 1:
-        set_dtype(config, dtypes.pop())
-    if has_both(model, written):
+        set_config_dtype(config, dtypes.pop())
+    if contains_tied_pair(model, written):
         untie_head(config)
     if hasattr(config, "auto_map"):
         del config.auto_map  # it names code of the base model that is neither used nor exported
-    config.save_pretrained(directory)
+    config.save_pretrained(folder)
 
 
 def export_adapter(
-    adapters: Adapters, tensors: dict[str, Tensor], tokenizer: Any, directory: Path, *, base: str
+    adapters: LoraAdapters, tensors: dict[str, Tensor], tokenizer: Any, folder: Path, *, base: str
 ) -> None:
     """Write an adapter for peft's `PeftModel.from_pretrained`, with the same files beside it as `export_hf`.
 
@@ -127,32 +127,32 @@ def export_adapter(
     Raises:
         OSError: The disk is full.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    adapters.config.save_pretrained(directory)
-    _save(tensors, directory / "adapter_model.safetensors")
-    _complete(directory, tokenizer, base)
+    folder.mkdir(parents=True, exist_ok=True)
+    adapters.config.save_pretrained(folder)
+    _save(tensors, folder / "adapter_model.safetensors")
+    _complete(folder, tokenizer, base)
 
 
-def _complete(directory: Path, tokenizer: Any, base: str | None) -> None:
+def _complete(folder: Path, tokenizer: Any, base: str | None) -> None:
     """Write what an export has besides weights and their configuration."""
     try:
-        tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(folder)
     except Exception as error:  # tokenizers has no type of its own for what the disk said
         if type(error) is Exception and "os error" in str(error):
-            raise OSError(f"{directory}: {error}") from error
+            raise OSError(f"{folder}: {error}") from error
         raise
     if base:
-        _write_generation_config(base, tokenizer, directory)
+        _write_generation_config(base, tokenizer, folder)
 
 
-def _copy_processor(base: str, directory: Path) -> None:
+def _copy_processor(base: str, folder: Path) -> None:
     """Copy the files with which transformers and engines make inputs of images and videos, as far as there are any."""
     for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
         if source := cached_file(local_copy(base, weights=False), name, _raise_exceptions_for_missing_entries=False):
-            shutil.copyfile(source, directory / name)
+            shutil.copyfile(source, folder / name)
 
 
-def _write_generation_config(base: str, tokenizer: Any, directory: Path) -> None:
+def _write_generation_config(base: str, tokenizer: Any, folder: Path) -> None:
     """Copy the generation config of `base`, extended by the chat template's end-of-turn token if it lacks that one.
 
     Without a generation config one is written only for an end-of-turn token that nothing else in the export names.
@@ -167,14 +167,14 @@ def _write_generation_config(base: str, tokenizer: Any, directory: Path) -> None
         except ValueError as error:  # sampling ignores such a file, too: see stop_configs
             _log.warning("%s is not valid JSON (%s). The export is written without it.", source, error)
             source = None
-    named, end = config.get("eos_token_id"), end_of_turn_token(tokenizer)
-    ends = sorted(end_tokens(*stop_configs(base), tokenizer)) if named is None else named
+    named, end = config.get("eos_token_id"), find_end_of_turn_token(tokenizer)
+    ends = sorted(get_eos_tokens(*load_stop_configs(base), tokenizer)) if named is None else named
     ends = ends if isinstance(ends, list) else [ends]
     if end is not None and end not in ends:
         extended = json.dumps(config | {"eos_token_id": [*ends, end]}, indent=2)
-        (directory / GENERATION_CONFIG_NAME).write_text(extended + "\n", encoding="utf-8")
+        (folder / GENERATION_CONFIG_NAME).write_text(extended + "\n", encoding="utf-8")
     elif source is not None:
-        shutil.copyfile(source, directory / GENERATION_CONFIG_NAME)
+        shutil.copyfile(source, folder / GENERATION_CONFIG_NAME)
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -191,7 +191,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[d
 
 def save_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], path: Path) -> list[str]:
     """Write the `checkpoint_tensors` of a model, which may be on the meta device; returns their names."""
-    named = checkpoint_tensors(model, tensors)
+    named = to_checkpoint_tensors(model, tensors)
     _save(named, path)
     return list(named)
 
@@ -204,15 +204,15 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
-def name_files(directory: Path, files: list[list[str]], total: int) -> None:
+def rename_shard_files(folder: Path, files: list[list[str]], total: int) -> None:
     """Rename the parts to the names that transformers expects, which contain the number of parts."""
     if len(files) == 1:
-        (directory / "part-0.safetensors").replace(directory / "model.safetensors")
+        (folder / "part-0.safetensors").replace(folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for index, names in enumerate(files):
         file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        (directory / f"part-{index}.safetensors").replace(directory / file)
+        (folder / f"part-{index}.safetensors").replace(folder / file)
         weight_map |= dict.fromkeys(names, file)
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2, sort_keys=True) + "\n")

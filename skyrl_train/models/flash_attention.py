@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from skyrl_train.messages import to_stderr
+from skyrl_train.terminal import print_stderr
 
 MAX_HEAD_SIZE = 256
 """Of every kernel; a head's size must be a multiple of 8 besides."""
@@ -26,19 +26,19 @@ _MAX_ORDERED_HEAD_SIZE_FA3 = 192
 accelerators: their updates are not the same bits from run to run."""
 
 
-class Stretches(NamedTuple):
+class VarlenArgs(NamedTuple):
     """What of a packed batch attends to what. Causal: the last query of a stretch is level with its last key."""
 
-    offsets: Tensor
+    cu_seqlens_q: Tensor
     """[B+1] int32, in the queries."""
-    key_offsets: Tensor
+    cu_seqlens_k: Tensor
     """[B+1] int32, in the keys."""
-    most_queries: int
+    max_seqlen_q: int
     """Of a stretch."""
-    most_keys: int
+    max_seqlen_k: int
     """Of a stretch."""
-    scaling: float
-    window: int | None
+    softmax_scale: float
+    sliding_window: int | None
     """How many keys a query sees, that on its level included; None for all."""
 
 
@@ -47,37 +47,37 @@ class FlashKernel:
     """One kernel under the arguments that all of them share."""
 
     name: str
-    attend: Callable[[Tensor, Tensor, Tensor, Stretches, Tensor | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, VarlenArgs, Tensor | None], Tensor]
     """query [T, H, D], key and value [S, K, D], stretches, sinks [H] or None -> [T, H, D]: see `ragged_attention`."""
 
 
-def flash_kernel(query: Tensor, value: Tensor, *, with_sinks: bool = False) -> FlashKernel | None:
+def get_flash_kernel(query: Tensor, value: Tensor, *, with_sinks: bool = False) -> FlashKernel | None:
     """The kernel for tensors like these; None where there is none, and scaled dot product attention runs instead."""
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size != value.shape[-1]:
         return None
-    return _of_device(query.device, size, with_sinks) if size <= MAX_HEAD_SIZE and size % 8 == 0 else None
+    return _kernel_of_device(query.device, size, with_sinks) if size <= MAX_HEAD_SIZE and size % 8 == 0 else None
 
 
 @cache
-def _of_device(device: torch.device, head_size: int, with_sinks: bool) -> FlashKernel | None:
-    return choose(torch.cuda.get_device_capability(device), head_size, with_sinks)
+def _kernel_of_device(device: torch.device, head_size: int, with_sinks: bool) -> FlashKernel | None:
+    return choose_flash_kernel(torch.cuda.get_device_capability(device), head_size, with_sinks)
 
 
-def choose(capability: tuple[int, int], head_size: int, with_sinks: bool = False) -> FlashKernel | None:
+def choose_flash_kernel(capability: tuple[int, int], head_size: int, with_sinks: bool = False) -> FlashKernel | None:
     """The fastest kernel installed for a compute capability and a head size; a line on stderr says which.
 
     With attention sinks it is torch's, whose backward pass can be called by itself: see `_WithSinks`.
     """
     where = f"compute capability {capability[0]}.{capability[1]}, head size {head_size}"
     if capability < (8, 0):
-        to_stderr(f"note: attention ({where}): scaled dot product attention, as fused kernels need 8.0")
+        print_stderr(f"note: attention ({where}): scaled dot product attention, as fused kernels need 8.0")
         return None
     ordered = torch.are_deterministic_algorithms_enabled()
     fits = capability[0] == 9 and not with_sinks and (head_size <= _MAX_ORDERED_HEAD_SIZE_FA3 or not ordered)
     kernel = _flash_attention_3() if fits else None
     kernel = kernel or torch_varlen(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
-    to_stderr(f"note: attention ({where}): {kernel.name}")
+    print_stderr(f"note: attention ({where}): {kernel.name}")
     return kernel
 
 
@@ -89,7 +89,7 @@ def _flash_attention_3() -> FlashKernel | None:
         library = importlib.import_module("flash_attn_interface")
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
         reason = f"{type(error).__name__}: {error}"
-        to_stderr(f"warning: FlashAttention-3 is installed but does not load, and is not used ({reason})")
+        print_stderr(f"warning: FlashAttention-3 is installed but does not load, and is not used ({reason})")
         return None
     return flash_attention_3(library.flash_attn_varlen_func)
 
@@ -97,18 +97,18 @@ def _flash_attention_3() -> FlashKernel | None:
 def flash_attention_3(function: Callable[..., Any]) -> FlashKernel:
     """FlashAttention-3 (arXiv:2407.08608), by its `flash_attn_varlen_func`."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, stretches: Stretches, sinks: Tensor | None) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, varlen_args: VarlenArgs, sinks: Tensor | None) -> Tensor:
         assert sinks is None, "FlashAttention-3 has no backward pass for sinks"
-        window = stretches.window
+        window = varlen_args.sliding_window
         found: Any = function(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            cu_seqlens_q=stretches.offsets,
-            cu_seqlens_k=stretches.key_offsets,
-            max_seqlen_q=stretches.most_queries,
-            max_seqlen_k=stretches.most_keys,
-            softmax_scale=stretches.scaling,
+            cu_seqlens_q=varlen_args.cu_seqlens_q,
+            cu_seqlens_k=varlen_args.cu_seqlens_k,
+            max_seqlen_q=varlen_args.max_seqlen_q,
+            max_seqlen_k=varlen_args.max_seqlen_k,
+            softmax_scale=varlen_args.softmax_scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -123,22 +123,22 @@ def torch_varlen(function: Callable[..., Any]) -> FlashKernel:
     """FlashAttention-2 as it comes with torch, by its `varlen_attn`."""
     groups = "enable_gqa" in inspect.signature(function).parameters  # since torch 2.12
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, stretches: Stretches, sinks: Tensor | None) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, varlen_args: VarlenArgs, sinks: Tensor | None) -> Tensor:
         shared = query.shape[1] // key.shape[1]
         options: dict[str, Any] = {"enable_gqa": shared > 1} if groups else {}
         if shared > 1 and not groups:
             key, value = (_repeated(heads, shared) for heads in (key, value))
         heads = query.contiguous(), key.contiguous(), value.contiguous()
-        options |= {"scale": stretches.scaling, "window_size": _two_sided(stretches.window)}
-        run = partial(function, cu_seq_q=stretches.offsets, cu_seq_k=stretches.key_offsets, **options)
-        run = partial(run, max_q=stretches.most_queries, max_k=stretches.most_keys)
+        options |= {"scale": varlen_args.softmax_scale, "window_size": _two_sided(varlen_args.sliding_window)}
+        run = partial(function, cu_seq_q=varlen_args.cu_seqlens_q, cu_seq_k=varlen_args.cu_seqlens_k, **options)
+        run = partial(run, max_q=varlen_args.max_seqlen_q, max_k=varlen_args.max_seqlen_k)
         output: Tensor
         if sinks is None:
             output = run(*heads)
         else:
             varlen = importlib.import_module("torch.nn.attention.varlen")
             run = partial(run, return_aux=varlen.AuxRequest(lse=True))
-            output = _WithSinks.apply(*heads, sinks, run, partial(_varlen_backward, stretches))
+            output = _SinkAttention.apply(*heads, sinks, run, partial(_varlen_backward, varlen_args))
         return output
 
     return FlashKernel("torch's variable-length flash attention", attend)
@@ -148,25 +148,25 @@ def _two_sided(window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1, 0)
 
 
-def _varlen_backward(stretches: Stretches, gradient: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _varlen_backward(varlen_args: VarlenArgs, gradient: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; `saved` are these, the output, and the scores' log-sum-exp [H, T] float32."""
-    window = _two_sided(stretches.window)
+    window = _two_sided(varlen_args.sliding_window)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
         gradient.contiguous(),
         *saved,
-        stretches.offsets,
-        stretches.key_offsets,
-        stretches.most_queries,
-        stretches.most_keys,
+        varlen_args.cu_seqlens_q,
+        varlen_args.cu_seqlens_k,
+        varlen_args.max_seqlen_q,
+        varlen_args.max_seqlen_k,
         window == (-1, 0),
         torch.zeros(2, dtype=torch.uint64, device=gradient.device),  # the state of dropout's generator: there is none
-        scale=stretches.scaling,
+        scale=varlen_args.softmax_scale,
         window_size=list(window),
     )
     return found
 
 
-class _WithSinks(torch.autograd.Function):
+class _SinkAttention(torch.autograd.Function):
     """Attention with sinks, from a kernel that knows none.
 
     A sink joins the denominator of a softmax, so the output shrinks by a factor, and the log-sum-exp grows. The

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from skyrl_train.models.logit_chunks import LogitShape, add_product, chunks_of, product
+from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, split_slices, compute_logits
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: a difference of two infinities is not a number."""
@@ -24,7 +24,7 @@ BLOCK_SIZE, NUM_WARPS = 4096, 8
 
 
 @triton.jit
-def _shaped(raw, factor, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _transform_logits(raw, factor, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     logits = raw * factor
     if CAPPED:
         logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)  # softcap * tanh(logits / softcap)
@@ -32,13 +32,13 @@ def _shaped(raw, factor, softcap, CAPPED: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _score_kernel(  # type: ignore[no-untyped-def]
+def _logprob_kernel(  # type: ignore[no-untyped-def]
     raw_ptr,
     targets_ptr,
-    divisor_ptr,
+    temperature_ptr,
     logprobs_ptr,
     entropy_ptr,
-    normaliser_ptr,
+    logsumexp_ptr,
     vocabulary,
     factor,
     softcap,
@@ -50,7 +50,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0).to(tl.int64)
     raw_ptr += row * vocabulary
-    divisor = tl.load(divisor_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
     largest = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -58,7 +58,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         raw = tl.load(raw_ptr + columns, mask=inside, other=0.0)
-        logits = tl.where(inside, _shaped(raw, factor, softcap, CAPPED) / divisor, _LOWEST)
+        logits = tl.where(inside, _transform_logits(raw, factor, softcap, CAPPED) / temperature, _LOWEST)
         larger = tl.maximum(largest, logits)
         shrunk = tl.exp(largest - larger)
         weighted = shrunk * (weighted + (largest - larger) * total)
@@ -72,18 +72,18 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     sum_of_all = tl.sum(shrunk * total, 0)
     log_sum = tl.log(sum_of_all)
     chosen = tl.load(raw_ptr + tl.load(targets_ptr + row))
-    tl.store(logprobs_ptr + row, _shaped(chosen, factor, softcap, CAPPED) / divisor - top - log_sum)
+    tl.store(logprobs_ptr + row, _transform_logits(chosen, factor, softcap, CAPPED) / temperature - top - log_sum)
     tl.store(entropy_ptr + row, log_sum - weighted_sum / sum_of_all)
-    tl.store(normaliser_ptr + row, top + log_sum)
+    tl.store(logsumexp_ptr + row, top + log_sum)
 
 
 @triton.jit
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     raw_ptr,
     targets_ptr,
-    divisor_ptr,
+    temperature_ptr,
     entropy_ptr,
-    normaliser_ptr,
+    logsumexp_ptr,
     d_logprobs_ptr,
     d_entropy_ptr,
     gradient_ptr,
@@ -97,34 +97,34 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
-    divisor, d_logprob = tl.load(divisor_ptr + row), tl.load(d_logprobs_ptr + row)
-    shaped = _shaped(tl.load(raw_ptr + row * vocabulary + columns, mask=inside, other=0.0), factor, softcap, CAPPED)
-    logs = shaped / divisor - tl.load(normaliser_ptr + row)
+    temperature, d_logprob = tl.load(temperature_ptr + row), tl.load(d_logprobs_ptr + row)
+    shaped = _transform_logits(tl.load(raw_ptr + row * vocabulary + columns, mask=inside, other=0.0), factor, softcap, CAPPED)
+    logs = shaped / temperature - tl.load(logsumexp_ptr + row)
     spread = d_logprob + tl.load(d_entropy_ptr + row) * (logs + tl.load(entropy_ptr + row))
     gradient = -tl.exp(logs) * spread
     gradient = tl.where(columns == tl.load(targets_ptr + row), gradient + d_logprob, gradient)
-    gradient = gradient / divisor * factor
+    gradient = gradient / temperature * factor
     if CAPPED:
         gradient *= 1.0 - (shaped / softcap) * (shaped / softcap)
     tl.store(gradient_ptr + row * vocabulary + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
 
 
-def _score_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape) -> None:
+def _launch_logprob_kernel(logits: Tensor, rows: list[Tensor], transform: LogitTransform) -> None:
     """logits [n, V] as the product left them; rows, [n] each: targets, divisor; out: logprobs, entropy, normaliser."""
     with torch.cuda.device_of(logits):
-        _score_kernel[(len(logits),)](
+        _logprob_kernel[(len(logits),)](
             logits,
             *rows,
             logits.shape[1],
-            shape.factor,
-            shape.softcap or 1.0,
-            CAPPED=shape.softcap is not None,
+            transform.factor,
+            transform.softcap or 1.0,
+            CAPPED=transform.softcap is not None,
             BLOCK=BLOCK_SIZE,
             num_warps=NUM_WARPS,
         )
 
 
-def _gradient_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape, gradient: Tensor) -> None:
+def _launch_gradient_kernel(logits: Tensor, rows: list[Tensor], transform: LogitTransform, gradient: Tensor) -> None:
     """rows, [n] each: targets, divisor, entropy, normaliser, d logprobs, d entropy; gradient [n, V] is the result."""
     with torch.cuda.device_of(logits):
         _gradient_kernel[(len(logits), triton.cdiv(logits.shape[1], BLOCK_SIZE))](
@@ -132,9 +132,9 @@ def _gradient_rows(logits: Tensor, rows: list[Tensor], shape: LogitShape, gradie
             *rows,
             gradient,
             logits.shape[1],
-            shape.factor,
-            shape.softcap or 1.0,
-            CAPPED=shape.softcap is not None,
+            transform.factor,
+            transform.softcap or 1.0,
+            CAPPED=transform.softcap is not None,
             BLOCK=BLOCK_SIZE,
             num_warps=NUM_WARPS,
         )
@@ -144,19 +144,19 @@ def fused_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    divisor: Tensor,
-    shape: LogitShape,
+    temperature: Tensor,
+    transform: LogitTransform,
     chunk_rows: int,
-    kept_chunks: int = 0,
+    cached_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[N] log-probs and [N] entropies, nats, float32: what `sampled_logprobs` returns, for a head without a bias.
 
     The products' dtype is at most float32. kept_chunks: for how many chunks the logits are kept for backward.
     """
     if not torch.is_grad_enabled():
-        kept_chunks = 0
+        cached_chunks = 0
     found: tuple[Tensor, Tensor] = _FusedLogprobs.apply(
-        hidden, weight, targets, divisor.float(), shape, chunk_rows, kept_chunks
+        hidden, weight, targets, temperature.float(), transform, chunk_rows, cached_chunks
     )
     return found
 
@@ -168,28 +168,28 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        divisor: Tensor,
-        shape: LogitShape,
+        temperature: Tensor,
+        transform: LogitTransform,
         chunk_rows: int,
-        kept_chunks: int,
+        cached_chunks: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.chunk_rows = shape, chunk_rows
+        ctx.shape, ctx.chunk_rows = transform, chunk_rows
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
         states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
-        logprobs, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        logprobs, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         kept: list[Tensor] = []
         scratch: Tensor | None = None
-        for chunk in chunks_of(len(hidden), chunk_rows):
-            keeps = len(kept) < kept_chunks
-            logits = product(states[chunk], rows_of_weight, None, None if keeps else scratch)
+        for chunk in split_slices(len(hidden), chunk_rows):
+            keeps = len(kept) < cached_chunks
+            logits = compute_logits(states[chunk], rows_of_weight, None, None if keeps else scratch)
             if keeps:
                 kept.append(logits)
             elif scratch is None:
                 scratch = logits
-            rows = (targets, divisor, logprobs, entropy, normaliser)
-            _score_rows(logits, [row[chunk] for row in rows], shape)
-        ctx.save_for_backward(hidden, weight, targets, divisor, entropy, normaliser, *kept)
+            rows = (targets, temperature, logprobs, entropy, logsumexp)
+            _launch_logprob_kernel(logits, [row[chunk] for row in rows], transform)
+        ctx.save_for_backward(hidden, weight, targets, temperature, entropy, logsumexp, *kept)
         return logprobs, entropy
 
     @staticmethod
@@ -197,7 +197,7 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, divisor, entropy, normaliser, *kept = ctx.saved_tensors
+        hidden, weight, targets, temperature, entropy, logsumexp, *kept = ctx.saved_tensors
         ds = [torch.zeros_like(entropy) if d is None else d.contiguous() for d in (d_logprobs, d_entropy)]
         states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         d_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
@@ -205,18 +205,18 @@ class _FusedLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(rows_of_weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         scratch: Tensor | None = None
         narrow: Tensor | None = None
-        for chunk, logits in zip_longest(chunks_of(len(hidden), ctx.chunk_rows), kept):
+        for chunk, logits in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
             if logits is None:
-                logits = product(states[chunk], rows_of_weight, None, scratch)
+                logits = compute_logits(states[chunk], rows_of_weight, None, scratch)
                 scratch = logits if scratch is None else scratch
             narrow = torch.empty_like(logits, dtype=states.dtype) if narrow is None else narrow
             gradient = narrow[: len(logits)]
-            rows = (targets, divisor, entropy, normaliser, *ds)
-            _gradient_rows(logits, [row[chunk] for row in rows], ctx.shape, gradient)
+            rows = (targets, temperature, entropy, logsumexp, *ds)
+            _launch_gradient_kernel(logits, [row[chunk] for row in rows], ctx.shape, gradient)
             if d_hidden is not None:
                 torch.mm(gradient, rows_of_weight, out=d_hidden[chunk])
             if d_weight is not None:
-                add_product(d_weight, gradient, states[chunk])
+                accumulate_weight_grad(d_weight, gradient, states[chunk])
         return (
             None if d_hidden is None else d_hidden.to(hidden.dtype),
             None if d_weight is None else d_weight.to(weight.dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def sizes_of_layers(config: Any, name: str) -> list[int]:
+def get_layer_sizes(config: Any, name: str) -> list[int]:
     """Return the different values of an attribute of a text model's configuration, in ascending order.
 
     Gemma 4 has heads of two sizes, and transformers refuses to read such an attribute of the whole model. The list is

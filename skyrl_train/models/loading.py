@@ -25,15 +25,15 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from skyrl_train.config.sources import is_address, is_relative_name, local_path
+from skyrl_train.config.locations import is_uri, is_relative_name, strip_file_scheme
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_of, composite_without_memory, is_composite, text_model
-from skyrl_train.models.padding_free import name_body
-from skyrl_train.models.saved_weights import SavedWeights, make_rest_real, tie_equal
-from skyrl_train.storage.copies import local_copy
+from skyrl_train.models.composite import get_composite, build_meta_composite, is_composite, build_text_model
+from skyrl_train.models.padding_free import set_base_model_prefix
+from skyrl_train.models.pretrained_weights import PretrainedWeights, materialize_buffers, tie_equal_weights
+from skyrl_train.storage.download_cache import local_copy
 
-POLICY_PATH = "trainer.policy.model.path"
-REWARD_PATH = "trainer.reward.model.path"
+POLICY_PATH_KEY = "trainer.policy.model.path"
+REWARD_PATH_KEY = "trainer.reward.model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a folder with a tokenizer has at least one."""
 
@@ -41,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def load_config(
     path: str,
     *,
-    key: str = POLICY_PATH,
+    key: str = POLICY_PATH_KEY,
     overrides: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
@@ -76,8 +76,8 @@ def load_causal_lm(
     model_config_kwargs: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
-    attention: str | None = None,
-    key: str = POLICY_PATH,
+    attn_implementation: str | None = None,
+    key: str = POLICY_PATH_KEY,
 ) -> PreTrainedModel:
     """Load a causal language model from a folder or a hub name, in `dtype`, in evaluation mode.
 
@@ -88,12 +88,12 @@ def load_causal_lm(
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
     if is_composite(config):
-        model, saved = _open(path, config, dtype, key, attention)
-        tie_equal(model, saved)
-        make_rest_real(model, saved)
-        _make_parameters_real(model, saved)
+        model, saved = _open(path, config, dtype, key, attn_implementation)
+        tie_equal_weights(model, saved)
+        materialize_buffers(model, saved)
+        _materialize_parameters(model, saved)
         return model.eval().to(device)  # type: ignore[arg-type]
-    model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attention)
+    model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attn_implementation)
     _refuse_absent(key, path, info["missing_keys"])
     return model.to(device)  # type: ignore[arg-type]
 
@@ -105,29 +105,29 @@ def open_causal_lm(
     model_config_kwargs: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
-    attention: str | None = None,
-    key: str = POLICY_PATH,
-) -> tuple[PreTrainedModel, SavedWeights]:
+    attn_implementation: str | None = None,
+    key: str = POLICY_PATH_KEY,
+) -> tuple[PreTrainedModel, PretrainedWeights]:
     """The model of `load_causal_lm` with its parameters on the meta device, and the checkpoint that has their values.
 
     Raises the same errors, and ConfigError for quantized weights and for a parameter that cannot be read row by row.
     Everything else of the model, such as buffers, is on the CPU.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    model, saved = _open(path, config, dtype, key, attention)
-    tie_equal(model, saved)
-    make_rest_real(model, saved)
+    model, saved = _open(path, config, dtype, key, attn_implementation)
+    tie_equal_weights(model, saved)
+    materialize_buffers(model, saved)
     return model, saved
 
 
-def described_causal_lm(
+def check_causal_lm(
     path: str,
     *,
-    key: str = POLICY_PATH,
+    key: str = POLICY_PATH_KEY,
     model_config_kwargs: Mapping[str, Any] | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     rope_theta: float | None = None,
-    checkpoint: bool = True,
+    check_weight_files: bool = True,
 ) -> PreTrainedModel:
     """Return the model of `open_causal_lm` on the meta device without reading a weight.
 
@@ -139,43 +139,43 @@ def described_causal_lm(
         ConfigError: As `open_causal_lm`, and for an architecture that is no causal language model.
     """
     config = load_config(path, key=key, overrides=model_config_kwargs, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    if checkpoint:
+    if check_weight_files:
         _refuse_quantized(path, config, key)
-        if is_folder(path):
+        if is_local_folder(path):
             return _open(path, config, torch.float32, key, "eager")[0]
     try:
-        return model_without_memory(config, torch.float32)
+        return build_meta_model(config, torch.float32)
     except ConfigError:
         raise
     except Exception as error:  # as in `_load`
         raise _cannot_load(key, path, error) from error
 
 
-def is_folder(path: str) -> bool:
+def is_local_folder(path: str) -> bool:
     """True for a folder of this machine, False for a name on the hub and for an address of storage."""
-    return Path(local_path(path)).is_dir()
+    return Path(strip_file_scheme(path)).is_dir()
 
 
 def _open(
-    path: str, config: PreTrainedConfig, dtype: torch.dtype, key: str, attention: str | None
-) -> tuple[PreTrainedModel, SavedWeights]:
+    path: str, config: PreTrainedConfig, dtype: torch.dtype, key: str, attn_implementation: str | None
+) -> tuple[PreTrainedModel, PretrainedWeights]:
     """Return the model on the meta device and its checkpoint, whose names and shapes fit. Raises ConfigError."""
     _refuse_quantized(path, config, key)
     if is_composite(config):
         _, info = _load(AutoModelForImageTextToText, path, config, key, dtype, "eager", "meta")
-        if has_separate_head(path):
+        if has_untied_head(path):
             untie_head(config)
-        model = text_model(composite_without_memory(config, dtype), dtype, attention)
-        composite = composite_of(model)
+        model = build_text_model(build_meta_composite(config, dtype), dtype, attn_implementation)
+        composite = get_composite(model)
         assert composite is not None
-        _refuse_absent(key, path, set(composite.names.values()).intersection(info["missing_keys"]))
+        _refuse_absent(key, path, set(composite.tensor_names.values()).intersection(info["missing_keys"]))
         with suppress(OSError):  # it is optional
             model.generation_config = GenerationConfig.from_pretrained(local_copy(path, weights=False))
     else:
-        model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attention, "meta")
+        model, info = _load(AutoModelForCausalLM, path, config, key, dtype, attn_implementation, "meta")
         _refuse_absent(key, path, info["missing_keys"])
     try:
-        saved = open_checkpoint(model, path, config)
+        saved = open_pretrained_weights(model, path, config)
     except (OSError, SafetensorError) as error:
         raise _cannot_load(key, path, error) from error
     if lost := [name for name, _ in model.named_parameters() if name not in saved]:
@@ -187,12 +187,12 @@ def _open(
     return model, saved
 
 
-def open_checkpoint(model: PreTrainedModel, path: str, config: PreTrainedConfig) -> SavedWeights:
+def open_pretrained_weights(model: PreTrainedModel, path: str, config: PreTrainedConfig) -> PretrainedWeights:
     """Return the weights of a folder or hub name, for its model on the meta device. Raises OSError if it has none."""
-    return SavedWeights(model, _weight_files(path, config))
+    return PretrainedWeights(model, _weight_files(path, config))
 
 
-def set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+def set_config_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
     """Write into a configuration, and that of a composite's language model, the dtype in which it is saved."""
     for part in (config, config.get_text_config()):
         part.dtype = dtype
@@ -218,15 +218,15 @@ def load_reward_model(
     On the device "meta" everything is checked, but no weights are read. Raises ConfigError as `load_causal_lm` does;
     also for another number of outputs, for a head with tensors unknown to its class, and for encoder-decoders.
     """
-    config = reward_config(path, model_config_kwargs)
+    config = load_reward_config(path, model_config_kwargs)
     meta = "meta" if str(device) == "meta" else None
-    model, info = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH, dtype, device=meta)
-    _refuse_absent(REWARD_PATH, path, info["missing_keys"])
+    model, info = _load(AutoModelForSequenceClassification, path, config, REWARD_PATH_KEY, dtype, device=meta)
+    _refuse_absent(REWARD_PATH_KEY, path, info["missing_keys"])
     unexpected = sorted(info["unexpected_keys"])
     body = model.base_model_prefix
     if head := [name for name in unexpected if not name.startswith((f"{body}.", "lm_head."))]:
         raise ConfigError(
-            f"{REWARD_PATH}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
+            f"{REWARD_PATH_KEY}={path!r}: {type(model).__name__} has no place for {head[0]!r}, so its scores would be "
             "others than those it was trained to give; use a model that transformers' own class describes."
         )
     for part in (model.config, model.config.get_text_config()):
@@ -234,23 +234,23 @@ def load_reward_model(
     return model.to(device)  # type: ignore[arg-type]
 
 
-def reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+def load_reward_config(path: str, model_config_kwargs: Mapping[str, Any] | None = None) -> Any:
     """Return the configuration of a reward model. Raises ConfigError for one that gives no single score of a text."""
-    config = load_config(path, key=REWARD_PATH, overrides=model_config_kwargs)
+    config = load_config(path, key=REWARD_PATH_KEY, overrides=model_config_kwargs)
     if config.num_labels != 1:
         raise ConfigError(
-            f"{REWARD_PATH}={path!r}: its configuration has num_labels={config.num_labels}; a reward model has one "
+            f"{REWARD_PATH_KEY}={path!r}: its configuration has num_labels={config.num_labels}; a reward model has one "
             "output: give a sequence classification model that was trained with num_labels=1."
         )
     if config.is_encoder_decoder:
         raise ConfigError(
-            f"{REWARD_PATH}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
+            f"{REWARD_PATH_KEY}={path!r}: {type(config).__name__} has an encoder and a decoder, which read two texts; give "
             "a model that has one of them."
         )
     return config
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
+def get_max_positions(model: PreTrainedModel) -> int | None:
     """The most tokens that a model can read at once; None if there is no limit.
 
     RoBERTa and its relatives count positions from the one after the padding token's.
@@ -268,7 +268,7 @@ def _load(
     config: PreTrainedConfig,
     key: str,
     dtype: torch.dtype,
-    attention: str | None = None,
+    attn_implementation: str | None = None,
     device: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' account of tensors that are missing in the checkpoint or unexpected.
@@ -282,7 +282,7 @@ def _load(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attn_implementation,
             device_map=device,
             use_safetensors=True,
             trust_remote_code=False,
@@ -290,7 +290,7 @@ def _load(
         )
     except Exception as error:  # model classes and files raise many kinds for what they cannot use
         raise _cannot_load(key, path, error) from error
-    name_body(model)
+    set_base_model_prefix(model)
     return model, info
 
 
@@ -302,44 +302,44 @@ def _refuse_absent(key: str, path: str, absent: Iterable[str]) -> None:
         )
 
 
-def _make_parameters_real(model: PreTrainedModel, saved: SavedWeights) -> None:
+def _materialize_parameters(model: PreTrainedModel, pretrained: PretrainedWeights) -> None:
     """Give the parameters of a model on the meta device their values, on the CPU."""
     for name, parameter in list(model.named_parameters()):
-        real = nn.Parameter(saved.read(name).to(parameter.dtype, copy=True))
+        real = nn.Parameter(pretrained.read(name).to(parameter.dtype, copy=True))
         torch.utils.swap_tensors(parameter, real)
 
 
-def meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model on the meta device: layers, names and shapes, without memory."""
-    return model_without_memory(load_config(path), dtype)
+    return build_meta_model(load_config(path), dtype)
 
 
-def served_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_meta_model_as_served(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of `meta_model` as the weights at `path` are: see `has_separate_head`."""
     config = load_config(path)
-    if has_separate_head(path):
+    if has_untied_head(path):
         untie_head(config)
-    return model_without_memory(config, dtype)
+    return build_meta_model(config, dtype)
 
 
-def model_without_memory(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the causal language model of a configuration on the meta device; of a composite its language model."""
     if is_composite(config):
-        return text_model(composite_without_memory(config, dtype), dtype)
+        return build_text_model(build_meta_composite(config, dtype), dtype)
     # It never computes attention, so the kernels that its configuration may name need not be installed.
     options = {"dtype": dtype, "attn_implementation": "eager"}
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
-    name_body(model)
+    set_base_model_prefix(model)
     return model
 
 
 def meta_parameters(path: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Name -> parameter of a causal language model on the meta device; tied names have the same object."""
-    return dict(meta_model(path, dtype).named_parameters(remove_duplicate=False))
+    return dict(load_meta_model(path, dtype).named_parameters(remove_duplicate=False))
 
 
-def has_separate_head(path: str) -> bool:
+def has_untied_head(path: str) -> bool:
     """True if config.json ties the head to the embedding, but the weights of a folder or hub name have different ones.
 
     transformers keeps both then. Other engines go by config.json, so they must be told.
@@ -347,17 +347,17 @@ def has_separate_head(path: str) -> bool:
     config = load_config(path)
     if not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())):
         return False
-    tied = model_without_memory(config, torch.float32)
-    held = checkpoint_names(path)
+    tied = build_meta_model(config, torch.float32)
+    held = list_checkpoint_names(path)
     pairs = _tied_names(tied).items()
-    if not has_both(tied, [name for pair in pairs for name in pair if _checkpoint_name(tied, name) in held]):
+    if not contains_tied_pair(tied, [name for pair in pairs for name in pair if _checkpoint_name(tied, name) in held]):
         return False
     untie_head(config)
-    saved = open_checkpoint(model_without_memory(config, torch.float32), path, config)
+    saved = open_pretrained_weights(build_meta_model(config, torch.float32), path, config)
     return any(not torch.equal(saved.read(name), saved.read(source)) for name, source in _tied_names(tied).items())
 
 
-def has_both(model: PreTrainedModel, names: Iterable[str]) -> bool:
+def contains_tied_pair(model: PreTrainedModel, names: Iterable[str]) -> bool:
     """True if `names` contains both a parameter and another one that the model's configuration ties to it."""
     held = set(names)
     return any(name in held and source in held for name, source in _tied_names(model).items())
@@ -365,7 +365,7 @@ def has_both(model: PreTrainedModel, names: Iterable[str]) -> bool:
 
 def _checkpoint_name(model: PreTrainedModel, name: str) -> str:
     """Return the name that a tensor of a model, which is saved as it is, has in checkpoints."""
-    return next(iter(checkpoint_tensors(model, {name: torch.empty(0, device="meta")})))
+    return next(iter(to_checkpoint_tensors(model, {name: torch.empty(0, device="meta")})))
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -378,18 +378,18 @@ def untie_head(config: PreTrainedConfig) -> None:
         part.tie_word_embeddings = False
 
 
-def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights named and split as in checkpoints, if transformers differs from them.
 
     Experts are separate there, and the language model of a composite has the composite's names.
     """
-    composite = composite_of(model)
+    composite = get_composite(model)
     if composite is not None:
-        return composite.checkpoint_tensors(tensors)
+        return composite.to_checkpoint_tensors(tensors)
     return revert_weight_conversion(model, dict(tensors))  # type: ignore[no-any-return]
 
 
-def checkpoint_names(path: str) -> set[str]:
+def list_checkpoint_names(path: str) -> set[str]:
     """Names of the tensors in the safetensors files of a folder or hub name; empty if it has none."""
     absent: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     if index := cached_file(local_copy(path, weights=False), "model.safetensors.index.json", **absent):
@@ -430,7 +430,7 @@ def has_tokenizer(path: str) -> bool:
 
 
 def load_tokenizer(
-    path: str, *, use_fast: bool = True, key: str = POLICY_PATH, chat_template: str | None = None
+    path: str, *, use_fast: bool = True, key: str = POLICY_PATH_KEY, chat_template: str | None = None
 ) -> Any:
     """Return the tokenizer of a folder or hub name, with `chat_template` in place of its own if that is given.
 
@@ -448,8 +448,8 @@ def load_tokenizer(
 
 def _cannot_load(key: str, path: str, error: Exception) -> ConfigError:
     reason = str(error).strip().split("\n")[0]
-    if is_address(path) or Path(path).is_dir():
-        kind = "sequence classification model" if key == REWARD_PATH else "causal language model"
+    if is_uri(path) or Path(path).is_dir():
+        kind = "sequence classification model" if key == REWARD_PATH_KEY else "causal language model"
         todo = f"The folder must hold config.json, a tokenizer and *.safetensors of a {kind}."
     elif Path(path).is_absolute() or path.startswith("."):
         todo = "There is no such folder: give one that exists, or a hub name like 'Qwen/Qwen2.5-0.5B-Instruct'."

@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_of
+from skyrl_train.models.composite import get_composite
 from skyrl_train.models.sharded_tensor import ShardedTensor
 
 ALL_LINEAR = "all-linear"
-BASE, ADAPTER, DOWN, UP = ".base_layer.", ".lora_", ".lora_A.default.weight", ".lora_B.default.weight"
+BASE_LAYER_INFIX, LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = ".base_layer.", ".lora_", ".lora_A.default.weight", ".lora_B.default.weight"
 """Parts of peft's names: of a layer's own parameters, of its adapter's, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def get_adaptable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Name -> layer, for the layers that an adapter may change: all linear layers but the head.
 
     Llama 4's routers derive from linear layers, but return more than the product.
@@ -44,13 +44,13 @@ def adapted_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def exported_linears(model: PreTrainedModel) -> dict[str, str]:
+def get_exported_names(model: PreTrainedModel) -> dict[str, str]:
     """Return the names of `adapted_linears` -> their names in the model that exported adapters are loaded on.
 
     They differ for the text model of a composite, whose adapters are loaded on the composite.
     """
-    composite = composite_of(model)
-    return {name: name if composite is None else composite.module_name(name) for name in adapted_linears(model)}
+    composite = get_composite(model)
+    return {name: name if composite is None else composite.module_name(name) for name in get_adaptable_linears(model)}
 
 
 def peft_name(name: str, exported: Mapping[str, str]) -> str:
@@ -60,42 +60,42 @@ def peft_name(name: str, exported: Mapping[str, str]) -> str:
         name: The tensor's name, with the layer's name in the text model.
         exported: See `exported_linears`.
     """
-    layer, adapter, rest = name.partition(ADAPTER)
+    layer, adapter, rest = name.partition(LORA_INFIX)
     return f"base_model.model.{exported[layer]}{adapter}{rest}"
 
 
-def lora_options() -> dict[str, Any]:
+def get_peft_defaults() -> dict[str, Any]:
     """The options of a peft configuration and their defaults."""
     from peft import LoraConfig as PeftConfig  # takes a second to import
 
     return {field.name: field.default for field in fields(PeftConfig)}
 
 
-def lora_config(**options: Any) -> Any:
+def build_peft_config(**options: Any) -> Any:
     """A peft configuration. Raises ValueError or TypeError for options that contradict each other."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(**options)
 
 
-def targeted(config: Any, names: Iterable[str]) -> list[str]:
+def filter_targeted(config: Any, names: Iterable[str]) -> list[str]:
     """Those of the names that a peft configuration targets."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return [name for name in names if check_target_module_exists(config, name)]
 
 
-def adapted_layers(model: PreTrainedModel, settings: LoraConfig, key: str) -> tuple[Any, list[str]]:
+def select_adapted_layers(model: PreTrainedModel, settings: LoraConfig, key: str) -> tuple[Any, list[str]]:
     """Return the peft configuration of a model's adapters, and the names of the layers that get one.
 
     Raises:
         ConfigError: Names `key` for targets that are no linear layers of the model.
     """
-    linears = adapted_linears(model)
+    linears = get_adaptable_linears(model)
     targets = _plain(settings.target_modules)
     if targets == ALL_LINEAR:
         targets = sorted({name.rpartition(".")[2] for name in linears})
-    config = lora_config(
+    config = build_peft_config(
         target_modules=targets,
         exclude_modules=_plain(settings.exclude_modules),
         base_model_name_or_path=model.name_or_path,
@@ -110,7 +110,7 @@ def _shape(settings: LoraConfig) -> dict[str, Any]:
     return {"r": settings.rank, "lora_alpha": settings.alpha}
 
 
-class Adapters:
+class LoraAdapters:
     """The adapters of one model, as parameters of its modules; all other parameters of the model are frozen."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, key: str):
@@ -120,7 +120,7 @@ class Adapters:
         """
         from peft import inject_adapter_in_model
 
-        self.config, self.layers = adapted_layers(model, settings, key)
+        self.config, self.layers = select_adapted_layers(model, settings, key)
         self.scaling = settings.alpha / settings.rank
         targets = self.config.target_modules
         if not isinstance(targets, str):  # readers of the file require a layer for every name, so drop excluded ones
@@ -129,19 +129,19 @@ class Adapters:
             }
         if settings.target_modules == ALL_LINEAR and (fused := _fused(model)):
             _log.warning("%s.target_modules=all-linear: %s", key, fused)
-        self.names = exported_linears(model)
+        self.names = get_exported_names(model)
         """Layer -> its name in exported adapters."""
-        if composite_of(model) is not None:  # whose other towers may have layers that match the names, too
+        if get_composite(model) is not None:  # whose other towers may have layers that match the names, too
             self.config.target_modules = {self.names[layer] for layer in self.layers}
             self.config.exclude_modules = None
         # peft redirects names of experts in models that it knows; in a plain container it uses names as they are.
         start: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
-        exact = lora_config(target_modules=names, init_lora_weights=start, **_shape(settings))
+        exact = build_peft_config(target_modules=names, init_lora_weights=start, **_shape(settings))
         with _seen_in_host_memory(model):
             inject_adapter_in_model(exact, nn.Sequential(model))
 
-    def merged(
+    def iter_merged(
         self, parameters: Iterator[tuple[str, ShardedTensor]], adapters: dict[str, Tensor] | None = None
     ) -> Iterator[tuple[str, ShardedTensor]]:
         """(checkpoint name, tensor) of the model with merged weights W + s B A, in the adapters' dtype.
@@ -152,43 +152,43 @@ class Adapters:
         """
         held: dict[str, ShardedTensor] = {}
         for name, tensor in parameters:
-            if name.endswith((f"{BASE}weight", DOWN)):
+            if name.endswith((f"{BASE_LAYER_INFIX}weight", LORA_A_SUFFIX)):
                 held[name] = tensor
-            elif name.endswith(UP):
-                layer = name.removesuffix(UP)
-                weight = held.pop(f"{layer}{BASE}weight")
-                down, up = held.pop(f"{layer}{DOWN}").whole(), tensor.whole()
+            elif name.endswith(LORA_B_SUFFIX):
+                layer = name.removesuffix(LORA_B_SUFFIX)
+                weight = held.pop(f"{layer}{BASE_LAYER_INFIX}weight")
+                down, up = held.pop(f"{layer}{LORA_A_SUFFIX}").full_tensor(), tensor.full_tensor()
                 if adapters is not None:
                     for end, matrix in (("A", down), ("B", up)):
                         adapters[self.exported_name(f"{layer}.lora_{end}.weight")] = matrix.cpu()
-                columns = weight.columns(down)
+                columns = weight.select_columns(down)
                 start = weight.start * columns.shape[1] // down.shape[1]
                 yield f"{layer}.weight", weight.map(partial(_merged, up, columns, self.scaling, start))
             else:
-                yield name.replace(BASE, "."), tensor
+                yield name.replace(BASE_LAYER_INFIX, "."), tensor
         assert not held, f"parameters ended before the adapter of {next(iter(held))} came"
 
     def exported_name(self, name: str) -> str:
         """Return the name that peft gives A or B of a layer, from the name that `separate` yields."""
         return peft_name(name, self.names)
 
-    def separate(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    def iter_unmerged(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """(name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.
 
         The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
         """
         for name, tensor in parameters:
-            yield name.replace(BASE, ".").replace(DOWN, ".lora_A.weight").replace(UP, ".lora_B.weight"), tensor
+            yield name.replace(BASE_LAYER_INFIX, ".").replace(LORA_A_SUFFIX, ".lora_A.weight").replace(LORA_B_SUFFIX, ".lora_B.weight"), tensor
 
 
-def with_adapter(model: PreTrainedModel, folder: Path) -> Any:
+def load_peft_adapter(model: PreTrainedModel, folder: Path) -> Any:
     """The model with the adapter in a peft folder on it, as peft loads it."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder))
 
 
-def adapter_of(model: Any) -> dict[str, Tensor]:
+def get_adapter_state_dict(model: Any) -> dict[str, Tensor]:
     """A and B of a model that peft has put an adapter on, by peft's names."""
     from peft import get_peft_model_state_dict
 
@@ -243,12 +243,12 @@ def _chosen(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, 
                 )
                 raise ConfigError(message.rstrip())
     modules = dict(model.named_modules())
-    if others := targeted(config, (name for name in modules if name not in linears)):
+    if others := filter_targeted(config, (name for name in modules if name not in linears)):
         raise ConfigError(
             f"{key}.target_modules fits {others[0]}, a {type(modules[others[0]]).__name__}: adapters go on linear "
             f"layers, and not on the head; they are called {there}."
         )
-    chosen = targeted(config, linears)
+    chosen = filter_targeted(config, linears)
     if not chosen:
         if not linears:
             raise ConfigError(

@@ -23,12 +23,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_attention import Segments, refuse_arguments
-from skyrl_train.models.windows import drop_query_scales, register_window_masks
+from skyrl_train.models.ragged_attention import Segments, check_attention_arguments
+from skyrl_train.models.sliding_windows import disable_query_scaling, register_window_masks
 
 _TRACED = "skyrl_traced"
 """The name of the attention, in transformers, that only checks what it is called with."""
-KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+SUPPORTED_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of attention layers that run without padding."""
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot"})
 """Operations whose last two tensors are multiplied as matrices."""
@@ -62,13 +62,13 @@ _WITHOUT_VALUES = frozenset(
 """Operations that take only the shape of their input."""
 
 
-def adapt(model: PreTrainedModel) -> None:
+def patch_model(model: PreTrainedModel) -> None:
     """Change what Llama 4 states in a way that packing cannot use: see `name_body` and `drop_query_scales`."""
-    name_body(model)
-    drop_query_scales(model)
+    set_base_model_prefix(model)
+    disable_query_scaling(model)
 
 
-def name_body(model: PreTrainedModel) -> None:
+def set_base_model_prefix(model: PreTrainedModel) -> None:
     """Let `model.base_model` be the body of a causal language model: Llama 4's class names it as its composite does."""
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"
@@ -86,12 +86,12 @@ def check_padding_free(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ConfigError(f"{name} does not follow transformers' attention interface: it cannot run without padding.")
-    kinds = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    kinds = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_ATTENTION_TYPES
     if kinds:
         raise ConfigError(
             f"{name} has layers of kind {sorted(kinds)}; only full, sliding-window and chunked attention are known."
         )
-    if any(rope.get("rope_type") == "dynamic" for rope in ropes(config)):
+    if any(rope.get("rope_type") == "dynamic" for rope in get_rope_parameters(config)):
         raise ConfigError(
             f"{name} uses rope type 'dynamic', which depends on the longest sequence of a batch; "
             "set trainer.rope_scaling to a static type such as 'yarn' or 'linear'."
@@ -109,12 +109,12 @@ def check_padding_free(model: PreTrainedModel) -> None:
     _trace(model)
 
 
-def needs_values(error: Exception) -> bool:
+def is_meta_value_error(error: Exception) -> bool:
     """True if a model has failed because it read values of a tensor on the meta device, which has none."""
     return isinstance(error, RuntimeError) and (isinstance(error, NotImplementedError) or "meta" in str(error).lower())
 
 
-def ropes(config: Any) -> list[dict[str, Any]]:
+def get_rope_parameters(config: Any) -> list[dict[str, Any]]:
     """The model's sets of rope parameters: one, or one for each kind of layer."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
@@ -139,14 +139,14 @@ def _trace(model: PreTrainedModel) -> None:
         except ConfigError:
             raise
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            if needs_values(error):
+            if is_meta_value_error(error):
                 return  # what runs depends on values, as in JetMoE's experts: the check with real weights decides
             reason = str(error).strip().split("\n")[0]
             raise ConfigError(
                 f"{flow.owner} computes no last hidden states from token ids and position ids alone "
                 f"({type(error).__name__}: {reason}), so it cannot run without padding."
             ) from error
-        flow.refuse_mixed(hidden)
+        flow.check_not_mixed(hidden)
 
 
 def _number_of_tokens(model: PreTrainedModel) -> int:
@@ -158,7 +158,7 @@ def _number_of_tokens(model: PreTrainedModel) -> int:
     return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
-class OnMeta(TorchDispatchMode):
+class MetaDispatchMode(TorchDispatchMode):
     """Within it a tensor on the meta device may be combined with real ones, of which only the shapes are used.
 
     A number that Python reads of a tensor is 0, and a selection by values is empty.
@@ -189,7 +189,7 @@ def operation_name(function: Any) -> str:
     return name if name.endswith("__") else name.removesuffix("_")
 
 
-class LastHiddenState(MoeModelOutputWithPast):
+class LastHiddenStateOutput(MoeModelOutputWithPast):
     """The output of a body of any architecture: everything but the last hidden state is None."""
 
     def __getattr__(self, name: str) -> None:
@@ -197,7 +197,7 @@ class LastHiddenState(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-class Operations(OnMeta):
+class OperationRecorder(MetaDispatchMode):
     """A mode that notes which operations change values."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Operations(OnMeta):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-class _TokenFlow(OnMeta):
+class _TokenFlow(MetaDispatchMode):
     """A mode that follows which tensors depend on several tokens, or on the number of a token in its row."""
 
     def __init__(self, tokens: int, model: str):
@@ -245,7 +245,7 @@ class _TokenFlow(OnMeta):
             for hook in hooks:
                 hook.remove()
 
-    def refuse_mixed(self, *tensors: Tensor) -> None:
+    def check_not_mixed(self, *tensors: Tensor) -> None:
         """Raise ConfigError if one of `tensors` is not made of each token by itself."""
         for tensor in tensors:
             if (reason := self._reason(tensor)) is not None:
@@ -321,20 +321,20 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         try:
-            refuse_arguments(module, attention_mask, **options)
+            check_attention_arguments(module, attention_mask, **options)
         except ConfigError as error:
             raise ConfigError(f"{flow.owner} cannot run without padding: {error}") from error
-        flow.refuse_mixed(query, key, value)
+        flow.check_not_mixed(query, key, value)
         heads, tokens = query.shape[1:3]
         return value.new_empty(1, tokens, heads, value.shape[-1]), None
 
     AttentionInterface.register(_TRACED, attend)
-    with windows_as_masks(model):
+    with pass_windows_as_masks(model):
         yield
 
 
 @contextmanager
-def windows_as_masks(model: PreTrainedModel) -> Iterator[None]:
+def pass_windows_as_masks(model: PreTrainedModel) -> Iterator[None]:
     """Within it `model` makes no masks but its windows (see windows.py), and an empty tensor for any other kind."""
     register_window_masks(_TRACED)
     configs = _configs(model)

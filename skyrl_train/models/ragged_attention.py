@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.flash_attention import Stretches, flash_kernel
+from skyrl_train.models.flash_attention import VarlenArgs, get_flash_kernel
 from skyrl_train.models.sequence_parallel import SequenceParallel
-from skyrl_train.models.windows import register_window_masks
+from skyrl_train.models.sliding_windows import register_window_masks
 
-RAGGED = "skyrl_ragged"
+RAGGED_ATTENTION_NAME = "skyrl_ragged"
 """The name of this attention in transformers: `model.set_attn_implementation(RAGGED)`."""
 
 
@@ -38,7 +38,7 @@ class Segments:
     """[S+1] int32 on the tokens' device: stretch s is tokens offsets[s]:offsets[s+1]."""
     lengths: tuple[int, ...]
     """[S]"""
-    keys: Tensor | None = None
+    key_indices: Tensor | None = None
     """[sum of key_lengths] int64, token indices, stretch by stretch; None if each sees only its own tokens."""
     key_offsets: Tensor | None = None
     """[S+1] int32, with `keys`."""
@@ -46,30 +46,30 @@ class Segments:
     """[S], with `keys`."""
 
     @classmethod
-    def of(cls, offsets: Tensor) -> Segments:
+    def from_offsets(cls, offsets: Tensor) -> Segments:
         """One stretch per sequence, from offsets [B+1] on any device; synchronises with the device once."""
         return cls(offsets.to(torch.int32), tuple(offsets.diff().tolist()))
 
     @property
-    def seen(self) -> tuple[int, ...]:
+    def attended_lengths(self) -> tuple[int, ...]:
         """[S] how many tokens the last token of a stretch sees, itself included."""
         return self.lengths if self.key_lengths is None else self.key_lengths
 
-    def runs(self) -> list[tuple[int, int, int]]:
+    def group_equal_lengths(self) -> list[tuple[int, int, int]]:
         """(number of stretches, their length, how many tokens they see) of runs of adjacent stretches of equal size."""
-        found = [(len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.seen, strict=True))]
+        found = [(len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.attended_lengths, strict=True))]
         return [(count, length, seen) for count, length, seen in found if length]
 
-    def by_length(self) -> tuple[Segments, Tensor]:
+    def sort_by_length(self) -> tuple[Segments, Tensor]:
         """The sequences sorted by length, and the [T] index that reorders tokens: `sorted = tokens[index]`."""
-        assert self.keys is None, "stretches that share tokens are sorted when they are made"
+        assert self.key_indices is None, "stretches that share tokens are sorted when they are made"
         rows = torch.tensor(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), device=self.offsets.device)
         offsets, lengths = self.offsets.long(), self.offsets.diff()[rows]
         sorted_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-        return Segments(sorted_offsets, tuple(sorted(self.lengths))), ranges(offsets[:-1][rows], lengths)
+        return Segments(sorted_offsets, tuple(sorted(self.lengths))), concat_aranges(offsets[:-1][rows], lengths)
 
 
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+def concat_aranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """[sum of lengths] int64: lengths[0] numbers from starts[0] on, then lengths[1] numbers from starts[1] on, ..."""
     before = lengths.cumsum(0) - lengths
     shift = torch.repeat_interleave(starts - before, lengths)
@@ -95,26 +95,26 @@ def ragged_attention(
     (gpt-oss, arXiv:2508.10925).
     """
     if isinstance(segments, Tensor):
-        segments = Segments.of(segments)
+        segments = Segments.from_offsets(segments)
     assert sum(segments.lengths) == len(query), f"offsets cover {sum(segments.lengths)} of {len(query)} tokens"
-    weighting = _Weighting(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
-    if segments.keys is not None:
-        key, value = gathered(key, segments.keys), gathered(value, segments.keys)
-    kernel = flash_kernel(query, value, with_sinks=sinks is not None) if softcap is None else None
+    options = _ScoreOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
+    if segments.key_indices is not None:
+        key, value = deterministic_index_select(key, segments.key_indices), deterministic_index_select(value, segments.key_indices)
+    kernel = get_flash_kernel(query, value, with_sinks=sinks is not None) if softcap is None else None
     if kernel is not None:
         of_keys = segments.offsets if segments.key_offsets is None else segments.key_offsets
-        most = max(segments.lengths), max(segments.seen)
-        stretches = Stretches(segments.offsets, of_keys, *most, weighting.scaling, sliding_window)
-        return kernel.attend(query, key, value, stretches, sinks)
-    if segments.keys is None and len(segments.runs()) > len(set(segments.lengths) - {0}):
-        segments, tokens = segments.by_length()
-        query, key, value = (gathered(rows, tokens) for rows in (query, key, value))
-        ordered = _by_runs(query, key, value, segments, weighting)
+        most = max(segments.lengths), max(segments.attended_lengths)
+        varlen_args = VarlenArgs(segments.offsets, of_keys, *most, options.scaling, sliding_window)
+        return kernel.attend(query, key, value, varlen_args, sinks)
+    if segments.key_indices is None and len(segments.group_equal_lengths()) > len(set(segments.lengths) - {0}):
+        segments, tokens = segments.sort_by_length()
+        query, key, value = (deterministic_index_select(rows, tokens) for rows in (query, key, value))
+        ordered = _attend_by_length(query, key, value, segments, options)
         return torch.empty_like(ordered).index_copy(0, tokens, ordered)
-    return _by_runs(query, key, value, segments, weighting)
+    return _attend_by_length(query, key, value, segments, options)
 
 
-class _Gathered(torch.autograd.Function):
+class _DeterministicIndexSelect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(index)
@@ -134,13 +134,13 @@ class _Gathered(torch.autograd.Function):
         return sums.to(gradient.dtype), None
 
 
-def gathered(rows: Tensor, index: Tensor) -> Tensor:
+def deterministic_index_select(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index]; gradients of a row that occurs repeatedly are summed in a fixed order, in at least float32."""
-    result: Tensor = _Gathered.apply(rows, index)
+    result: Tensor = _DeterministicIndexSelect.apply(rows, index)
     return result
 
 
-class _Weighting(NamedTuple):
+class _ScoreOptions(NamedTuple):
     """What becomes of the scores of queries and keys: see `ragged_attention`."""
 
     scaling: float
@@ -149,18 +149,18 @@ class _Weighting(NamedTuple):
     sinks: Tensor | None
 
 
-def _by_runs(query: Tensor, key: Tensor, value: Tensor, segments: Segments, weighting: _Weighting) -> Tensor:
+def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: _ScoreOptions) -> Tensor:
     """One kernel call per run of equal lengths; `split` instead of slices, so that backward is one concatenation."""
-    runs = segments.runs()
+    runs = segments.group_equal_lengths()
     queries = query.split([count * length for count, length, _ in runs])
     sizes = [count * seen for count, _, seen in runs]
-    window = weighting.window
+    window = options.window
     outputs = []
     for (count, length, seen), q, k, v in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
         q = q.unflatten(0, (count, length)).transpose(1, 2)  # [count, heads, length, D]
         k, v = (x.unflatten(0, (count, seen)).transpose(1, 2) for x in (k, v))
-        if weighting.softcap is not None or weighting.sinks is not None:
-            output = _materialised(q, k, v, weighting)
+        if options.softcap is not None or options.sinks is not None:
+            output = _unfused_attention(q, k, v, options)
         else:
             triangle = length == seen and (window is None or window >= length)
             output = scaled_dot_product_attention(
@@ -169,23 +169,23 @@ def _by_runs(query: Tensor, key: Tensor, value: Tensor, segments: Segments, weig
                 v,
                 attn_mask=None if triangle else _visible(length, seen, window, q.device),
                 is_causal=triangle,
-                scale=weighting.scaling,
+                scale=options.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 
 
-def _materialised(query: Tensor, key: Tensor, value: Tensor, weighting: _Weighting) -> Tensor:
+def _unfused_attention(query: Tensor, key: Tensor, value: Tensor, options: _ScoreOptions) -> Tensor:
     """Attention whose scores exist as a tensor for each run, for what no fused kernel of this device computes."""
     count, heads, length, size = query.shape
     grouped = query.unflatten(1, (key.shape[1], -1))  # [count, K, H/K, length, D]
-    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * weighting.scaling
-    if weighting.softcap is not None:
-        scores = torch.tanh(scores / weighting.softcap) * weighting.softcap
-    scores = scores.masked_fill(~_visible(length, key.shape[2], weighting.window, query.device), -torch.inf)
-    if weighting.sinks is not None:
-        sinks = weighting.sinks.to(scores.dtype).view(key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~_visible(length, key.shape[2], options.window, query.device), -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     return (weights[..., : key.shape[2]] @ value.unsqueeze(2)).view(count, heads, length, size)
@@ -198,7 +198,7 @@ def _visible(length: int, seen: int, window: int | None, device: torch.device) -
     return visible if window is None else visible.triu(level + 1 - window)
 
 
-def refuse_arguments(
+def check_attention_arguments(
     module: nn.Module,
     attention_mask: Tensor | int | None,
     dropout: float = 0.0,
@@ -245,21 +245,21 @@ def _attention_forward(
     With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks.
     An int as mask is the layer's window: see windows.py.
     """
-    refuse_arguments(module, attention_mask, dropout, ragged_segments, position_bias)
+    check_attention_arguments(module, attention_mask, dropout, ragged_segments, position_bias)
     assert ragged_segments is not None
     window = attention_mask if isinstance(attention_mask, int) else sliding_window
     # Under autocast, rotary embeddings make queries and keys wider than values, which no fused kernel supports.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if sequence_parallel is not None:
-        q, k, v = sequence_parallel.by_heads(q, k, v, sum(ragged_segments.lengths))
-        s_aux = s_aux if s_aux is None else s_aux[sequence_parallel.chunk(len(s_aux))]
+        q, k, v = sequence_parallel.scatter_heads(q, k, v, sum(ragged_segments.lengths))
+        s_aux = s_aux if s_aux is None else s_aux[sequence_parallel.local_slice(len(s_aux))]
     output = ragged_attention(
         q, k, v, ragged_segments, scaling=scaling, sliding_window=window, softcap=softcap, sinks=s_aux
     )
     if sequence_parallel is not None:
-        output = sequence_parallel.by_tokens(output)
+        output = sequence_parallel.gather_heads(output)
     return output.unsqueeze(0), None
 
 
-AttentionInterface.register(RAGGED, _attention_forward)
-register_window_masks(RAGGED)
+AttentionInterface.register(RAGGED_ATTENTION_NAME, _attention_forward)
+register_window_masks(RAGGED_ATTENTION_NAME)

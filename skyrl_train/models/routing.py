@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_attention import gathered
+from skyrl_train.models.ragged_attention import deterministic_index_select
 
 _TOPK, _SIGMOID = (torch.topk, Tensor.topk), (torch.sigmoid, Tensor.sigmoid)
 
 
 @dataclass(frozen=True)
-class Balance:
+class RouterLossInputs:
     """What an auxiliary loss needs to know of a batch: T tokens, of B sequences."""
 
-    places: Tensor
+    token_indices: Tensor
     """[T] the place of each token among those that go through the model: a prompt may be shared."""
     sequence_ids: Tensor
     """[T]"""
@@ -47,63 +47,63 @@ class Routers:
         found = list(_routers(model))
         self.modules: list[Any] = [router for _, router in found]
         self._layers = [layer for layer, _ in found]
-        self.keeps_choices = False
-        self.balance: Balance | None = None
+        self.record_routed_experts = False
+        self.loss_inputs: RouterLossInputs | None = None
         """If set, an auxiliary loss joins the gradient of every backward pass."""
-        self._chosen: list[Tensor] | None = None
-        self._given: Tensor | None = None
+        self._routed_experts: list[Tensor] | None = None
+        self._replayed_experts: Tensor | None = None
         self._running = False
         self._counts: dict[int, Tensor] | None = None
         """Layer -> [E], how many tokens chose each expert."""
-        self._balance_loss: Tensor | None = None
+        self._aux_loss: Tensor | None = None
         for layer, router in enumerate(self.modules):
             router.forward = self._routed(layer, router, router.forward)
 
-    def check_needed(self, model: PreTrainedModel, moe_routing_replay: str | None, router_aux_loss_coef: float) -> None:
+    def check_routers_supported(self, model: PreTrainedModel, moe_routing_replay: str | None, router_aux_loss_coef: float) -> None:
         """Raise ConfigError naming the key that needs routers, if `model` has none that are known here."""
         if (moe_routing_replay or router_aux_loss_coef) and not self.modules:
             key = "trainer.moe_routing_replay" if moe_routing_replay else "trainer.algorithm.router_aux_loss_coef"
             raise ConfigError(f"{key}: {type(model).__name__} has no routers that are known here.")
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def num_layers_and_top_k(self) -> tuple[int, int]:
         """(L, k)"""
         return len(self.modules), int(self.modules[0].top_k) if self.modules else 0
 
     @contextmanager
-    def running(self, given: Tensor | None = None) -> Iterator[None]:
+    def forward_pass(self, replayed_experts: Tensor | None = None) -> Iterator[None]:
         """Within it the model runs forward.
 
         given: int [U, L, k], the experts to choose, also in the backward pass that follows; where they are negative,
         and without them, routers choose. It may have rows for layers without experts, too.
         """
-        if given is not None and given.shape[1] != len(self.modules):
-            given = given[:, self._layers]
-        self._given, self._running = given, True
-        self._chosen = [] if self.keeps_choices else None
+        if replayed_experts is not None and replayed_experts.shape[1] != len(self.modules):
+            replayed_experts = replayed_experts[:, self._layers]
+        self._replayed_experts, self._running = replayed_experts, True
+        self._routed_experts = [] if self.record_routed_experts else None
         try:
             yield
         finally:
             self._running = False
 
-    def choices(self) -> Tensor:
+    def routed_experts(self) -> Tensor:
         """[U, L, k] int16, of the last forward, with `keeps_choices`."""
-        assert self._chosen is not None and len(self._chosen) == len(self.modules)
-        return torch.stack([chosen.to(torch.int16) for chosen in self._chosen], 1)
+        assert self._routed_experts is not None and len(self._routed_experts) == len(self.modules)
+        return torch.stack([chosen.to(torch.int16) for chosen in self._routed_experts], 1)
 
-    def start_counting(self) -> None:
+    def reset_load_metrics(self) -> None:
         """Count what forwards choose from now on, and sum their auxiliary losses."""
-        self._counts, self._balance_loss = {}, None
+        self._counts, self._aux_loss = {}, None
 
-    def load(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def collect_load_metrics(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """How tokens were spread over experts since `start_counting`, which ends here; all ranks call it.
 
         router_load_max: tokens of the expert that got most, over the mean of its layer's; the mean over layers. 1 is
         even, E/k is always the same experts. router_unused: the share of experts that got no token. router_aux_loss:
         the auxiliary loss, if there is one.
         """
-        counts, loss = self._counts or {}, self._balance_loss
-        self._counts = self._balance_loss = None
+        counts, loss = self._counts or {}, self._aux_loss
+        self._counts = self._aux_loss = None
         if not counts:
             return {}
         sizes = [len(counts[layer]) for layer in sorted(counts)]
@@ -116,59 +116,59 @@ class Routers:
     def _routed(self, layer: int, router: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = None if self._given is None else self._given[:, layer]
+            given = None if self._replayed_experts is None else self._replayed_experts[:, layer]
             with _Routing(router, given) as seen:
                 output = compute(*args, **kwargs)
             if not _is_known(router, output, seen):
-                if given is not None or self._chosen is not None or self.balance is not None:
+                if given is not None or self._routed_experts is not None or self.loss_inputs is not None:
                     raise ConfigError(
                         f"{type(router).__name__} chooses experts in a way that is not known here: set "
                         "trainer.moe_routing_replay to null and trainer.algorithm.router_aux_loss_coef to 0."
                     )
                 return output
             logits, weights, indices = output
-            if self.balance is not None:
-                weights = self._with_loss(seen.affinities(logits), weights, indices, self.balance)
+            if self.loss_inputs is not None:
+                weights = self._with_loss(seen.affinities(logits), weights, indices, self.loss_inputs)
             if self._running:
-                self._note(layer, logits.shape[-1], indices)
+                self._record(layer, logits.shape[-1], indices)
             # The products of experts stay in the dtype that they would have without this.
             return logits, weights.to(args[0].dtype) if seen.widened else weights, indices
 
         return forward
 
-    def _note(self, layer: int, experts: int, indices: Tensor) -> None:
-        if self._chosen is not None:
-            self._chosen.append(indices)
+    def _record(self, layer: int, experts: int, indices: Tensor) -> None:
+        if self._routed_experts is not None:
+            self._routed_experts.append(indices)
         if self._counts is not None:
             if layer not in self._counts:
                 self._counts[layer] = torch.zeros(experts, dtype=torch.int64, device=indices.device)
             chosen = indices.flatten().long()
             self._counts[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
 
-    def _with_loss(self, affinity: Tensor, weights: Tensor, indices: Tensor, balance: Balance) -> Tensor:
-        loss = balance_loss(affinity, indices, balance) / len(self.modules)
+    def _with_loss(self, affinity: Tensor, weights: Tensor, indices: Tensor, loss_inputs: RouterLossInputs) -> Tensor:
+        loss = router_aux_loss(affinity, indices, loss_inputs) / len(self.modules)
         if self._running and self._counts is not None:
-            self._balance_loss = loss.detach() + (0.0 if self._balance_loss is None else self._balance_loss)
+            self._aux_loss = loss.detach() + (0.0 if self._aux_loss is None else self._aux_loss)
         joined: Tensor = _WithLoss.apply(weights, loss)
         return joined
 
 
-def balance_loss(affinity: Tensor, indices: Tensor, balance: Balance) -> Tensor:
+def router_aux_loss(affinity: Tensor, indices: Tensor, loss_inputs: RouterLossInputs) -> Tensor:
     """sum_s w_s sum_i f_si P_si: w is a sequence's weight, f the share of its choices that fell on expert i, over the
     even share, P its mean affinity to i. 1 for a sequence that is spread evenly.
 
     DeepSeek-V3, arXiv:2412.19437, equation 17. By sequence, so it does not depend on micro-batches. affinity [U, E],
     indices [U, k].
     """
-    count, experts = len(balance.weights), affinity.shape[1]
+    count, experts = len(loss_inputs.weights), affinity.shape[1]
     chosen = torch.zeros_like(affinity).scatter_(1, indices, 1.0)
     counts, sums = (
-        affinity.new_zeros(count, experts).index_add(0, balance.sequence_ids, gathered(of_token, balance.places))
+        affinity.new_zeros(count, experts).index_add(0, loss_inputs.sequence_ids, deterministic_index_select(of_token, loss_inputs.token_indices))
         for of_token in (chosen, affinity)
     )
     choices = counts.sum(1, keepdim=True).clamp(min=1)
     shares, means = counts * experts / choices, sums * indices.shape[1] / choices
-    return ((shares * means).sum(1) * balance.weights).sum()
+    return ((shares * means).sum(1) * loss_inputs.weights).sum()
 
 
 class _WithLoss(torch.autograd.Function):
@@ -192,10 +192,10 @@ class _Routing(TorchFunctionMode):
     The router's own code makes weights of its choice, whatever the model: softmax before or after, sigmoids, groups.
     """
 
-    def __init__(self, router: Any, given: Tensor | None):
+    def __init__(self, router: Any, replayed_experts: Tensor | None):
         super().__init__()
         self._best = router.num_experts, router.top_k
-        self._given = given
+        self._replayed_experts = replayed_experts
         self.widened = self.replaced = self._sigmoid = False
 
     def __torch_function__(
@@ -205,7 +205,7 @@ class _Routing(TorchFunctionMode):
         if function is linear:
             self.widened = any(x is not None and x.dtype.itemsize < 4 for x in args)
             return function(*(x.float() if x is not None and x.dtype.itemsize < 4 else x for x in args), **options)
-        if function in _TOPK and self._given is not None:
+        if function in _TOPK and self._replayed_experts is not None:
             return self._topk(function, *args, **options)
         self._sigmoid |= function in _SIGMOID
         return function(*args, **options)
@@ -221,9 +221,9 @@ class _Routing(TorchFunctionMode):
         own = function(scores, k, *args, **options)
         if scores.ndim != 2 or (scores.shape[1], k) != self._best:  # of groups of experts
             return own
-        assert self._given is not None
+        assert self._replayed_experts is not None
         self.replaced = True
-        indices = torch.where(self._given < 0, own.indices, self._given.to(own.indices.dtype))
+        indices = torch.where(self._replayed_experts < 0, own.indices, self._replayed_experts.to(own.indices.dtype))
         return torch.return_types.topk((scores.gather(1, indices), indices))
 
 
@@ -238,7 +238,7 @@ def _is_known(router: Any, output: Any, seen: _Routing) -> bool:
     indices = output[2]
     if indices.is_floating_point() or indices.ndim != 2 or indices.shape[1] != router.top_k:
         return False
-    return seen.replaced or seen._given is None
+    return seen.replaced or seen._replayed_experts is None
 
 
 def _routers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from skyrl_train.messages import to_stderr
-from skyrl_train.models.logit_chunks import LogitShape, add_product, chunks_of, product
+from skyrl_train.terminal import print_stderr
+from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, split_slices, compute_logits
 
-Fused = Callable[..., tuple[Tensor, Tensor]]
+FusedLogprobs = Callable[..., tuple[Tensor, Tensor]]
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -30,11 +30,11 @@ def sampled_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    divisor: Tensor,
-    shape: LogitShape,
+    temperature: Tensor,
+    transform: LogitTransform,
     chunk_rows: int,
-    wants_entropy: bool,
-    kept_chunks: int = 0,
+    compute_entropy: bool,
+    cached_chunks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[N] log softmax(logits / divisor) of each row's target and [N] entropy (anything unless wanted), nats.
 
@@ -43,14 +43,14 @@ def sampled_logprobs(
     bias. kept_chunks: for how many chunks the probabilities, chunk_rows x V each, are kept for backward instead of
     recomputed. On GPUs that have Triton, kernels do this (see fused_logprobs): the passes here are their reference.
     """
-    fused = fused_for(hidden, weight) if bias is None else None
+    fused = get_fused_kernel(hidden, weight) if bias is None else None
     if fused is not None:
-        return fused(hidden, weight, targets, divisor, shape, chunk_rows, kept_chunks)
-    if not torch.is_grad_enabled() or shape.softcap is not None:  # a softcap's gradient needs the logits themselves
-        kept_chunks = 0
-    scaled = None if bool((divisor == 1).all()) else divisor.unsqueeze(1)
+        return fused(hidden, weight, targets, temperature, transform, chunk_rows, cached_chunks)
+    if not torch.is_grad_enabled() or transform.softcap is not None:  # a softcap's gradient needs the logits themselves
+        cached_chunks = 0
+    scaled = None if bool((temperature == 1).all()) else temperature.unsqueeze(1)
     found: tuple[Tensor, Tensor] = _SampledLogprobs.apply(
-        hidden, weight, bias, targets, scaled, shape, chunk_rows, wants_entropy, kept_chunks
+        hidden, weight, bias, targets, scaled, transform, chunk_rows, compute_entropy, cached_chunks
     )
     return found
 
@@ -67,29 +67,29 @@ class _SampledLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        divisor: Tensor | None,
-        shape: LogitShape,
+        temperature: Tensor | None,
+        transform: LogitTransform,
         chunk_rows: int,
-        wants_entropy: bool,
-        kept_chunks: int,
+        compute_entropy: bool,
+        cached_chunks: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.chunk_rows = shape, chunk_rows
+        ctx.shape, ctx.chunk_rows = transform, chunk_rows
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
         states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         scratch = _scratch(ctx, hidden, weight)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
-        for chunk in chunks_of(len(hidden), chunk_rows):
-            logits = shape(product(states[chunk], rows_of_weight, bias, scratch))
-            if divisor is not None:
-                logits.div_(divisor[chunk])
+        for chunk in split_slices(len(hidden), chunk_rows):
+            logits = transform(compute_logits(states[chunk], rows_of_weight, bias, scratch))
+            if temperature is not None:
+                logits.div_(temperature[chunk])
             probabilities = torch.softmax(logits, -1)
-            if len(kept) < kept_chunks:
+            if len(kept) < cached_chunks:
                 kept.append(probabilities)
-            parts.append(_scores(logits, probabilities, targets[chunk], wants_entropy))
-        logprobs, entropy, normaliser = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, divisor, entropy, normaliser, *kept)
+            parts.append(_logprobs_and_entropy(logits, probabilities, targets[chunk], compute_entropy))
+        logprobs, entropy, logsumexp = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy, logsumexp, *kept)
         return logprobs, entropy
 
     @staticmethod
@@ -97,7 +97,7 @@ class _SampledLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, divisor, entropy, normaliser, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, entropy, logsumexp, *kept = ctx.saved_tensors
         if d_logprobs is None:
             d_logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         dtype = ctx.product_dtype
@@ -109,13 +109,13 @@ class _SampledLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(rows_of_weight, dtype=wide) if trains_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if trains_bias else None
         scratch = _scratch(ctx, hidden, weight)
-        for chunk, found in zip_longest(chunks_of(len(hidden), ctx.chunk_rows), kept):
+        for chunk, found in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
             if found is None:
-                logits = ctx.shape(product(states[chunk], rows_of_weight, bias, scratch))
+                logits = ctx.shape(compute_logits(states[chunk], rows_of_weight, bias, scratch))
                 capped = None if ctx.shape.softcap is None else logits.clone()
-                if divisor is not None:
-                    logits.div_(divisor[chunk])
-                logs = logits.sub_(normaliser[chunk].unsqueeze(1))
+                if temperature is not None:
+                    logits.div_(temperature[chunk])
+                logs = logits.sub_(logsumexp[chunk].unsqueeze(1))
                 found = gradient = logs.exp_() if d_entropy is None else logs.exp()
             else:
                 capped, gradient = None, scratch[: len(found)]
@@ -127,13 +127,13 @@ class _SampledLogprobs(torch.autograd.Function):
             torch.mul(found, factor, out=gradient)
             chosen = targets[chunk].unsqueeze(1)
             gradient.scatter_add_(1, chosen, d_logprobs[chunk].unsqueeze(1).to(gradient.dtype))
-            if divisor is not None:
-                gradient.div_(divisor[chunk])
+            if temperature is not None:
+                gradient.div_(temperature[chunk])
             narrow = ctx.shape.backward_(gradient, capped).to(dtype)
             if d_hidden is not None:
                 torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
             if d_weight is not None:
-                add_product(d_weight, narrow, states[chunk])
+                accumulate_weight_grad(d_weight, narrow, states[chunk])
             if d_bias is not None:
                 d_bias += gradient.sum(0)
         return (
@@ -150,31 +150,31 @@ def _scratch(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.empty(min(ctx.chunk_rows, len(hidden)), len(weight), dtype=wide, device=hidden.device)
 
 
-def fused_for(hidden: Tensor, weight: Tensor) -> Fused | None:
+def get_fused_kernel(hidden: Tensor, weight: Tensor) -> FusedLogprobs | None:
     """What computes `sampled_logprobs` in fused kernels; None on CPUs, without Triton, and in double precision."""
     narrow = max(hidden.dtype.itemsize, weight.dtype.itemsize) <= torch.float32.itemsize
-    return _fused_on(hidden.device) if hidden.is_cuda and narrow else None
+    return _fused_kernel_of_device(hidden.device) if hidden.is_cuda and narrow else None
 
 
 @cache
-def _fused_on(device: torch.device) -> Fused | None:
+def _fused_kernel_of_device(device: torch.device) -> FusedLogprobs | None:
     """Tried once on a device, forward and backward: Triton may be there and its compiler not."""
     try:
-        fused: Fused = importlib.import_module("skyrl_train.models.fused_logprobs").fused_logprobs
+        fused: FusedLogprobs = importlib.import_module("skyrl_train.models.fused_logprobs").fused_logprobs
         weight, target = torch.ones(16, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         with torch.enable_grad():
             states = torch.ones(1, 16, device=device, requires_grad=True)
-            fused(states, weight, target, weight[0, :1], LogitShape(), 1)[0].sum().backward()  # type: ignore[no-untyped-call]
+            fused(states, weight, target, weight[0, :1], LogitTransform(), 1)[0].sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever a compiler or a driver comes up with
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        to_stderr(f"note: log-probs on {device}: several passes over logits, as Triton does not work here ({reason})")
+        print_stderr(f"note: log-probs on {device}: several passes over logits, as Triton does not work here ({reason})")
         return None
-    to_stderr(f"note: log-probs on {device}: fused kernels")
+    print_stderr(f"note: log-probs on {device}: fused kernels")
     return fused
 
 
-def _scores(
-    logits: Tensor, probabilities: Tensor, targets: Tensor, wants_entropy: bool
+def _logprobs_and_entropy(
+    logits: Tensor, probabilities: Tensor, targets: Tensor, compute_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log-sum-exp, all [n], from logits [n, V], which are overwritten, and their softmax.
 
@@ -185,6 +185,6 @@ def _scores(
     logits.sub_(largest)
     logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - total
     entropy = torch.zeros_like(logprobs)
-    if wants_entropy:
+    if compute_entropy:
         entropy = total - logits.mul_(probabilities).sum(-1)
     return logprobs, entropy, total + largest.squeeze(1)

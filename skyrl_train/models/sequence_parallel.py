@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.parallel_group import ParallelGroup
 
 
-class SequenceParallel(RankGroup):
+class SequenceParallel(ParallelGroup):
     """A parallel group in which each rank runs a part of the tokens of every micro-batch."""
 
-    def by_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, ...]:
+    def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, ...]:
         """Exchange this rank's tokens, [c, H, D] and two [c, K, D], for some heads of all: [U, H/s, D], two [U, K', D].
 
         U is `tokens`. A key/value head goes to every rank that needs it: K' is K/s if s divides K. Raises ConfigError
@@ -28,8 +28,8 @@ class SequenceParallel(RankGroup):
         copies = self.size // math.gcd(self.size, key.shape[1])
         columns = (query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)))
         parts = [x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(2) for x in columns]  # [s, c, its heads x D]
-        chunks = self.chunks(tokens)
-        received = self.exchange(torch.cat(parts, -1).flatten(0, 1), [len(query)] * self.size, chunks)
+        chunks = self.split_sizes(tokens)
+        received = self.all_to_all(torch.cat(parts, -1).flatten(0, 1), [len(query)] * self.size, chunks)
         split = received.split([part.shape[-1] for part in parts], -1)
         return tuple(x.unflatten(1, (-1, column.shape[-1])) for x, column in zip(split, columns, strict=True))
 
@@ -37,13 +37,13 @@ class SequenceParallel(RankGroup):
         """Raise ConfigError if the number of ranks does not divide that of the query heads."""
         if count % self.size:
             raise ConfigError(
-                f"{self.key}={self.size} does not divide the model's {count} attention heads: each rank "
+                f"{self.size_key}={self.size} does not divide the model's {count} attention heads: each rank "
                 "attends with as many of them; use a divisor."
             )
 
-    def by_tokens(self, attended: Tensor) -> Tensor:
+    def gather_heads(self, attended: Tensor) -> Tensor:
         """The inverse exchange, for the result of attention: [U, H/s, D] to [c, H, D]."""
-        chunks = self.chunks(len(attended))
+        chunks = self.split_sizes(len(attended))
         mine = chunks[self.rank]
-        received = self.exchange(attended, chunks, [mine] * self.size)
+        received = self.all_to_all(attended, chunks, [mine] * self.size)
         return received.unflatten(0, (self.size, mine)).transpose(0, 1).flatten(1, 2)

@@ -19,25 +19,25 @@ class ShardedTensor:
     shape: tuple[int, ...]
     """Of the whole."""
     start: int
-    counts: bool
+    is_first_replica: bool
     """Whether this rank stands for all that have the same elements: a sum over ranks must contain them once."""
     gather: Callable[[Tensor], Tensor]
     """All ranks' `local` -> the whole, a collective. Any dtype that is the same on all ranks."""
-    spread: Callable[[Tensor], Tensor] = lambda local: local
+    zero_pad: Callable[[Tensor], Tensor] = lambda local: local
     """`local` among zeros in place of other ranks' elements, so that the result lies within the whole without gaps."""
-    columns: Callable[[Tensor], Tensor] = lambda matrix: matrix
+    select_columns: Callable[[Tensor], Tensor] = lambda matrix: matrix
     """Of a matrix with as many columns as the whole, those that this rank has elements of."""
 
     @property
     def elements(self) -> Tensor:
         """[n], elements `start` to `start` + n of the flattened whole."""
-        return self.spread(self.local).reshape(-1)
+        return self.zero_pad(self.local).reshape(-1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
         """The tensor with every rank's elements changed."""
         return replace(self, local=change(self.local))
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """The whole tensor, on the device of `local`; a collective of all ranks."""
         return self.gather(self.local)
 

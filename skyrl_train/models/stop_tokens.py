@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from skyrl_train.data.control_tokens import end_of_turn_token
+from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.models.loading import load_config
-from skyrl_train.storage.copies import local_copy
+from skyrl_train.storage.download_cache import local_copy
 
 
-def stop_tokens(tokenizer: Any, *configs: Any) -> frozenset[int]:
+def get_stop_tokens(tokenizer: Any, *configs: Any) -> frozenset[int]:
     """Return the ids of all tokens that end a response.
 
     These are the end-of-sequence tokens of `configs` and of the tokenizer, and the token with which the tokenizer's
@@ -22,11 +22,11 @@ def stop_tokens(tokenizer: Any, *configs: Any) -> frozenset[int]:
         tokenizer: None for a model without one.
         configs: Generation and model configurations; see `stop_configs`.
     """
-    end = end_of_turn_token(tokenizer)
-    return end_tokens(*configs, tokenizer) | (frozenset() if end is None else {end})
+    end = find_end_of_turn_token(tokenizer)
+    return get_eos_tokens(*configs, tokenizer) | (frozenset() if end is None else {end})
 
 
-def end_tokens(*sources: Any) -> frozenset[int]:
+def get_eos_tokens(*sources: Any) -> frozenset[int]:
     """Return all end-of-sequence ids named by `sources`: generation config, model config or tokenizer."""
     found: set[int] = set()
     for source in sources:
@@ -35,7 +35,7 @@ def end_tokens(*sources: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def stop_configs(model: str) -> list[Any]:
+def load_stop_configs(model: str) -> list[Any]:
     """Return the configurations of a folder or hub name that may name end-of-sequence tokens."""
     config = load_config(model)
     configs: list[Any] = [config, config.get_text_config()]

@@ -19,22 +19,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from skyrl_train.messages import visible
+from skyrl_train.terminal import escape_control_chars
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 _log = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 240
 """Number of characters shown of a prompt's end and of a completion's start."""
-APART_S = 1.0
+MIN_LINE_INTERVAL_S = 1.0
 """Between two lines of steps, but for the first ones, the last one, and those with an evaluation."""
-LINES, LONGEST_SILENCE_S = 20, 20.0
+MIN_LINES, MAX_LINE_INTERVAL_S = 20, 20.0
 """A line is for at least a LINES-th of the steps, unless that takes longer than this; it says what time remains."""
 FIRST_STEPS = 3
 RECENT_STEPS = 20
 """From how many steps the remaining time is estimated."""
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
-_LOUD = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
+_ALERT_LABELS = {"rollouts/failed": "FAILED {}", "policy/skipped": "SKIPPED {}", "critic/skipped": "critic SKIPPED {}"}
 """Shown only where they are not 0."""
 _PHASES = ("generate", "score", "update", "publish", "move", "evaluate")
 
@@ -44,7 +44,7 @@ class ConsoleTracker:
 
     def __init__(self, setup: TrackerSetup, console: Console | None = None):
         self._console = console or Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._name = visible(setup.run_name)
+        self._name = escape_control_chars(setup.run_name)
         self._folder = setup.run_dir.absolute()
         trainer = setup.config.get("trainer", {})
         self._resume_mode = trainer.get("resume_mode", "latest")
@@ -53,7 +53,7 @@ class ConsoleTracker:
         self.console_samples_interval = trainer.get("console_samples_interval", 10)
         self._step: int | None = None
         self._begun = self._total = 0
-        self._said_at, self._said = -math.inf, 0
+        self._last_line_time, self._last_line_step = -math.inf, 0
         self._steps_at: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
         """The latest steps, and when each of them was done."""
         self._progress: Progress | None = None
@@ -62,7 +62,7 @@ class ConsoleTracker:
         self._step, self._begun, self._total = step, step, total_steps
         self._steps_at.append((step, time.monotonic()))
         where = f"{'resumed at ' if step else ''}step {step} of {total_steps}" if total_steps else "evaluation"
-        self._print(f"{self._name}: {where}, in {visible(str(self._folder))}", "bold")
+        self._print(f"{self._name}: {where}, in {escape_control_chars(str(self._folder))}", "bold")
         if self._console.is_terminal:
             columns = (
                 TextColumn(self._name, markup=False),
@@ -83,7 +83,7 @@ class ConsoleTracker:
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         evaluated = evaluation_line(metrics)
         if (line := step_line(metrics)) and self._is_due(step, bool(evaluated)):
-            self._said_at, self._said = time.monotonic(), step
+            self._last_line_time, self._last_line_step = time.monotonic(), step
             self._print(f"{head}   {'   '.join(filter(None, (line, self._remaining())))}")
         if evaluated:
             self._print(f"{head}   {evaluated}", "green")
@@ -94,9 +94,9 @@ class ConsoleTracker:
         if step != self._begun + 1 and step % self.console_samples_interval:
             return
         for row in rows[: self.console_samples]:
-            self._print(f"  prompt   {cut(visible(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim")
-            self._print(f"  answer   {cut(visible(row.response), SHOWN_CHARACTERS)}", "dim")
-            self._print(f"           reward {number(row.reward)}, stopped by {visible(row.stop_reason)}", "dim")
+            self._print(f"  prompt   {truncate_text(escape_control_chars(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim")
+            self._print(f"  answer   {truncate_text(escape_control_chars(row.response), SHOWN_CHARACTERS)}", "dim")
+            self._print(f"           reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)}", "dim")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -107,20 +107,20 @@ class ConsoleTracker:
     def _is_due(self, step: int, evaluated: bool) -> bool:
         """Whether a step gets a line: hundreds of short ones would hide what matters."""
         first, last = step <= self._begun + FIRST_STEPS, step == self._total
-        silent_s, enough = time.monotonic() - self._said_at, (step - self._said) * LINES >= self._total
-        return first or last or evaluated or silent_s >= (APART_S if enough else LONGEST_SILENCE_S)
+        silent_s, enough = time.monotonic() - self._last_line_time, (step - self._last_line_step) * MIN_LINES >= self._total
+        return first or last or evaluated or silent_s >= (MIN_LINE_INTERVAL_S if enough else MAX_LINE_INTERVAL_S)
 
     def _remaining(self) -> str:
         """The time that the remaining steps will take, if they take as long as the latest ones."""
         (first, begun), (step, now) = self._steps_at[0], self._steps_at[-1]
         left = self._total - step
-        return f"eta {duration((now - begun) / (step - first) * left)}" if left > 0 and step > first else ""
+        return f"eta {format_duration((now - begun) / (step - first) * left)}" if left > 0 and step > first else ""
 
     def _last_lines(self) -> Iterator[str]:
         """Run folder, steps, best and last evaluation and how to continue; nothing for a run that never began."""
         if self._step is None:
             return
-        folder = visible(str(self._folder))
+        folder = escape_control_chars(str(self._folder))
         rows = read_metrics(self._folder / METRICS_FILE)
         if not self._total:
             yield f"{self._name}: evaluated, in {folder}"
@@ -128,7 +128,7 @@ class ConsoleTracker:
         yield f"{self._name}: {self._step} of {self._total} steps, in {folder}"
         if best := best_evaluation(rows):
             source, value, step = best
-            yield f"{self._name}: best evaluation: {visible(source)} avg_score {number(value)} at step {step}"
+            yield f"{self._name}: best evaluation: {escape_control_chars(source)} avg_score {format_number(value)} at step {step}"
         if split := time_split(rows):
             yield f"{self._name}: {split}"
         yield f"{self._name}: {self._resume_hint()}"
@@ -163,11 +163,11 @@ def step_line(metrics: Mapping[str, float]) -> str:
         _part(metrics, "policy/grad_norm", "grad {}"),
         _part(metrics, "throughput/tokens_per_s", "{} tok/s"),
     ]
-    parts += [words.format(number(metrics[name])) for name, words in _LOUD.items() if metrics.get(name)]
+    parts += [words.format(format_number(metrics[name])) for name, words in _ALERT_LABELS.items() if metrics.get(name)]
     if "timing/step_s" in metrics:
         taken = {phase: metrics[f"timing/{phase}_s"] for phase in _PHASES if f"timing/{phase}_s" in metrics}
-        split = ", ".join(f"{phase} {number(seconds)}" for phase, seconds in taken.items())
-        parts.append(f"{number(metrics['timing/step_s']):>6} s" + (f" ({split})" if split else ""))
+        split = ", ".join(f"{phase} {format_number(seconds)}" for phase, seconds in taken.items())
+        parts.append(f"{format_number(metrics['timing/step_s']):>6} s" + (f" ({split})" if split else ""))
     return "  ".join(filter(None, parts))
 
 
@@ -195,8 +195,8 @@ def time_split(rows: Sequence[Mapping[str, Any]]) -> str:
     shares = {phase: _total(rows, f"timing/{phase}_s") / total for phase in _PHASES if phase != "evaluate"}
     split = ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005)
     tokens = _total(rows, "rollouts/tokens")
-    speed = f"; {number(tokens / total)} sampled tokens/s" if tokens else ""
-    return f"{duration(total)} in steps{f': {split}' if split else ''}{speed}"
+    speed = f"; {format_number(tokens / total)} sampled tokens/s" if tokens else ""
+    return f"{format_duration(total)} in steps{f': {split}' if split else ''}{speed}"
 
 
 def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -208,20 +208,20 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     found = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
     sources = []
     for source, names in groupby(found, key=lambda parts: parts[0]):
-        values = [f"{what} {number(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names]
-        sources.append(f"{visible(source)}: {', '.join(values)}")
+        values = [f"{what} {format_number(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names]
+        sources.append(f"{escape_control_chars(source)}: {', '.join(values)}")
     return "eval " + "; ".join(sources) if sources else ""
 
 
 def rollout_line(row: SampleRow, seconds: float) -> str:
     """A rollout in one line, and how long it took."""
-    prompt, answer = cut(visible(row.prompt), 60, from_end=True), cut(visible(row.response), 120)
+    prompt, answer = truncate_text(escape_control_chars(row.prompt), 60, from_end=True), truncate_text(escape_control_chars(row.response), 120)
     return (
-        f"{seconds:6.1f} s   {prompt} -> {answer} (reward {number(row.reward)}, stopped by {visible(row.stop_reason)})"
+        f"{seconds:6.1f} s   {prompt} -> {answer} (reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)})"
     )
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three significant digits; whole numbers and thousands without a fraction."""
     if not math.isfinite(value) or value == 0:
         return f"{value:.3g}"
@@ -232,7 +232,7 @@ def number(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """As people say it: 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     whole = round(seconds)
     for unit, name, below, small in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
@@ -242,7 +242,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def cut(text: str, characters: int, *, from_end: bool = False) -> str:
+def truncate_text(text: str, characters: int, *, from_end: bool = False) -> str:
     """The start or the end of a text, with an ellipsis where it was cut: at a space if one is near."""
     if len(text) <= characters:
         return text
@@ -254,7 +254,7 @@ def cut(text: str, characters: int, *, from_end: bool = False) -> str:
 
 
 def _part(metrics: Mapping[str, float], name: str, words: str) -> str:
-    return words.format(f"{number(metrics[name]):>6}") if name in metrics else ""
+    return words.format(f"{format_number(metrics[name]):>6}") if name in metrics else ""
 
 
 def _share(metrics: Mapping[str, float], name: str, words: str) -> str:

@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.durable import write_durably
+from skyrl_train.atomic_files import atomic_write_text
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.protocol import SampleRow
-from skyrl_train.report.safe_files import is_step, read_json_object
+from skyrl_train.report.untrusted_files import is_step, read_json_object
 
 DIAGNOSIS_FILE = "diagnosis.json"
-LOOKED_AT = 64
+MAX_HISTORY_STEPS = 64
 """The most steps that a rule looks at. Evaluations are seldom: it sees all of them."""
-SAID = "timing/step_s"
+STEP_TIME_METRIC = "timing/step_s"
 """In the row of every step that was trained; an evaluation alone has none."""
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class History:
 
     total_steps: int = 0
     """Of the run; 0 if it is not known."""
-    first: list[Mapping[str, float]] = field(default_factory=list)
+    first_steps: list[Mapping[str, float]] = field(default_factory=list)
     """The numbers of the run's first five steps."""
     steps: list[Mapping[str, float]] = field(default_factory=list)
     """Those of the last LOOKED_AT steps, the latest last."""
@@ -57,13 +57,13 @@ class History:
 
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Take in a row of metrics. A step that a resumed run completes comes again, and counts once."""
-        if SAID in metrics:
+        if STEP_TIME_METRIC in metrics:
             row = {"step": step, **metrics}
-            self.steps = [*_before(step, self.steps)[1 - LOOKED_AT :], row]
-            if len(earlier := _before(step, self.first)) < 5:
-                self.first = [*earlier, row]
+            self.steps = [*_before(step, self.steps)[1 - MAX_HISTORY_STEPS :], row]
+            if len(earlier := _before(step, self.first_steps)) < 5:
+                self.first_steps = [*earlier, row]
                 self.evaluations[:1] = [
-                    replace(one, reward=_mean_reward(self.first)) if one.step == 0 else one
+                    replace(one, reward=_mean_reward(self.first_steps)) if one.step == 0 else one
                     for one in self.evaluations[:1]
                 ]
         if (score := _score(metrics)) is not None and math.isfinite(score):
@@ -124,10 +124,10 @@ class Diagnosis:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._history.add(metrics, step)
-        if SAID not in metrics:
+        if STEP_TIME_METRIC not in metrics:
             return
         before = json.dumps([asdict(finding) for finding in self.findings])
-        for begun in judge(self._rules, self._history, self.findings, step):
+        for begun in update_findings(self._rules, self._history, self.findings, step):
             _log.warning("step %d: %s: %s. %s", step, begun.rule.replace("_", " "), begun.evidence, begun.advice)
         if json.dumps([asdict(finding) for finding in self.findings]) != before:
             self._write()
@@ -142,12 +142,12 @@ class Diagnosis:
         findings = [asdict(finding) for finding in self.findings]
         text = json.dumps({"total_steps": self._history.total_steps, "findings": findings}, indent=1)
         try:
-            write_durably(self._folder / DIAGNOSIS_FILE, text + "\n")
+            atomic_write_text(self._folder / DIAGNOSIS_FILE, text + "\n")
         except OSError as error:
             _log.warning("%s cannot be written (%s).", self._folder / DIAGNOSIS_FILE, error)
 
 
-def judge(rules: Sequence[Rule], history: History, findings: list[Finding], step: int) -> list[Finding]:
+def update_findings(rules: Sequence[Rule], history: History, findings: list[Finding], step: int) -> list[Finding]:
     """End the findings that no longer hold after `step`, and append those that begin to; returns the latter."""
     open_ones = {finding.rule: finding for finding in findings if finding.until is None}
     begun = []
@@ -162,13 +162,13 @@ def judge(rules: Sequence[Rule], history: History, findings: list[Finding], step
     return begun
 
 
-def findings_of(rows: Iterable[Mapping[str, Any]], rules: Sequence[Rule], total_steps: int = 0) -> list[Finding]:
+def diagnose(rows: Iterable[Mapping[str, Any]], rules: Sequence[Rule], total_steps: int = 0) -> list[Finding]:
     """What the rules find in the lines of a metrics.jsonl, as they would have during the run."""
     history, findings = History(total_steps), list[Finding]()
     for row in rows:
         history.add(_numbers(row), int(row["step"]))
-        if SAID in row:
-            judge(rules, history, findings, int(row["step"]))
+        if STEP_TIME_METRIC in row:
+            update_findings(rules, history, findings, int(row["step"]))
     return findings
 
 
@@ -199,7 +199,7 @@ def values(rows: Rows, name: str, steps: int) -> list[float] | None:
     return found if len(found) == steps else None
 
 
-def always(name: str, steps: int, holds: Callable[[float], bool], words: str) -> Evidence:
+def holds_in_every_step(name: str, steps: int, holds: Callable[[float], bool], words: str) -> Evidence:
     """Holds if a metric was so in each of the last `steps` steps; `words` with its mean."""
 
     def evidence(seen: History) -> str | None:
@@ -211,14 +211,14 @@ def always(name: str, steps: int, holds: Callable[[float], bool], words: str) ->
     return evidence
 
 
-def in_each(name: str, window: int, count: int, above: float, words: str) -> Evidence:
+def holds_in_every_window(name: str, window: int, count: int, above: float, words: str) -> Evidence:
     """Holds if a share of the time was `above` this in each of the last `count` windows of so many steps.
 
     Steps that ended early have no such share, and are left out.
     """
 
     def evidence(seen: History) -> str | None:
-        rows = [row for row in seen.steps if name in row and SAID in row][-window * count :]
+        rows = [row for row in seen.steps if name in row and STEP_TIME_METRIC in row][-window * count :]
         if len(rows) < window * count:
             return None
         shares = [_share(name, rows[begin : begin + window]) for begin in range(0, len(rows), window)]
@@ -231,13 +231,13 @@ def in_each(name: str, window: int, count: int, above: float, words: str) -> Evi
 
 def _share(name: str, rows: Rows) -> float:
     """Of the time of all these steps together."""
-    return sum(row[name] * row[SAID] for row in rows) / max(1e-9, sum(row[SAID] for row in rows))
+    return sum(row[name] * row[STEP_TIME_METRIC] for row in rows) / max(1e-9, sum(row[STEP_TIME_METRIC] for row in rows))
 
 
 def entropy_collapse(seen: History) -> str | None:
     """Below 0.02 nats, and a tenth of what it was in the run's first steps."""
     recent = values(seen.steps, "policy/entropy", 3)
-    earlier = [row["policy/entropy"] for row in seen.first if math.isfinite(row.get("policy/entropy", math.nan))]
+    earlier = [row["policy/entropy"] for row in seen.first_steps if math.isfinite(row.get("policy/entropy", math.nan))]
     if recent is None or len(seen.steps) < 10 or not earlier:
         return None
     before, after = statistics.fmean(earlier), statistics.fmean(recent)
@@ -266,11 +266,11 @@ def engine_and_trainer_disagree(seen: History) -> str | None:
     return _distance(seen)
 
 
-_ratio = always("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}")
-_distance = always("mismatch/kl", 3, lambda kl: not kl <= 0.02, "they were {:.3g} nats a token apart")
+_ratio = holds_in_every_step("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}")
+_distance = holds_in_every_step("mismatch/kl", 3, lambda kl: not kl <= 0.02, "they were {:.3g} nats a token apart")
 
 
-def gradient_rule(groups_teach: bool) -> Rule:
+def gradient_rule(uses_group_baseline: bool) -> Rule:
     """Holds if two of the last ten gradients were more than ten times the median of those before, or not finite.
 
     With `groups_teach`, where rewards are compared within groups, steps whose groups were all alike do not count:
@@ -278,7 +278,7 @@ def gradient_rule(groups_teach: bool) -> Rule:
     """
 
     def counts(row: Mapping[str, float]) -> bool:
-        alike = groups_teach and row.get("reward/zero_variance_groups", 0.0) >= 1.0
+        alike = uses_group_baseline and row.get("reward/zero_variance_groups", 0.0) >= 1.0
         return not alike or not math.isfinite(row["policy/grad_norm"])
 
     def evidence(seen: History) -> str | None:
@@ -298,7 +298,7 @@ def gradient_rule(groups_teach: bool) -> Rule:
     )
 
 
-_CUT = "rollouts/failed/deadline"
+_DEADLINE_FAILURES = "rollouts/failed/deadline"
 """Those that took longer than trainer.timeouts.rollout_s."""
 
 
@@ -308,10 +308,10 @@ def episodes_fail(seen: History) -> str | None:
     failed, total = values(rows, "rollouts/failed", 3), values(rows, "rollouts/trajectories", 3)
     if failed is None or total is None:
         return None
-    failed = [number - row.get(_CUT, 0.0) for number, row in zip(failed, rows[-3:], strict=True)]
+    failed = [number - row.get(_DEADLINE_FAILURES, 0.0) for number, row in zip(failed, rows[-3:], strict=True)]
     if not all(one > 0.05 * of for one, of in zip(failed, total, strict=True)):
         return None
-    kinds = {name for row in rows[-3:] for name in row if name.startswith("rollouts/failed/")} - {_CUT}
+    kinds = {name for row in rows[-3:] for name in row if name.startswith("rollouts/failed/")} - {_DEADLINE_FAILURES}
     most = max(kinds, key=lambda kind: sum(row.get(kind, 0.0) for row in rows[-3:]), default="rollouts/failed")
     share = sum(failed) / max(1.0, sum(total))
     return f"{share:.0%} of the episodes of the last 3 steps failed, most as {most.removeprefix('rollouts/failed/')}"
@@ -319,10 +319,10 @@ def episodes_fail(seen: History) -> str | None:
 
 def long_answers_are_cut(seen: History) -> str | None:
     """By rollout_s: what is learnt lacks them."""
-    found = values(seen.steps, _CUT, 3)
+    found = values(seen.steps, _DEADLINE_FAILURES, 3)
     if found is None or not min(found) > 0:
         return None
-    return f"{sum(found):.0f} episodes of the last 3 steps took too long and are masked ({_CUT})"
+    return f"{sum(found):.0f} episodes of the last 3 steps took too long and are masked ({_DEADLINE_FAILURES})"
 
 
 def evaluation_falls(seen: History) -> str | None:
@@ -381,7 +381,7 @@ def memory_rule(limit_gib: float, name: str) -> Rule:
 
 NO_DIFFERENCE = Rule(
     "no_difference",
-    always("reward/zero_variance_groups", 5, lambda share: share >= 0.95, "{:.0%} of the prompts had equal rewards"),
+    holds_in_every_step("reward/zero_variance_groups", 5, lambda share: share >= 0.95, "{:.0%} of the prompts had equal rewards"),
     "Nothing is learnt from them. Look at a row with `skyrl-train env try`; take easier or harder prompts, more "
     "samples (generator.n_samples_per_prompt), or draw until they differ "
     "(trainer.algorithm.dynamic_sampling.type=filter).",
@@ -395,9 +395,9 @@ def async_rules(max_staleness_steps: int) -> tuple[Rule, ...]:
     Where rollouts run ahead, steps come in bursts: a slow one, then as many fast ones as rollouts are ahead. So each of
     several bursts is looked at as a whole, up to a staleness of 20.
     """
-    burst = min(max_staleness_steps + 1, LOOKED_AT // 3)
+    burst = min(max_staleness_steps + 1, MAX_HISTORY_STEPS // 3)
     bursts = 3 if burst > 1 else 5
-    idle = in_each("async/engines_idle", burst, bursts, 0.6, "engines had no request {:.0%} of the time")
+    idle = holds_in_every_window("async/engines_idle", burst, bursts, 0.6, "engines had no request {:.0%} of the time")
 
     def engines_starved(seen: History) -> str | None:
         """While there is something left to sample: in a run's last steps what runs ahead has ended."""
@@ -407,7 +407,7 @@ def async_rules(max_staleness_steps: int) -> tuple[Rule, ...]:
     return (
         Rule(
             "trainer_starved",
-            in_each("async/trainer_idle", burst, bursts, 0.4, "the trainer waited for rollouts {:.0%} of the time"),
+            holds_in_every_window("async/trainer_idle", burst, bursts, 0.4, "the trainer waited for rollouts {:.0%} of the time"),
             "Give engines more slots (generator.num_inference_engines), or let them run further ahead "
             "(trainer.fully_async.max_staleness_steps); `skyrl-train plan --probe` compares divisions of the slots.",
         ),
@@ -439,7 +439,7 @@ def truncated_rule(end_of_turn: str = "") -> Rule:
     """Return the rule about responses that reach the length limit; `end_of_turn` as in `truncation_advice`."""
     return Rule(
         "truncated",
-        always("response/truncated_fraction", 3, lambda share: share >= 0.5, "{:.0%} of the responses were cut"),
+        holds_in_every_step("response/truncated_fraction", 3, lambda share: share >= 0.5, "{:.0%} of the responses were cut"),
         truncation_advice(end_of_turn),
     )
 
@@ -448,7 +448,7 @@ RULES = (
     truncated_rule(),
     Rule(
         "format_never_met",
-        always(
+        holds_in_every_step(
             "environment/no_answer", 5, lambda share: share >= 0.95, "{:.0%} of the responses had no answer to score"
         ),
         "Show the form in the prompt, or teach it first with `skyrl_train.entrypoints.main_sft`.",

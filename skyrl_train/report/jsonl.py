@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.durable import replacing
+from skyrl_train.atomic_files import atomic_write
 from skyrl_train.report.protocol import SampleRow
-from skyrl_train.report.safe_files import MAX_LINES_BYTES, is_step, opened, read_bytes
+from skyrl_train.report.untrusted_files import MAX_LINES_BYTES, is_step, open_untrusted, read_bytes
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -33,12 +33,12 @@ class JsonlTracker:
     def begin(self, step: int, total_steps: int) -> None:
         self._last_step = step if step else -1
         for file in (self._metrics, self._samples):
-            file.keep_until(self._last_step)
+            file.truncate_after(self._last_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a step's line; a second one replaces the first."""
         if step <= self._last_step:
-            self._metrics.keep_until(step - 1)
+            self._metrics.truncate_after(step - 1)
         self._last_step = step
         values = {name: _number(value) for name, value in metrics.items()}
         self._metrics.append([{"step": step, "time": round(time.time(), 3), **values}])
@@ -75,7 +75,7 @@ class _LineFile:
         if behind:
             _log.warning("%s can be written again; nothing of it is lost.", self._path)
 
-    def keep_until(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, and one that a crash cut off: they will be written again."""
         waiting = self._waiting.splitlines(keepends=True)
         self._waiting = b"".join(line for line in waiting if json.loads(line)["step"] <= step)
@@ -83,7 +83,7 @@ class _LineFile:
             return
         kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(self._path) if line["step"] <= step)
         try:
-            with replacing(self._path, sync=False) as handle:
+            with atomic_write(self._path, sync=False) as handle:
                 handle.write(kept.encode())
         except OSError as error:
             _log.warning("%s keeps lines of steps after %d, which will come twice (%s).", self._path, step, error)
@@ -114,7 +114,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         return []
 
 
-class GrowingLines:
+class MetricsFollower:
     """Reads a metrics.jsonl that a run may still be writing: every line once, as `read_metrics` does."""
 
     def __init__(self, file: Path):
@@ -123,14 +123,14 @@ class GrowingLines:
         """Bytes of whole lines that were read."""
         self._inode = 0
 
-    def new(self) -> tuple[bool, list[dict[str, Any]]]:
+    def read_new_lines(self) -> tuple[bool, list[dict[str, Any]]]:
         """The lines since the last call; and whether the file is another one now, of which these are all there are.
 
         A run that is resumed replaces the file by one without the steps that it takes again. A file that is not there
         has no lines. Raises OSError for one that cannot be read.
         """
         try:
-            with opened(self._file, MAX_LINES_BYTES) as handle:
+            with open_untrusted(self._file, MAX_LINES_BYTES) as handle:
                 status = os.fstat(handle.fileno())
                 replaced = status.st_ino != self._inode or status.st_size < self._read
                 self._inode, self._read = status.st_ino, 0 if replaced else self._read

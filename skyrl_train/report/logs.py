@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from skyrl_train.config.secrets import redact
-from skyrl_train.log_files import KeptShort, set_attempt_apart
-from skyrl_train.messages import to_stderr, visible_lines
-from skyrl_train.tasks import Shared
+from skyrl_train.config.redaction import redact
+from skyrl_train.log_rotation import LogRotator, archive_previous_attempt
+from skyrl_train.terminal import print_stderr, escape_multiline
+from skyrl_train.aio import RefCountedContext
 from skyrl_train.trace import TRACE_FILE
 
 FOLDER = "logs"
 DRIVER, ENVIRONMENTS = "driver.log", "environments.log"
-TRACEBACK = "The traceback is in"
+TRACEBACK_NOTE_PREFIX = "The traceback is in"
 """How the note of an exception begins that says where its traceback is."""
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_OURS = logging.getLogger("skyrl_train")
+_PACKAGE_LOGGER = logging.getLogger("skyrl_train")
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
@@ -32,7 +32,7 @@ def is_library(file: str) -> bool:
 
 
 @contextmanager
-def run_logs(directory: Path) -> Iterator[Path]:
+def run_logs(run_folder: Path) -> Iterator[Path]:
     """Inside, this process logs to `directory/logs/driver.log`; gives that folder.
 
     What this package says is there, with times and with the traceback of what ended the run, as are warnings of
@@ -43,55 +43,55 @@ def run_logs(directory: Path) -> Iterator[Path]:
     A folder that cannot be written costs the logs, and is said; the run goes on. Several runs in one process: each file
     has what all of them say while its run lasts.
     """
-    folder = (directory / FOLDER).absolute()
-    file: _File | None = None
+    folder = (run_folder / FOLDER).absolute()
+    file: _RedactedFileHandler | None = None
     try:
-        set_attempt_apart(folder, directory / TRACE_FILE)
-        file = _File(folder / DRIVER)
+        archive_previous_attempt(folder, run_folder / TRACE_FILE)
+        file = _RedactedFileHandler(folder / DRIVER)
     except OSError as error:
-        to_stderr(f"warning: {folder}: {error.strerror}; this run has no logs.")
+        print_stderr(f"warning: {folder}: {error.strerror}; this run has no logs.")
     if file is None:
         yield folder
         return
-    with _set_up, _attached(file), KeptShort(folder / DRIVER, folder / ENVIRONMENTS):
+    with _set_up, _attached(file), LogRotator(folder / DRIVER, folder / ENVIRONMENTS):
         try:
             yield folder
         except Exception as error:
             if file.wrote_traceback(error):
                 with suppress(Exception):  # a class of exceptions may take none
-                    error.add_note(f"{TRACEBACK} {folder / DRIVER}.")
+                    error.add_note(f"{TRACEBACK_NOTE_PREFIX} {folder / DRIVER}.")
             raise
 
 
-def log_of_environments(directory: Path) -> Path:
-    return directory / FOLDER / ENVIRONMENTS
+def environment_log(run_folder: Path) -> Path:
+    return run_folder / FOLDER / ENVIRONMENTS
 
 
 @contextmanager
 def _logging_set_up() -> Iterator[None]:
     """Our loggers give handlers of runs all there is, and those of the program what they got before."""
-    root, level, shown = logging.getLogger(), _OURS.level, warnings.showwarning
-    theirs, as_before = list(root.handlers), _AsBefore(_OURS.getEffectiveLevel())
-    ours: list[logging.Handler] = [] if theirs else [_Terminal(logging.WARNING)]
+    root, level, shown = logging.getLogger(), _PACKAGE_LOGGER.level, warnings.showwarning
+    theirs, as_before = list(root.handlers), _OriginalLevelFilter(_PACKAGE_LOGGER.getEffectiveLevel())
+    ours: list[logging.Handler] = [] if theirs else [_StderrHandler(logging.WARNING)]
     for handler in theirs:
         handler.addFilter(as_before)
     for handler in ours:
         root.addHandler(handler)
-    _OURS.setLevel(logging.DEBUG)
+    _PACKAGE_LOGGER.setLevel(logging.DEBUG)
     logging.captureWarnings(True)
     try:
         yield
     finally:
         if shown.__module__ != logging.__name__:  # the program itself may have asked for it
             logging.captureWarnings(False)
-        _OURS.setLevel(level)
+        _PACKAGE_LOGGER.setLevel(level)
         for handler in ours:
             root.removeHandler(handler)
         for handler in theirs:
             handler.removeFilter(as_before)
 
 
-_set_up = Shared(_logging_set_up)
+_set_up = RefCountedContext(_logging_set_up)
 
 
 @contextmanager
@@ -106,16 +106,16 @@ def _attached(file: logging.Handler) -> Iterator[None]:
             file.close()
 
 
-class _AsBefore(logging.Filter):
+class _OriginalLevelFilter(logging.Filter):
     def __init__(self, level: int):
         super().__init__()
         self._level = level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= self._level or record.name.partition(".")[0] != _OURS.name
+        return record.levelno >= self._level or record.name.partition(".")[0] != _PACKAGE_LOGGER.name
 
 
-class _File(logging.FileHandler):
+class _RedactedFileHandler(logging.FileHandler):
     """Without credentials; what cannot be written, as on a full disk, is lost."""
 
     def __init__(self, path: Path):
@@ -130,23 +130,23 @@ class _File(logging.FileHandler):
         """Write it, whatever the program has done to our loggers since. Whether it is there."""
         self._lost = False
         what = (type(error), error, error.__traceback__)
-        self.handle(_OURS.makeRecord(_OURS.name, logging.ERROR, __file__, 0, "What ended the run:", (), what))
+        self.handle(_PACKAGE_LOGGER.makeRecord(_PACKAGE_LOGGER.name, logging.ERROR, __file__, 0, "What ended the run:", (), what))
         return not self._lost
 
 
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return visible_lines(redact(super().format(record)))
+        return escape_multiline(redact(super().format(record)))
 
 
 _PLAIN = _Redacting("%(message)s")
 
 
-class _Terminal(logging.Handler):
+class _StderrHandler(logging.Handler):
     """What concerns the person who started the run, as Python shows warnings of a program without handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.name.partition(".")[0] == _OURS.name
+        ours = record.name.partition(".")[0] == _PACKAGE_LOGGER.name
         file = record.pathname
         if record.name == "py.warnings":  # whose message begins with the file that is warned of
             file = record.getMessage().partition(":")[0]

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit, urlunsplit
 
-from skyrl_train.config.secrets import redact
-from skyrl_train.errors import ConfigError, Stopped
-from skyrl_train.messages import to_stdout, visible, visible_lines
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened, keep_id, kept_id
+from skyrl_train.config.redaction import redact
+from skyrl_train.errors import ConfigError, RunInterrupted
+from skyrl_train.terminal import print_stdout, escape_control_chars, escape_multiline
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config, save_run_id, load_run_id
 
 # A server that does not answer holds a step up for less than a minute before the tracker is dropped, not for ten.
 for _name, _value in {
@@ -71,10 +71,10 @@ class MlflowTracker:
         experiment = self._experiment()
         params = self._continued(experiment) if step else None
         if params is None:
-            self._run = self._client.create_run(experiment, run_name=visible(self._setup.run_name)).info.run_id
-            keep_id(self._setup.run_dir, "mlflow", self._run)
+            self._run = self._client.create_run(experiment, run_name=escape_control_chars(self._setup.run_name)).info.run_id
+            save_run_id(self._setup.run_dir, "mlflow", self._run)
         self._configure(params or {})
-        to_stdout(redact(f"mlflow: {self._how_to_see(experiment)}"))
+        print_stdout(redact(f"mlflow: {self._how_to_see(experiment)}"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = time.time_ns() // 1_000_000
@@ -89,7 +89,7 @@ class MlflowTracker:
         """A file of JSON per step, as `log_table` writes them, which would name every one of them in a tag."""
         if not rows:
             return
-        content = {"columns": SAMPLE_COLUMNS, "data": [row.cells(visible_lines) for row in rows]}
+        content = {"columns": SAMPLE_COLUMNS, "data": [row.cells(escape_multiline) for row in rows]}
         file = f"samples/step_{step:08d}.json"
         self._client.log_text(self._run, json.dumps(content), file)
         newest = {"path": file, "type": "table"}
@@ -98,7 +98,7 @@ class MlflowTracker:
         self._client.set_tag(self._run, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*self._tables]))
 
     def fail(self, error: BaseException) -> None:
-        stopped = isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, Stopped))
+        stopped = isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, RunInterrupted))
         self._status = "KILLED" if stopped else "FAILED"
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class MlflowTracker:
 
     def _experiment(self) -> str:
         """The id of the project's experiment, which is made if there is none."""
-        name = visible(self._setup.project_name)[:MAX_EXPERIMENT_NAME_LENGTH] or "skyrl"
+        name = escape_control_chars(self._setup.project_name)[:MAX_EXPERIMENT_NAME_LENGTH] or "skyrl"
         artifacts = (self._folder / "artifacts").as_uri() if self._is_ours else None
         found = self._client.get_experiment_by_name(name)
         if found is not None and artifacts and found.artifact_location != artifacts:  # the folder was moved
@@ -125,7 +125,7 @@ class MlflowTracker:
 
     def _continued(self, experiment: str) -> dict[str, str] | None:
         """Open the run of an earlier start again, and return its parameters; None if it is not there."""
-        kept = kept_id(self._setup.run_dir, "mlflow")
+        kept = load_run_id(self._setup.run_dir, "mlflow")
         if kept is None:
             return None
         try:
@@ -144,7 +144,7 @@ class MlflowTracker:
     def _configure(self, known: Mapping[str, str]) -> None:
         """Parameters, which cannot be changed once they are there, and all of the configuration as it is now."""
         config = {
-            _key(name): str(value)[:MAX_PARAM_VAL_LENGTH] for name, value in flattened(self._setup.config).items()
+            _key(name): str(value)[:MAX_PARAM_VAL_LENGTH] for name, value in flatten_config(self._setup.config).items()
         }
         new = [Param(name, value) for name, value in config.items() if name not in known]
         for start in range(0, len(new), MAX_PARAMS_TAGS_PER_BATCH):

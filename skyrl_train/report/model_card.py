@@ -30,7 +30,7 @@ class Card:
     """Rank and scale of adapters, in words; empty for a whole model."""
     dtype: str
     step: int
-    learnt_from: str
+    trained_on: str
     """"rewards", "demonstrations", or empty if the run has not recorded what."""
     environment: str
     data: Mapping[str, Sequence[str]]
@@ -64,7 +64,7 @@ def _metadata(card: Card) -> str:
     found: dict[str, Any] = {
         "library_name": "peft" if card.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["skyrl-train", *_TAGS[card.learnt_from], *(["lora"] if card.lora else [])],
+        "tags": ["skyrl-train", *_TAGS[card.trained_on], *(["lora"] if card.lora else [])],
     }
     if card.base_is_on_hub:
         found |= {"base_model": card.base, "base_model_relation": "adapter" if card.is_adapter else "finetune"}
@@ -74,8 +74,8 @@ def _metadata(card: Card) -> str:
 def _what(card: Card) -> str:
     base = text(card.base) + ("" if card.base_is_on_hub else " (its name where it was trained)")
     kind = f"LoRA adapters ({card.lora}) for" if card.is_adapter else "A model trained from"
-    how = f" that learns from {card.learnt_from}" if card.learnt_from else ""
-    where = f" in the environment {text(card.environment)}" if card.learnt_from == "rewards" else ""
+    how = f" that learns from {card.trained_on}" if card.trained_on else ""
+    where = f" in the environment {text(card.environment)}" if card.trained_on == "rewards" else ""
     return f"{kind} {base}: step {card.step} of a run{how}{where}. {card.checked}".rstrip()
 
 
@@ -121,7 +121,7 @@ def _evaluation(card: Card) -> str:
 
 
 def _limits(card: Card) -> Iterator[str]:
-    if card.learnt_from == "rewards":
+    if card.trained_on == "rewards":
         yield "It has learnt what its reward pays for, which may be less than what was meant."
     yield "Nothing else was measured: not safety, not bias, not what it has forgotten of what the base model knew."
     last = next((row for row in reversed(card.rows) if "response/truncated_fraction" in row), None)

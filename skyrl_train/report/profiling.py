@@ -37,7 +37,7 @@ def _peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-class AllocationRecord:
+class MemorySnapshotRecorder:
     """Records an accelerator's latest allocations and their lines of code, in a file for pytorch.org/memory_viz."""
 
     def __init__(self, file: Path, memory: Any):

@@ -22,9 +22,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from skyrl_train.http_server import HttpServer, is_loopback_name, send
-from skyrl_train.listening import API_KEY, Listener, has_token, is_loopback
-from skyrl_train.report.metric_table import metric_of
-from skyrl_train.report.phases import say
+from skyrl_train.listeners import API_KEY_ENV, Listener, is_authorized, is_loopback
+from skyrl_train.report.metric_catalog import metric_of
+from skyrl_train.report.progress_log import print_status
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -49,7 +49,7 @@ _SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 @cache
-def name_of(metric: str) -> tuple[str, Mapping[str, str]]:
+def prometheus_name(metric: str) -> tuple[str, Mapping[str, str]]:
     """The name and the labels of a metric: reward/mean is skyrl_reward_mean; sources of evaluations are labels.
 
     A name that is not two parts of lower-case letters, digits and underscores is a label of `skyrl_other`.
@@ -64,13 +64,13 @@ def _help_of(metric: str) -> str:
     """What the metric is, and its unit."""
     if metric in _OWN:
         return _OWN[metric]
-    if name_of(metric)[0] == _OTHER:
+    if prometheus_name(metric)[0] == _OTHER:
         return "numbers whose names Prometheus does not take: the label has them"
     known = metric_of(metric)
-    return f"{known.what} ({known.unit})" if known else "a number of the run's own code"
+    return f"{known.description} ({known.unit})" if known else "a number of the run's own code"
 
 
-class _Numbers(Collector):
+class _LatestMetrics(Collector):
     """The newest value of every metric."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Numbers(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in {**self.values, _RSS: self._process.memory_info().rss}.items():
-            name, labels = name_of(metric)
+            name, labels = prometheus_name(metric)
             family = families.setdefault(name, GaugeMetricFamily(name, _help_of(metric), labels=list(labels)))
             family.add_metric(list(labels.values()), value)
         yield from families.values()
@@ -94,14 +94,14 @@ class PrometheusTracker:
     """
 
     def __init__(self, setup: TrackerSetup):
-        self._numbers = _Numbers()
+        self._numbers = _LatestMetrics()
         registry = CollectorRegistry()
         registry.register(self._numbers)
         trainer = setup.config["trainer"]
         host, port = trainer["metrics_host"], trainer["metrics_port"]
         self._server = MetricsServer(host, port, lambda: generate_latest(registry), CONTENT_TYPE)
         self.url = self._server.url
-        say("metrics", self.url)
+        print_status("metrics", self.url)
 
     def begin(self, step: int, total_steps: int) -> None:
         self._numbers.values = {_STEP: step, _TOTAL_STEPS: total_steps}
@@ -123,7 +123,7 @@ class RequestMetrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("skyrl_http_requests", "answered requests", ["route", "status"], registry=registry)
-        self._under_way = Gauge(
+        self._in_progress = Gauge(
             "skyrl_http_requests_under_way", "requests without an answer", ["route"], registry=registry
         )
         self._seconds = Histogram(
@@ -133,18 +133,18 @@ class RequestMetrics:
         self._completion = Counter("skyrl_http_completion_tokens", "tokens sampled for requests", registry=registry)
         self._engine = Gauge("skyrl_engine_requests", "requests in all engines", ["state"], registry=registry)
 
-    def begun(self, route: str) -> None:
-        self._under_way.labels(route).inc()
+    def on_request_start(self, route: str) -> None:
+        self._in_progress.labels(route).inc()
 
-    def ended(self, route: str, status: int, seconds: float) -> None:
-        self._under_way.labels(route).dec()
+    def on_request_end(self, route: str, status: int, seconds: float) -> None:
+        self._in_progress.labels(route).dec()
         self._requests.labels(route, status).inc()
         self._seconds.labels(route).observe(seconds)
 
-    def asked(self, prompt_tokens: int) -> None:
+    def count_prompt_tokens(self, prompt_tokens: int) -> None:
         self._prompt.inc(prompt_tokens)
 
-    def sampled(self, completion_tokens: int) -> None:
+    def count_completion_tokens(self, completion_tokens: int) -> None:
         self._completion.inc(completion_tokens)
 
     def text(self, **engine: int) -> bytes:
@@ -157,7 +157,7 @@ class RequestMetrics:
 
 # -- the server --------------------------------------------------------------------------------------------------------
 
-METRICS = Listener("/metrics of the run", "trainer.metrics_host", "trainer.metrics_port")
+METRICS_LISTENER = Listener("/metrics of the run", "trainer.metrics_host", "trainer.metrics_port")
 PATH = "/metrics"
 MAX_CONNECTIONS = 64
 """At the same time: few scrape a run, which needs its descriptors itself."""
@@ -168,7 +168,7 @@ def check_metrics_address(host: str, port: int | None) -> None:
     """Raises ConfigError for an address that needs a token and has none, or that is in use; None listens nowhere."""
     if port is not None:
         _token_for(host)
-        METRICS.check_address(host, port)
+        METRICS_LISTENER.check_address(host, port)
 
 
 class MetricsServer:
@@ -184,7 +184,7 @@ class MetricsServer:
         self._text, self._content_type = text, content_type
         app = web.Application(middlewares=[self._guard])
         app.router.add_get(PATH, self._metrics)
-        self._server = HttpServer(app, drain_s=0.0, most=MAX_CONNECTIONS)
+        self._server = HttpServer(app, drain_s=0.0, max_connections=MAX_CONNECTIONS)
         opened: Future[asyncio.AbstractEventLoop] = Future()
         self._ends = asyncio.Event()
         serve = self._serve(host, port, opened)
@@ -194,7 +194,7 @@ class MetricsServer:
             self._loop = opened.result()
         except OSError as error:
             self._thread.join()
-            raise METRICS.cannot_listen(host, port, error) from error
+            raise METRICS_LISTENER.cannot_listen(host, port, error) from error
         self.url = self._server.url + PATH
 
     def close(self) -> None:
@@ -232,9 +232,9 @@ class MetricsServer:
             if is_loopback_name(request.headers.get(hdrs.HOST, "")):
                 return None
             return _answer(403, "Ask at 127.0.0.1 or localhost: other names may be another site's.")
-        if has_token(request.headers.get(hdrs.AUTHORIZATION, ""), self._token):
+        if is_authorized(request.headers.get(hdrs.AUTHORIZATION, ""), self._token):
             return None
-        return _answer(401, f"Send the header 'Authorization: Bearer <token>' with the token of {API_KEY}.")
+        return _answer(401, f"Send the header 'Authorization: Bearer <token>' with the token of {API_KEY_ENV}.")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._text(), headers={hdrs.CONTENT_TYPE: self._content_type})
@@ -249,6 +249,6 @@ def _token_for(host: str) -> str | None:
     """None on loopback: whoever is on this machine may read. Raises ConfigError for other hosts without a token."""
     if is_loopback(host):
         return None
-    token = os.environ.get(API_KEY)
-    METRICS.check_token(token, host)
+    token = os.environ.get(API_KEY_ENV)
+    METRICS_LISTENER.check_token(token, host)
     return token

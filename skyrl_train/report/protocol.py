@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_train.durable import write_durably
-from skyrl_train.messages import visible
+from skyrl_train.atomic_files import atomic_write_text
+from skyrl_train.terminal import escape_control_chars
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +69,35 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
     """`trainer.policy.optimizer_config.lr` -> 1e-6: every value that is no mapping. Lists are JSON, None is "null"."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in config.items():
-        name = prefix + visible(str(key))
+        name = prefix + escape_control_chars(str(key))
         if isinstance(value, Mapping):
-            flat |= flattened(value, f"{name}.")
+            flat |= flatten_config(value, f"{name}.")
         elif isinstance(value, (bool, int, float)):
             flat[name] = value
         else:
-            flat[name] = visible(value if isinstance(value, str) else json.dumps(value, default=str))
+            flat[name] = escape_control_chars(value if isinstance(value, str) else json.dumps(value, default=str))
     return flat
 
 
 IDS_FILE = "trackers.json"
 
 
-def kept_id(run_dir: Path, tracker: str) -> str | None:
+def load_run_id(run_dir: Path, tracker: str) -> str | None:
     """The id that an earlier start of this run kept; None if there is none, or none that can be read."""
-    value = _kept_ids(run_dir).get(tracker)
+    value = _load_run_ids(run_dir).get(tracker)
     return value if isinstance(value, str) else None
 
 
-def keep_id(run_dir: Path, tracker: str, run_id: str) -> None:
+def save_run_id(run_dir: Path, tracker: str, run_id: str) -> None:
     """Raises OSError."""
-    write_durably(run_dir / IDS_FILE, json.dumps(_kept_ids(run_dir) | {tracker: run_id}, indent=1))
+    atomic_write_text(run_dir / IDS_FILE, json.dumps(_load_run_ids(run_dir) | {tracker: run_id}, indent=1))
 
 
-def _kept_ids(run_dir: Path) -> dict[str, object]:
+def _load_run_ids(run_dir: Path) -> dict[str, object]:
     try:
         ids = json.loads((run_dir / IDS_FILE).read_text())
     except (OSError, ValueError, RecursionError):

@@ -33,9 +33,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from skyrl_train.data.json_values import jsonable
-from skyrl_train.durable import replacing, sync_folder
-from skyrl_train.report.safe_files import MAX_STEP, finite, opened
+from skyrl_train.data.json_values import json_default
+from skyrl_train.atomic_files import atomic_write, fsync_folder
+from skyrl_train.report.untrusted_files import MAX_STEP, replace_non_finite, open_untrusted
 
 FOLDER = "rollouts"
 _STEP_FILE = re.compile(r"step_([0-9]{8,10})\.parquet")
@@ -121,12 +121,12 @@ def write_vocabulary(run: Path, texts: Sequence[str]) -> Path:
     """Write what each token id, the place in `texts`, reads as. Raises OSError."""
     file = vocabulary_file(run)
     table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
-    with _replacing(file) as handle:
+    with _atomic_write(file) as handle:
         pq.write_table(table, handle, compression="zstd", store_schema=False)
     return file
 
 
-class RolloutFiles:
+class RolloutReader:
     """Reads the rollouts of a run, which may be under way, has ended, or was copied from elsewhere.
 
     Example: `RolloutFiles(Path("runs/a")).table(columns=["uid", "reward"], filter=pc.field("reward") > 0.5)`
@@ -173,7 +173,7 @@ class RolloutFiles:
         """
         wanted = pa.schema([COLUMNS.field(name) for name in ("text", "messages")])
         try:
-            with opened(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
+            with open_untrusted(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
                 return _checked(parquet.read(wanted.names)).select(wanted.names).cast(wanted)
         except FileNotFoundError:
             return wanted.empty_table()
@@ -181,7 +181,7 @@ class RolloutFiles:
     def vocabulary(self) -> dict[int, str]:
         """What each token id reads as by itself; empty if the run has not written it. Raises OSError."""
         try:
-            with opened(vocabulary_file(self._run)) as file:
+            with open_untrusted(vocabulary_file(self._run)) as file:
                 found = _checked(pq.read_table(file, columns=["id", "text"])).drop_null()
                 texts = found["text"].cast(pa.string()).to_pylist()
                 return dict(zip(found["id"].cast(pa.int32()).to_pylist(), texts, strict=True))
@@ -190,12 +190,12 @@ class RolloutFiles:
 
     def _of_step(self, step: int, wanted: pa.Schema, filter: pc.Expression | None) -> pa.Table | None:
         try:
-            with opened(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
+            with open_untrusted(step_file(self._run, step)) as file, pq.ParquetFile(file) as parquet:
                 stored = stored_columns(wanted.names, parquet.schema_arrow)
                 if filter is None:  # a run may have thousands of files
-                    return unpacked(_checked(parquet.read(stored)), wanted)
+                    return unpack_columns(_checked(parquet.read(stored)), wanted)
                 file.seek(0)
-                return unpacked(_checked(pq.read_table(file, columns=stored, filters=filter)), wanted)
+                return unpack_columns(_checked(pq.read_table(file, columns=stored, filters=filter)), wanted)
         except FileNotFoundError:
             return None
 
@@ -219,31 +219,31 @@ def _complete(table: pa.Table) -> pa.Table:
 
 
 def _write(file: Path, tables: Iterable[pa.Table]) -> None:
-    with _replacing(file) as handle, ExitStack() as stack:
+    with _atomic_write(file) as handle, ExitStack() as stack:
         writer = None
         for table in tables:
-            stored = packed(_complete(table))
+            stored = pack_columns(_complete(table))
             if writer is None:
                 writer = stack.enter_context(pq.ParquetWriter(handle, stored.schema, **write_options(stored.schema)))
             writer.write_table(stored, row_group_size=max(1, len(stored)))
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[BinaryIO]:
+def _atomic_write(file: Path) -> Iterator[BinaryIO]:
     """Open a file to write to, in a folder that is made if it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as handle:
+    with atomic_write(file) as handle:
         yield handle
-    sync_folder(file.parent.parent)  # which may have got the folder just now
+    fsync_folder(file.parent.parent)  # which may have got the folder just now
 
 
 # -- the layout inside files -------------------------------------------------------------------------------------------
 
 
 DERIVED = "trained"
-NEXT_TO = "rollout_logprobs"
+DELTA_BASE = "rollout_logprobs"
 """What other log-probs are stored by their difference to."""
-CLOSE = ("old_logprobs", "ref_logprobs")
+DELTA_COLUMNS = ("old_logprobs", "ref_logprobs")
 _SUFFIX = "_from_rollout"
 _SHORTEST_REFERENCE = 16
 """Characters of a message that are worth a reference to the text."""
@@ -266,18 +266,18 @@ def stored_columns(names: Sequence[str], schema: pa.Schema) -> list[str]:
         elif name == "messages":
             found |= {"messages", "text"}
         elif name + _SUFFIX in schema.names:
-            found |= {name + _SUFFIX, NEXT_TO}
+            found |= {name + _SUFFIX, DELTA_BASE}
         else:
             found.add(name)
     return sorted(found & {*schema.names})
 
 
-def packed(table: pa.Table) -> pa.Table:
+def pack_columns(table: pa.Table) -> pa.Table:
     """The columns to store for these rollouts."""
-    for name in CLOSE:
+    for name in DELTA_COLUMNS:
         if name not in table.column_names:
             continue
-        ours, theirs = (_one(table[column]) for column in (name, NEXT_TO))
+        ours, theirs = (_one(table[column]) for column in (name, DELTA_BASE))
         offsets = _offsets(ours)
         if ours.null_count == 0 and theirs.null_count == 0 and offsets.equals(_offsets(theirs)):
             values = _bits(ours) - _bits(theirs)
@@ -287,7 +287,7 @@ def packed(table: pa.Table) -> pa.Table:
     return table
 
 
-def unpacked(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+def unpack_columns(table: pa.Table, wanted: pa.Schema) -> pa.Table:
     """The wanted columns of what is stored; null where it is of a version that did not have them."""
     return pa.table([_column(table, field) for field in wanted], schema=wanted)
 
@@ -295,7 +295,7 @@ def unpacked(table: pa.Table, wanted: pa.Schema) -> pa.Table:
 def write_options(schema: pa.Schema) -> dict[str, Any]:
     """How Parquet stores packed rollouts: arguments of its writer."""
     leaves = {field.name: f"{field.name}.list.element" for field in schema if pa.types.is_list(field.type)}
-    split = [leaf for name, leaf in leaves.items() if name.removesuffix(_SUFFIX) in (NEXT_TO, *CLOSE)]
+    split = [leaf for name, leaf in leaves.items() if name.removesuffix(_SUFFIX) in (DELTA_BASE, *DELTA_COLUMNS)]
     return {
         "compression": "zstd",
         "compression_level": {leaves.get(name, name): at for name, at in _LEVELS.items() if name in schema.names},
@@ -322,16 +322,16 @@ def pack_messages(messages: Sequence[Any], text: str, known: Sequence[str] = ())
         long = isinstance(content, str) and len(content) >= _SHORTEST_REFERENCE
         start = text.find(str(content), after) if long else -1
         if start < 0:
-            found.append(dumped(message))
+            found.append(dump_json(message))
             continue
         after = start + len(str(content))
         references.append((place, start, after))
-        found.append(dumped({**message, "content": ""}))
+        found.append(dump_json({**message, "content": ""}))
     inside = f"[{', '.join(found)}]"
     return f'{{"messages": {inside}, "text": {json.dumps(references)}}}' if references else inside
 
 
-def dumped(value: Any) -> str:
+def dump_json(value: Any) -> str:
     """As JSON of valid Unicode: lone surrogates are escaped, and numbers that are none are null.
 
     What JSON does not know is text, as `str` has it.
@@ -343,12 +343,12 @@ def dumped(value: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(value, allow_nan=False, default=_known)
     except ValueError:
-        return dumped(finite(json.loads(json.dumps(value, default=_known))))
+        return dump_json(replace_non_finite(json.loads(json.dumps(value, default=_known))))
 
 
 def _known(value: Any) -> Any:
     try:
-        return jsonable(value)
+        return json_default(value)
     except TypeError:
         return str(value)
 
@@ -361,7 +361,7 @@ def _column(table: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
         pairs = zip(table["messages"].to_pylist(), table["text"].to_pylist(), strict=True)
         return pa.array([_unpacked_messages(*pair) for pair in pairs], pa.string())
     if name + _SUFFIX in table.column_names:
-        folded, theirs = (_one(table[column]) for column in (name + _SUFFIX, NEXT_TO))
+        folded, theirs = (_one(table[column]) for column in (name + _SUFFIX, DELTA_BASE))
         kept = folded.flatten().to_numpy(zero_copy_only=False)
         values = (kept.view(np.uint32) >> 1).view(np.int32) ^ -(kept & 1)
         numbers = (values + _bits(theirs)).view(np.float32)
@@ -377,7 +377,7 @@ def _unpacked_messages(stored: str | None, text: str | None) -> str | None:
     held = json.loads(stored)
     for place, start, stop in held["text"]:
         held["messages"][place]["content"] = (text or "")[start:stop]
-    return dumped(held["messages"])
+    return dump_json(held["messages"])
 
 
 def _masks(table: pa.Table) -> pa.Array:

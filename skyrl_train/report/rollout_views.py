@@ -24,14 +24,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from skyrl_train.config.secrets import spells_secret
+from skyrl_train.config.redaction import find_secret_pieces
 from skyrl_train.errors import DataError
-from skyrl_train.report.rollout_files import HIDDEN_TOKEN, RolloutFiles, step_file
-from skyrl_train.report.safe_files import from_json
+from skyrl_train.report.rollout_files import HIDDEN_TOKEN, RolloutReader, step_file
+from skyrl_train.report.untrusted_files import from_json
 
 ORDERS = ("step", "-step", "reward", "-reward", "tokens", "-tokens")
-MOST_ROWS = 500
-_LONGEST_TEXT = 1000
+MAX_ROWS = 500
+_MAX_TEXT_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Query:
     limit: int = 50
 
     @classmethod
-    def parsed(cls, given: Mapping[str, str]) -> Query:
+    def from_params(cls, given: Mapping[str, str]) -> Query:
         """That of a URL's parameters, of which empty ones ask nothing. Raises DataError."""
         readers: dict[str, Callable[[str, str], Any]] = {
             "order": _order,
@@ -64,7 +64,7 @@ class Query:
             "limit": _rows,
             "offset": _count,
         }
-        readers |= dict.fromkeys(("step", "step_from", "step_to", "tokens_min", "tokens_max"), whole_number)
+        readers |= dict.fromkeys(("step", "step_from", "step_to", "tokens_min", "tokens_max"), parse_int32)
         readers |= dict.fromkeys(("reward_min", "reward_max"), _number)
         known = [field.name for field in fields(cls)]
         if unknown := sorted(given.keys() - {*known}):
@@ -73,7 +73,7 @@ class Query:
         return cls(**read)
 
 
-def whole_number(name: str, value: str) -> int:
+def parse_int32(name: str, value: str) -> int:
     """Of 32 bits. Raises DataError."""
     try:
         number = int(value)
@@ -85,16 +85,16 @@ def whole_number(name: str, value: str) -> int:
 
 
 def _count(name: str, value: str) -> int:
-    number = whole_number(name, value)
+    number = parse_int32(name, value)
     if number < 0:
         raise DataError(f"{name}={number} must be at least 0.")
     return number
 
 
 def _rows(name: str, value: str) -> int:
-    number = whole_number(name, value)
-    if not 1 <= number <= MOST_ROWS:
-        raise DataError(f"{name}={number} must be from 1 to {MOST_ROWS}; ask for the next page by offset.")
+    number = parse_int32(name, value)
+    if not 1 <= number <= MAX_ROWS:
+        raise DataError(f"{name}={number} must be from 1 to {MAX_ROWS}; ask for the next page by offset.")
     return number
 
 
@@ -115,8 +115,8 @@ def _order(name: str, value: str) -> str:
 
 
 def _text(name: str, value: str) -> str:
-    if len(value) > _LONGEST_TEXT:
-        raise DataError(f"{name} has {len(value)} characters; at most {_LONGEST_TEXT} are searched for.")
+    if len(value) > _MAX_TEXT_CHARS:
+        raise DataError(f"{name} has {len(value)} characters; at most {_MAX_TEXT_CHARS} are searched for.")
     return value
 
 
@@ -132,7 +132,7 @@ _SCALARS = (
     "step", "uid", "group", "sample", "env_class", "raw_reward", "status", "error", "detail", "stop_reason",
     "temperature", "min_version", "max_version", "prompt_tokens", "response_tokens",
 )  # fmt: skip
-_OF_TOKENS = {
+_TOKEN_COLUMNS = {
     "logprobs": "rollout_logprobs",
     "old_logprobs": "old_logprobs",
     "ref_logprobs": "ref_logprobs",
@@ -150,7 +150,7 @@ class RolloutViews:
 
     def __init__(self, run: Path):
         self.index = RolloutIndex(run)
-        self._files = RolloutFiles(run)
+        self._files = RolloutReader(run)
         self._vocabulary: dict[int, str] | None = None
 
     def close(self) -> None:
@@ -182,17 +182,17 @@ class RolloutViews:
             raise DataError(
                 f"step {step} has no sample {sample} of the prompt {uid[:40]!r}; its rollouts may be gone by now."
             )
-        return self.whole(found.slice(0, 1).to_pylist()[0])
+        return self.rollout_details(found.slice(0, 1).to_pylist()[0])
 
-    def whole(self, row: Mapping[str, Any], tokens: bool = True) -> dict[str, Any]:
+    def rollout_details(self, row: Mapping[str, Any], tokens: bool = True) -> dict[str, Any]:
         """All of a rollout, given a row of RolloutFiles.table. Raises DataError if its columns do not fit together."""
         try:
-            return self._whole(row, tokens)
+            return self._rollout_details(row, tokens)
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             where = f"step {row['step']}, sample {row['sample']} of the prompt {str(row['uid'])[:40]!r}"
             raise DataError(f"{where}: this rollout is damaged and cannot be shown: {error}") from error
 
-    def _whole(self, row: Mapping[str, Any], tokens: bool) -> dict[str, Any]:
+    def _rollout_details(self, row: Mapping[str, Any], tokens: bool) -> dict[str, Any]:
         return {
             **{name: row[name] for name in _SCALARS},
             "source": row["data_source"],
@@ -220,12 +220,12 @@ class RolloutViews:
         nothing: list[float | None] = [None] * len(response)
         vocabulary = self._texts()
         texts = [SECRET if one == HIDDEN_TOKEN else vocabulary.get(one, f"<{one}>") for one in ids]
-        secret = spells_secret(texts)
+        secret = find_secret_pieces(texts)
         ids = [HIDDEN_TOKEN if hides else one for one, hides in zip(ids, secret, strict=True)]
         sampled = np.zeros(len(response), bool)
         for turn in row["turns"] or []:
             sampled[turn["start"] : turn["stop"]] = True
-        columns = {name: _shortest(row[column]) or nothing for name, column in _OF_TOKENS.items()}
+        columns = {name: _shortest(row[column]) or nothing for name, column in _TOKEN_COLUMNS.items()}
         pairs = zip(columns["logprobs"], sampled.tolist(), strict=True)
         columns["logprobs"] = [value if was else None for value, was in pairs]
         return {
@@ -278,9 +278,9 @@ def _opening(messages: Any) -> list[Any]:
 
 # -- the index ---------------------------------------------------------------------------------------------------------
 
-TEXTS_KEPT_BYTES = 1 << 30
+TEXT_CACHE_BYTES = 1 << 30
 QUANTILES = (10, 25, 75, 90)
-_SEVERAL = 3
+_MIN_DISTINCT_REWARDS = 3
 """Rewards that differ: with fewer, quantiles show nothing."""
 PREVIEW = 240
 """Characters."""
@@ -290,15 +290,15 @@ _NAMES = json.dumps({"messages": [{"role": "user assistant system tool", "conten
 """What is in the JSON of conversations, whatever is said in them: names, and signs and numbers like those of _FRAME."""
 _FACETS = {"sources": "source", "statuses": "status", "stop_reasons": "stop_reason"}
 READ_AHEAD_BYTES = 256 << 20
-_SEARCHES_KEPT = 16
+_MAX_CACHED_SEARCHES = 16
 BLOCK_BYTES = 8 << 20
-_BYTES_A_TOKEN = 5
+_BYTES_PER_TOKEN = 5
 """About what a token's text takes."""
 _Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A page of the rollouts that a query leaves: columns of the index, and how many there are in all."""
 
     total: int
@@ -312,7 +312,7 @@ class RolloutIndex:
     """
 
     def __init__(self, run: Path):
-        self._run, self._files = Path(run), RolloutFiles(run)
+        self._run, self._files = Path(run), RolloutReader(run)
         self._stamps: dict[int, _Stamp] = {}
         self._steps: dict[int, pa.Table] = {}
         self._quantiles_of: dict[int, list[float]] = {}
@@ -341,7 +341,7 @@ class RolloutIndex:
         changed = [step for step, stamp in now.items() if self._stamps.get(step) != stamp]
         for step in self._stamps.keys() - now.keys() | {*changed}:
             self._forget(step)
-        self._take_in(changed)
+        self._add_steps(changed)
         self._stamps = now
         self.table = pa.concat_tables(
             [self.table.slice(0, 0), *(self._steps[step] for step in sorted(self._steps))]
@@ -356,7 +356,7 @@ class RolloutIndex:
         values = {name: sorted(self.table[column].unique().drop_null().to_pylist()) for name, column in _FACETS.items()}
         return {"steps": sorted(self._steps), **values}
 
-    def find(self, query: Query) -> Found:
+    def find(self, query: Query) -> SearchResult:
         """The rollouts that a query asks for, in its order."""
         found = self.table.filter(_condition(query)) if len(self.table) else self.table
         if query.text and len(found):
@@ -365,7 +365,7 @@ class RolloutIndex:
             name, direction = query.order.lstrip("-"), "descending" if query.order[0] == "-" else "ascending"
             keys = {name: direction} | {"step": "ascending"} if name != "step" else {name: direction}
             found = found.take(pc.sort_indices(found, sort_keys=[*keys.items(), ("row", "ascending")]))
-        return Found(len(found), found.slice(query.offset, query.limit))
+        return SearchResult(len(found), found.slice(query.offset, query.limit))
 
     def previews(self, page: pa.Table) -> list[str]:
         """How the responses of these rows begin."""
@@ -380,7 +380,7 @@ class RolloutIndex:
                         found[place] = (texts["text"][row].as_py() or "")[:PREVIEW]
         return found
 
-    def _take_in(self, steps: Sequence[int]) -> None:
+    def _add_steps(self, steps: Sequence[int]) -> None:
         """Read these steps."""
         read = zip(steps, self._pool.map(self._read, steps), strict=True)
         tables = {step: table for step, table in read if table is not None}
@@ -393,7 +393,7 @@ class RolloutIndex:
             self._steps[step] = table = whole.slice(begin, length)
             values = pc.quantile(table["reward"], [percent / 100 for percent in QUANTILES]).to_pylist()
             self._quantiles_of[step] = [value for value in values if value is not None]
-            self._rewards_of[step] = {*pc.unique(table["reward"]).drop_null()[:_SEVERAL].to_pylist()}
+            self._rewards_of[step] = {*pc.unique(table["reward"]).drop_null()[:_MIN_DISTINCT_REWARDS].to_pylist()}
 
     def _read(self, step: int) -> pa.Table | None:
         """None for a file that is no whole one: it may be being copied, and is read again once it has changed."""
@@ -417,7 +417,7 @@ class RolloutIndex:
             return pa.table({name: pa.array([], pa.string()) for name in ("text", "messages")})
 
     def _quantiles(self) -> dict[str, dict[int, float]]:
-        if len(set().union(*self._rewards_of.values())) < _SEVERAL:
+        if len(set().union(*self._rewards_of.values())) < _MIN_DISTINCT_REWARDS:
             return {}
         known = {step: values for step, values in self._quantiles_of.items() if values}
         columns = {f"reward/p{percent}": place for place, percent in enumerate(QUANTILES)} if known else {}
@@ -427,7 +427,7 @@ class RolloutIndex:
         """The rows whose conversation has it."""
         known = self._searches.setdefault(text, {})
         self._searches.move_to_end(text)
-        while len(self._searches) > _SEARCHES_KEPT:
+        while len(self._searches) > _MAX_CACHED_SEARCHES:
             self._searches.popitem(last=False)
         steps = found["step"].unique().to_pylist()
         unknown = [step for step in steps if step not in known]
@@ -457,7 +457,7 @@ class RolloutIndex:
         block: list[int] = []
         size = 0
         for step in steps:
-            more = (pc.sum(self._steps[step]["response_tokens"]).as_py() or 0) * _BYTES_A_TOKEN
+            more = (pc.sum(self._steps[step]["response_tokens"]).as_py() or 0) * _BYTES_PER_TOKEN
             if block and size + more > BLOCK_BYTES:
                 yield block
                 block, size = [], 0
@@ -476,7 +476,7 @@ class RolloutIndex:
         found = [(step, self._texts[step]) for step in wanted]
         for step in wanted:
             self._texts.move_to_end(step)
-        while self._texts_bytes > TEXTS_KEPT_BYTES:
+        while self._texts_bytes > TEXT_CACHE_BYTES:
             self._texts_bytes -= self._texts.popitem(last=False)[1].nbytes
         return found
 
@@ -552,7 +552,7 @@ def _has(texts: pa.Table, text: str) -> pa.ChunkedArray:
     if _FRAME.fullmatch(text) or text.lower() in _NAMES.lower():
         said = np.zeros(len(texts), bool)
         for place in pc.indices_nonzero(pc.and_not(elsewhere, found)).to_pylist():
-            words = _said(from_json(texts["messages"][place].as_py(), []))
+            words = _conversation_texts(from_json(texts["messages"][place].as_py(), []))
             said[place] = any(text.lower() in one.lower() for one in words)
         elsewhere = pa.chunked_array([said])
     return pc.or_(found, elsewhere)
@@ -562,17 +562,17 @@ def _matches(column: pa.ChunkedArray, text: str) -> pa.ChunkedArray:
     return pc.fill_null(pc.match_substring(column, text, ignore_case=True), False)
 
 
-def _said(value: Any) -> Iterator[str]:
+def _conversation_texts(value: Any) -> Iterator[str]:
     """The texts in the JSON of a conversation, without names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for name, one in value.items():
             if name != "role":
-                yield from _said(one)
+                yield from _conversation_texts(one)
     elif isinstance(value, list):
         for one in value:
-            yield from _said(one)
+            yield from _conversation_texts(one)
 
 
 def _stamp(file: Path) -> _Stamp | None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import visible_lines
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened
+from skyrl_train.terminal import escape_multiline
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -39,7 +39,7 @@ class TensorboardTracker:
         """Write a session start at `step + 1`, which makes TensorBoard drop an earlier attempt's later records."""
         self._add(Event(session_log=SessionLog(status=SessionLog.START), step=step + 1 if step else 0))
         if self._config:
-            self._add(Event(summary=hparams_pb(flattened(self._config)), step=0))
+            self._add(Event(summary=hparams_pb(flatten_config(self._config)), step=0))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
@@ -65,5 +65,5 @@ class TensorboardTracker:
 
 def _literal(text: str) -> str:
     """HTML that shows this text and nothing else, also where it is read as Markdown, as TensorBoard does by default."""
-    shown = visible_lines(text).translate(_ENTITIES)
+    shown = escape_multiline(text).translate(_ENTITIES)
     return re.sub(r"^ | (?= )", "&nbsp;", shown, flags=re.MULTILINE).replace("\n", "<br>")

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from skyrl_train.config.choices import TRACKERS
-from skyrl_train.config.secrets import redact
-from skyrl_train.messages import visible
+from skyrl_train.config.redaction import redact
+from skyrl_train.terminal import escape_control_chars
 from skyrl_train.registry import Registry
 from skyrl_train.report.diagnosis import Diagnosis, Rule
 from skyrl_train.report.jsonl import JsonlTracker
@@ -37,7 +37,7 @@ class Trackers:
         self._each("begin", step, total_steps)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._each("log", {visible(str(name)): value for name, value in redact(metrics).items()}, step)
+        self._each("log", {escape_control_chars(str(name)): value for name, value in redact(metrics).items()}, step)
 
     def samples(self, rows: Sequence[SampleRow], step: int) -> None:
         self._each("samples", _without_secrets(rows), step)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import to_stdout, visible, visible_lines
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened, keep_id, kept_id
+from skyrl_train.terminal import print_stdout, escape_control_chars, escape_multiline
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config, save_run_id, load_run_id
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # its client's; trackio itself sends nothing of this kind
 try:
@@ -38,19 +38,19 @@ class TrackioTracker:
 
     def begin(self, step: int, total_steps: int) -> None:
         """Continue the run of an earlier start; one that begins anew is another run: records cannot be taken back."""
-        project, folder = visible(self._setup.project_name), self._setup.run_dir
-        name = kept_id(folder, "trackio") if step else None
+        project, folder = escape_control_chars(self._setup.project_name), self._setup.run_dir
+        name = load_run_id(folder, "trackio") if step else None
         if name is None:  # names are what Trackio finds runs by, and many have the same
-            name = f"{visible(self._setup.run_name)}-{secrets.token_hex(3)}"
-            keep_id(folder, "trackio", name)
-        config = {key.lstrip("_"): value for key, value in flattened(self._setup.config).items()}
+            name = f"{escape_control_chars(self._setup.run_name)}-{secrets.token_hex(3)}"
+            save_run_id(folder, "trackio", name)
+        config = {key.lstrip("_"): value for key, value in flatten_config(self._setup.config).items()}
         options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, "private": True}  # a Space it creates
         with _quiet():
             # In a context of its own, Trackio knows of no other run: one of the user's goes on.
             self._run = contextvars.Context().run(
                 lambda: trackio.init(project, name=name, resume="allow", config=config, **options)
             )
-        to_stdout(f'trackio: `trackio show --project "{project}"` shows {name}')
+        print_stdout(f'trackio: `trackio show --project "{project}"` shows {name}')
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
@@ -60,7 +60,7 @@ class TrackioTracker:
 
     def table(self, rows: Sequence[SampleRow], step: int) -> None:
         if rows:
-            table = trackio.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells(visible_lines) for row in rows])
+            table = trackio.Table(columns=[*SAMPLE_COLUMNS], data=[row.cells(escape_multiline) for row in rows])
             self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:

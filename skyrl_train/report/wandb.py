@@ -8,10 +8,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import to_stdout
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, keep_id, kept_id
+from skyrl_train.terminal import print_stdout
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, save_run_id, load_run_id
 
 try:
     import wandb
@@ -36,9 +36,9 @@ class WandbTracker:
     def begin(self, step: int, total_steps: int) -> None:
         """Continue the run of an earlier start; one that begins anew is another: W&B takes a step only once."""
         if self._run is None:
-            run_id = (kept_id(self._setup.run_dir, "wandb") if step else None) or secrets.token_hex(6)
+            run_id = (load_run_id(self._setup.run_dir, "wandb") if step else None) or secrets.token_hex(6)
             self._run = self._start(run_id)
-            keep_id(self._setup.run_dir, "wandb", run_id)
+            save_run_id(self._setup.run_dir, "wandb", run_id)
         self._run.config.update({"total_steps": total_steps}, allow_val_change=True)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -75,9 +75,9 @@ class WandbTracker:
             run = self._open("offline", run_id)
         # W&B's own output says so too, but among a dozen other lines.
         if run.offline:
-            to_stdout(f"wandb: offline, `wandb sync {Path(run.dir).parent}` sends this run")
+            print_stdout(f"wandb: offline, `wandb sync {Path(run.dir).parent}` sends this run")
         elif run.url:  # none if W&B is disabled
-            to_stdout(f"wandb: {run.url}")
+            print_stdout(f"wandb: {run.url}")
         return run
 
     def _open(self, mode: str, run_id: str) -> wandb.Run:

@@ -23,13 +23,13 @@ from aiohttp import hdrs, web
 
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.http_server import HttpServer, is_loopback_name, send
-from skyrl_train.listening import has_token
-from skyrl_train.messages import visible
-from skyrl_train.report.rollout_views import Query, RolloutViews, whole_number
-from skyrl_train.report.run_files import RunFiles, open_runs, overview
-from skyrl_train.report.safe_files import to_json
+from skyrl_train.listeners import is_authorized
+from skyrl_train.terminal import escape_control_chars
+from skyrl_train.report.rollout_views import Query, RolloutViews, parse_int32
+from skyrl_train.report.run_reader import RunReader, open_runs, overview
+from skyrl_train.report.untrusted_files import to_json
 
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Of a curve."""
 _HOST = "127.0.0.1"
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
@@ -48,10 +48,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = Callable[[Mapping[str, str]], Any]
 
 
-class _Watched:
+class _WatchedRun:
     """A run: its rollouts and its other files, each for one thread at a time."""
 
-    def __init__(self, files: RunFiles):
+    def __init__(self, files: RunReader):
         self.files, self.files_lock = files, threading.Lock()
         self.rollouts, self.rollouts_lock = RolloutViews(files.folder), threading.Lock()
         self.reader: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class WatchServer:
     """
 
     def __init__(self, folders: Sequence[Path], page: str, port: int = 0):
-        self._runs = [_Watched(files) for files in open_runs(folders)]
+        self._runs = [_WatchedRun(files) for files in open_runs(folders)]
         self._page, self._port = page, port
         policy = _POLICY.search(page)
         assert policy is not None, "the page has no policy of its own"
@@ -144,7 +144,7 @@ class WatchServer:
         except web.HTTPException as error:
             return _text(error.status, f"{error.reason}: there are / and /api/..., which are only read.")
         except (DataError, OSError) as error:  # OSError: a file of the run cannot be read
-            return _text(400, visible(str(error)))
+            return _text(400, escape_control_chars(str(error)))
         except Exception:
             _log.exception("%s failed", request.path)
             return _text(500, "The answer could not be made; the terminal of skyrl-train watch says why.")
@@ -160,7 +160,7 @@ class WatchServer:
         is_link = request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
         if asked_by not in ("none", "same-origin") and not is_link:
             return _text(403, "Pages of other sites get no answer.")
-        if request.path == "/" or has_token(request.headers.get(hdrs.AUTHORIZATION, ""), self.token):
+        if request.path == "/" or is_authorized(request.headers.get(hdrs.AUTHORIZATION, ""), self.token):
             return None
         return _text(401, "Open the address that skyrl-train watch has printed: it ends with the token.")
 
@@ -192,14 +192,14 @@ class WatchServer:
 
         return handle
 
-    def _overview(self, asked: Mapping[str, str]) -> Any:
+    def _overview(self, params: Mapping[str, str]) -> Any:
         with ExitStack() as stack:
             for run in self._runs:
                 stack.enter_context(run.files_lock)
             return overview([run.files for run in self._runs])
 
-    def _metrics(self, asked: Mapping[str, str]) -> Any:
-        run = self._run(asked)
+    def _metrics(self, params: Mapping[str, str]) -> Any:
+        run = self._run(params)
         if run.rollouts_lock.acquire(blocking=False):  # a search holds up no curves, at most their newest quantiles
             try:
                 with suppress(OSError):  # curves are elsewhere
@@ -207,49 +207,49 @@ class WatchServer:
             finally:
                 run.rollouts_lock.release()
         with run.files_lock:
-            return run.files.metrics(MOST_POINTS, more=run.rollouts.index.quantiles)
+            return run.files.metrics(MAX_POINTS, extra_columns=run.rollouts.index.quantiles)
 
-    def _diagnosis(self, asked: Mapping[str, str]) -> Any:
-        run = self._run(asked)
+    def _diagnosis(self, params: Mapping[str, str]) -> Any:
+        run = self._run(params)
         with run.files_lock:
             return run.files.diagnosis()
 
-    def _rollouts(self, asked: Mapping[str, str]) -> Any:
-        return self._of_rollouts(lambda views, rest: views.rollouts(Query.parsed(rest)))(asked)
+    def _rollouts(self, params: Mapping[str, str]) -> Any:
+        return self._of_rollouts(lambda views, rest: views.rollouts(Query.from_params(rest)))(params)
 
     def _of_rollouts(self, answer: Callable[[RolloutViews, Mapping[str, str]], Any]) -> Answer:
-        def answered(asked: Mapping[str, str]) -> Any:
-            run = self._run(asked)
-            rest = {name: value for name, value in asked.items() if name != "run"}
+        def answered(params: Mapping[str, str]) -> Any:
+            run = self._run(params)
+            rest = {name: value for name, value in params.items() if name != "run"}
             with run.rollouts_lock:
                 return answer(run.rollouts, rest)
 
         return answered
 
-    def _run(self, asked: Mapping[str, str]) -> _Watched:
-        given = asked.get("run", "0")
+    def _run(self, params: Mapping[str, str]) -> _WatchedRun:
+        given = params.get("run", "0")
         ids = [str(number) for number in range(len(self._runs))]
         if given not in ids:
             raise DataError(f"run={given[:40]!r} is none of the runs, whose ids are {', '.join(ids)}.")
         return self._runs[ids.index(given)]
 
 
-def _rollout(views: RolloutViews, asked: Mapping[str, str]) -> Any:
+def _rollout(views: RolloutViews, params: Mapping[str, str]) -> Any:
     return views.rollout(
-        _needed(asked, "step"), asked.get("uid", ""), _needed(asked, "sample"), _optional(asked, "group")
+        _needed(params, "step"), params.get("uid", ""), _needed(params, "sample"), _optional(params, "group")
     )
 
 
-def _group(views: RolloutViews, asked: Mapping[str, str]) -> Any:
-    return views.group(_needed(asked, "step"), asked.get("uid", ""), _optional(asked, "group"))
+def _group(views: RolloutViews, params: Mapping[str, str]) -> Any:
+    return views.group(_needed(params, "step"), params.get("uid", ""), _optional(params, "group"))
 
 
-def _needed(asked: Mapping[str, str], name: str) -> int:
-    return whole_number(name, asked.get(name, ""))
+def _needed(params: Mapping[str, str], name: str) -> int:
+    return parse_int32(name, params.get(name, ""))
 
 
-def _optional(asked: Mapping[str, str], name: str) -> int | None:
-    return _needed(asked, name) if asked.get(name) else None
+def _optional(params: Mapping[str, str], name: str) -> int | None:
+    return _needed(params, name) if params.get(name) else None
 
 
 def _text(status: int, text: str) -> web.Response:

@@ -15,12 +15,12 @@ from skyrl_train.rollouts.collector import Rollout
 
 log = logging.getLogger(__name__)
 
-Judge = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float | EnvironmentFailure]]]
+ScoreFunction = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float | EnvironmentFailure]]]
 """Conversations -> for each its score, or the reason why it has none."""
-METRIC = "reward_model_score"
+REWARD_MODEL_METRIC = "reward_model_score"
 
 
-class FirstRollout:
+class FirstRolloutLogger:
     """Shows one trajectory of the first group that is offered and has one that did not fail."""
 
     def __init__(self, show: Callable[[Trajectory, float], None]):
@@ -39,7 +39,7 @@ class FirstRollout:
             log.warning("The first rollout cannot be shown (%s: %s).", type(error).__name__, error)
 
 
-class ScoredRollouts:
+class RewardModelScorer:
     """The rollouts of a generator, with `coef` times the judge's score added to every reward if there is a judge.
 
     The judge reads the model's messages without their reasoning (`reasoning.final_answer`). A group is judged in one
@@ -48,24 +48,24 @@ class ScoredRollouts:
     """
 
     def __init__(
-        self, rollout: Rollout, *, judge: Judge | None = None, coef: float = 1.0, first: FirstRollout | None = None
+        self, rollout: Rollout, *, score_fn: ScoreFunction | None = None, coef: float = 1.0, first: FirstRolloutLogger | None = None
     ):
         """`first`: is offered every group, as soon as it exists."""
         self._rollout = rollout
-        self._judge = judge
+        self._score_fn = score_fn
         self._coef = coef
         self._first = first
 
     async def __call__(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         begun = now()
         group = await self._rollout(prompt, position)
-        if self._judge is not None:
-            await self._score(self._judge, group)
+        if self._score_fn is not None:
+            await self._score(self._score_fn, group)
         if self._first is not None:
             self._first.offer(group, now() - begun)
         return group
 
-    async def _score(self, judge: Judge, group: TrajectoryGroup) -> None:
+    async def _score(self, score_fn: ScoreFunction, group: TrajectoryGroup) -> None:
         answered = [item for item in group.trajectories if item.status == OK]
         if any(not item.messages for item in answered):
             raise ConfigError(
@@ -74,7 +74,7 @@ class ScoredRollouts:
             )
         if not answered:
             return
-        scores = await judge([_without_reasoning(item.messages) for item in answered])
+        scores = await score_fn([_without_reasoning(item.messages) for item in answered])
         for item, score in zip(answered, scores, strict=True):
             if isinstance(score, EnvironmentFailure):
                 log.warning("A rollout of prompt %s cannot be scored: %s", item.prompt.uid, score)
@@ -83,7 +83,7 @@ class ScoredRollouts:
             item.reward += self._coef * score
             if item.turns:  # the score of the whole conversation is known at its end
                 item.turns[-1] = replace(item.turns[-1], reward=item.turns[-1].reward + self._coef * score)
-            item.env_metrics[METRIC] = score
+            item.env_metrics[REWARD_MODEL_METRIC] = score
 
 
 def _without_reasoning(messages: Sequence[Message]) -> list[Message]:

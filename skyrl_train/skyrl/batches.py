@@ -113,7 +113,7 @@ class TrainingInputBatch(dict[str, Any]):
         return chosen
 
 
-class Rectangles:
+class PaddedLayout:
     """Values of tokens, [T], as (B, P + R) or, of responses alone, as (B, R), and back."""
 
     def __init__(self, batch: TrainBatch):
@@ -125,29 +125,29 @@ class Rectangles:
         self._places = rows, batch.position_ids - batch.prompt_lengths[rows] + self._prompt
         self._of_response = batch.position_ids >= batch.prompt_lengths[rows]
 
-    def whole(self, flat: Tensor, fill: float = 0) -> Tensor:
+    def to_padded(self, flat: Tensor, fill: float = 0) -> Tensor:
         """(B, P + R)"""
         return flat.new_full((self._rows, self._prompt + self._response), fill).index_put(self._places, flat)
 
-    def responses(self, flat: Tensor) -> Tensor:
+    def to_padded_responses(self, flat: Tensor) -> Tensor:
         """(B, R), zeros to the right of a response."""
-        return self.whole(flat)[:, self._prompt :]
+        return self.to_padded(flat)[:, self._prompt :]
 
-    def flat(self, rectangle: Tensor) -> Tensor:
+    def to_ragged(self, padded_values: Tensor) -> Tensor:
         """[T], zeros on prompts. Raises ValueError for another shape than (B, R)."""
-        if rectangle.shape != (self._rows, self._response):
+        if padded_values.shape != (self._rows, self._response):
             wanted = self._rows, self._response
-            raise ValueError(f"shape {tuple(rectangle.shape)}: must be {wanted}, as it was given.")
+            raise ValueError(f"shape {tuple(padded_values.shape)}: must be {wanted}, as it was given.")
         places = self._places[0], (self._places[1] - self._prompt).clamp(min=0)
-        return torch.where(self._of_response, rectangle[places], torch.zeros((), dtype=rectangle.dtype))
+        return torch.where(self._of_response, padded_values[places], torch.zeros((), dtype=padded_values.dtype))
 
 
-def training_input(
-    batch: TrainBatch, rectangles: Rectangles, samples: Sequence[tuple[str, int]], pad_token_id: int
+def to_training_input(
+    batch: TrainBatch, layout: PaddedLayout, samples: Sequence[tuple[str, int]], pad_token_id: int
 ) -> TrainingInputBatch:
     """SkyRL's batch of a scored TrainBatch, before advantages. `samples`: uid and number, of each of its sequences."""
     assert len(samples) == len(batch)
-    data = _tensors(batch, rectangles, pad_token_id)
+    data = _tensors(batch, layout, pad_token_id)
     data["is_last_step"] = _last_of_episodes(batch)
     lengths = (batch.lengths - batch.prompt_lengths).double()
     data.metadata = {
@@ -161,23 +161,23 @@ def training_input(
     return data
 
 
-def _tensors(batch: TrainBatch, rectangles: Rectangles, pad_token_id: int) -> TrainingInputBatch:
+def _tensors(batch: TrainBatch, layout: PaddedLayout, pad_token_id: int) -> TrainingInputBatch:
     """Return what the batch knows, by SkyRL's names; None for what it does not know."""
     of_response = torch.ones(len(batch.input_ids), dtype=torch.int64)
     data = TrainingInputBatch(
-        sequences=rectangles.whole(batch.input_ids.long(), pad_token_id),
-        attention_mask=rectangles.whole(of_response),
-        response_mask=rectangles.responses(of_response),
+        sequences=layout.to_padded(batch.input_ids.long(), pad_token_id),
+        attention_mask=layout.to_padded(of_response),
+        response_mask=layout.to_padded_responses(of_response),
     )
     for name, field in _FIELDS.items():
         flat = getattr(batch, field)
         flat = flat.long() if name == "loss_mask" else flat
-        data[name] = None if flat is None else rectangles.responses(flat)
-    data["rewards"] = None if batch.token_rewards is None else _rewards(batch, rectangles)
+        data[name] = None if flat is None else layout.to_padded_responses(flat)
+    data["rewards"] = None if batch.token_rewards is None else _rewards(batch, layout)
     return data
 
 
-def with_output(data: TrainingInputBatch, output: GeneratorOutput, by: str) -> TrainingInputBatch:
+def set_from_output(data: TrainingInputBatch, output: GeneratorOutput, caller: str) -> TrainingInputBatch:
     """Set rewards of tokens, loss masks and the engine's log-probs to those of an output with the same rows.
 
     Raises ConfigError for an output with more or fewer entries.
@@ -185,7 +185,7 @@ def with_output(data: TrainingInputBatch, output: GeneratorOutput, by: str) -> T
     rows, width = data["response_mask"].shape
     if len(output["response_ids"]) != rows:
         raise ConfigError(
-            f"{by}: the output has {len(output['response_ids'])} entries, but the step has {rows}. Leave samples out "
+            f"{caller}: the output has {len(output['response_ids'])} entries, but the step has {rows}. Leave samples out "
             "with loss_masks of zeros."
         )
     lengths = data["response_mask"].sum(dim=1).tolist()
@@ -200,8 +200,8 @@ def with_output(data: TrainingInputBatch, output: GeneratorOutput, by: str) -> T
     return data
 
 
-def with_changes(
-    batch: TrainBatch, data: TrainingInputBatch, by: str, pad_token_id: int, *, scored: bool, rewards: bool = True
+def apply_changes(
+    batch: TrainBatch, data: TrainingInputBatch, caller: str, pad_token_id: int, *, scored: bool, rewards: bool = True
 ) -> TrainBatch:
     """Return the batch with what an override has changed in `data`, which was made of it.
 
@@ -218,26 +218,26 @@ def with_changes(
     Raises:
         ConfigError: Tokens or rows have changed, a loss mask is neither 0 nor 1, or it has new tokens after scoring.
     """
-    rectangles, dtype = Rectangles(batch), batch.rewards.dtype
+    rectangles, dtype = PaddedLayout(batch), batch.rewards.dtype
     before = _tensors(batch, rectangles, pad_token_id)
     for name in _FIXED:
         if not _equal(data.get(name), before[name]):
             raise ConfigError(
-                f"{by}: data[{name!r}] has changed. Rows and tokens are those that were sampled: change them in the "
+                f"{caller}: data[{name!r}] has changed. Rows and tokens are those that were sampled: change them in the "
                 "generator, or leave samples out with a loss_mask of zeros."
             )
     changed = {
-        name: _flat(rectangles, data[name], name, by)
+        name: _flat(rectangles, data[name], name, caller)
         for name in (*_FIELDS, "rewards")
         if data.get(name) is not None and not _equal(data[name], before[name])
     }
     if (mask := changed.pop("loss_mask", None)) is not None:
         if bool(((mask != 0) & (mask != 1)).any()):
-            raise ConfigError(f"{by}: data['loss_mask'] must be 0 or 1. Scale data['advantages'] to weight tokens.")
-        counts = mask.bool() & batch.per_token(batch.status)
+            raise ConfigError(f"{caller}: data['loss_mask'] must be 0 or 1. Scale data['advantages'] to weight tokens.")
+        counts = mask.bool() & batch.expand_to_tokens(batch.status)
         if scored and bool((counts & ~batch.loss_mask).any()):
             raise ConfigError(
-                f"{by}: data['loss_mask'] has tokens that it did not have when log-probs were scored. Add them in "
+                f"{caller}: data['loss_mask'] has tokens that it did not have when log-probs were scored. Add them in "
                 "convert_to_training_input."
             )
         batch = batch.with_tokens(loss_mask=counts)
@@ -256,20 +256,20 @@ def _equal(tensor: Tensor | None, before: Tensor | None) -> bool:
     return tensor.shape == before.shape and torch.equal(tensor.double(), before.double())
 
 
-def _flat(rectangles: Rectangles, tensor: Tensor, name: str, by: str) -> Tensor:
+def _flat(layout: PaddedLayout, tensor: Tensor, name: str, caller: str) -> Tensor:
     try:
-        return rectangles.flat(tensor.detach().cpu())
+        return layout.to_ragged(tensor.detach().cpu())
     except ValueError as error:
-        raise ConfigError(f"{by}: data[{name!r}] has {error}") from error
+        raise ConfigError(f"{caller}: data[{name!r}] has {error}") from error
 
 
-def _rewards(batch: TrainBatch, rectangles: Rectangles) -> Tensor:
+def _rewards(batch: TrainBatch, layout: PaddedLayout) -> Tensor:
     """(B, R) that of an episode without a sampled token, which has no place for it, on its last token."""
-    rewards = rectangles.responses(cast(Tensor, batch.token_rewards)).clone()
+    rewards = layout.to_padded_responses(cast(Tensor, batch.token_rewards)).clone()
     if not rewards.shape[1]:
         return rewards
     episodes = batch.episodes
-    silent = (episodes.sums(batch.loss_mask.long()) == 0)[episodes.of_sequence]
+    silent = (episodes.sum_per_episode(batch.loss_mask.long()) == 0)[episodes.sequence_to_episode]
     ends = _last_of_episodes(batch)
     silent = silent if ends is None else silent & ends
     last = (batch.lengths - batch.prompt_lengths - 1).clamp(min=0)
@@ -285,8 +285,8 @@ def _last_of_episodes(batch: TrainBatch) -> Tensor | None:
     return torch.cat([ids[1:] != ids[:-1], torch.ones(1, dtype=torch.bool)])
 
 
-def with_token_rewards(batch: TrainBatch, rectangles: Rectangles, rewards: Tensor) -> TrainBatch:
+def with_token_rewards(batch: TrainBatch, layout: PaddedLayout, rewards: Tensor) -> TrainBatch:
     """The batch with other rewards of tokens, (B, R); an episode's reward is their sum."""
-    flat = rectangles.flat(rewards).to(cast(Tensor, batch.token_rewards).dtype)
+    flat = layout.to_ragged(rewards).to(cast(Tensor, batch.token_rewards).dtype)
     episodes = batch.episodes
-    return replace(batch, token_rewards=flat, rewards=episodes.sums(flat)[episodes.of_sequence].to(batch.rewards.dtype))
+    return replace(batch, token_rewards=flat, rewards=episodes.sum_per_episode(flat)[episodes.sequence_to_episode].to(batch.rewards.dtype))

@@ -9,19 +9,19 @@ from typing import Any, NoReturn
 from numpy.typing import ArrayLike
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.chat import decode_response, opened_reasoning, render_prompt
-from skyrl_train.data.control_tokens import end_of_turn_token
-from skyrl_train.data.messages import continues_message
-from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, request_ids
+from skyrl_train.data.chat import decode_response, get_reasoning_opening, render_prompt
+from skyrl_train.data.control_tokens import find_end_of_turn_token
+from skyrl_train.data.messages import continues_last_message
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, parse_token_ids
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.openai import Translator
-from skyrl_train.engines.http.schema import Malformed, read_json
-from skyrl_train.engines.http.wire import Limits
-from skyrl_train.engines.sampling import normalise, request_seed, with_stop_token
+from skyrl_train.engines.http.json_body import InvalidBodyError, read_json
+from skyrl_train.engines.http.protocol import Limits
+from skyrl_train.engines.sampling_params import parse_sampling_params, request_seed, with_stop_token
 from skyrl_train.errors import ConfigError, DataError, UnsupportedParameter
 from skyrl_train.skyrl.interface import InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.skyrl.refusals import CLIENT, refuse
-from skyrl_train.skyrl.scope import current
+from skyrl_train.skyrl.unsupported import CLIENT_REPLACEMENTS, raise_unsupported_attribute
+from skyrl_train.skyrl.seed_scope import current_seed_scope
 
 _NO_EFFECT = frozenset({"skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "detokenize", "logprobs"})
 """Parameters of vLLM's and SGLang's that say how to decode, or to return what always is returned."""
@@ -69,9 +69,9 @@ class InferenceEngineClient:
         sessions = input_batch.get("session_ids") or [None] * len(token_ids)
         requests = [self._request(ids, sampling, session) for ids, session in zip(token_ids, sessions, strict=True)]
         completions = await self._client.generate(requests)
-        continued = [continues_message(messages) for messages in prompts] if prompts else [False] * len(token_ids)
+        continued = [continues_last_message(messages) for messages in prompts] if prompts else [False] * len(token_ids)
         openings = [
-            "" if goes_on else opened_reasoning(self.tokenizer, list(ids))
+            "" if goes_on else get_reasoning_opening(self.tokenizer, list(ids))
             for goes_on, ids in zip(continued, token_ids, strict=True)
         ]
         answered = list(zip(openings, completions, strict=True))
@@ -84,22 +84,22 @@ class InferenceEngineClient:
 
     def _sampling(self, given: Mapping[str, Any] | None) -> SamplingParams:
         """Return `given`, or the configured parameters; both also end at the end-of-turn token."""
-        end = end_of_turn_token(self.tokenizer, self._config.generator.chat_template_kwargs)
+        end = find_end_of_turn_token(self.tokenizer, self._config.generator.chat_template_kwargs)
         if given is None:
-            return with_stop_token(normalise(self._config.generator.sampling_params), end)
+            return with_stop_token(parse_sampling_params(self._config.generator.sampling_params), end)
         named = {_OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
         lengths = {"max_tokens", "max_generate_length", "max_new_tokens"}
         if not any(named.get(name) for name in lengths):
             named["max_tokens"] = self._config.generator.sampling_params.max_generate_length
-        return with_stop_token(normalise(named), end)
+        return with_stop_token(parse_sampling_params(named), end)
 
     def _request(self, token_ids: ArrayLike, sampling: SamplingParams, session: Any) -> SampleRequest:
-        where, name = current(), "" if session is None else str(session)
-        number = where.number(name)
+        where, name = current_seed_scope(), "" if session is None else str(session)
+        number = where.next_request_index(name)
         id = f"skyrl.{where.name}.{name}.{number}"
         return SampleRequest(
             request_id=id,
-            token_ids=request_ids(f"request {id!r}", token_ids),
+            token_ids=parse_token_ids(f"request {id!r}", token_ids),
             sampling=sampling,
             seed=request_seed(self._config.trainer.seed, f"{where.name} {name}", number, 0, 0),
             session=name and f"skyrl.{where.name}.{name}",
@@ -139,7 +139,7 @@ class InferenceEngineClient:
             ]
             completions: list[Completion] = await self._client.generate(requests)
             return translator.answer(call, completions)
-        except Malformed as error:
+        except InvalidBodyError as error:
             return _error(str(error), error.param)
         except (ConfigError, DataError, UnsupportedParameter) as error:
             return _error(str(error), None)
@@ -149,7 +149,7 @@ class InferenceEngineClient:
         await self._client.reset_prefix_cache()
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse(type(self).__name__, CLIENT, name)
+        raise_unsupported_attribute(type(self).__name__, CLIENT_REPLACEMENTS, name)
 
 
 def _error(message: str, param: str | None) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.predicates import Uses
+from skyrl_train.config.keys import replace_value
+from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.experiment.base import Experiment, Session, used_by
-from skyrl_train.skyrl.launch import config_of, readable
-from skyrl_train.skyrl.refusals import EXPERIMENT, refuse, refuse_overrides
-from skyrl_train.storage.places import working_folder
+from skyrl_train.experiment.base import Experiment, Session, required_components
+from skyrl_train.skyrl.script_entry import to_config, to_dictconfig
+from skyrl_train.skyrl.unsupported import EXPERIMENT_REPLACEMENTS, raise_unsupported_attribute, reject_overrides
+from skyrl_train.storage.uris import resolve_local_folder
 
 if TYPE_CHECKING:
     from skyrl_train.data.dataset import PromptDataset
-    from skyrl_train.experiment.services import RunningServices
+    from skyrl_train.experiment.run_resources import RolloutResources
     from skyrl_train.skyrl.client import InferenceEngineClient
     from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
     from skyrl_train.skyrl.trainer import RayPPOTrainer
@@ -36,25 +36,25 @@ class BasePPOExp(Experiment):
     Overriding a method of SkyRL's experiment that is not called here raises ConfigError when the class is defined.
     """
 
-    uses = Uses()
+    components = RunComponents()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_overrides(cls, BasePPOExp, EXPERIMENT)
+        reject_overrides(cls, BasePPOExp, EXPERIMENT_REPLACEMENTS)
 
     def __init__(self, cfg: DictConfig | Config):
-        from skyrl_train.skyrl.registries import receive_registered
+        from skyrl_train.skyrl.registries import load_program_registrations
 
-        receive_registered()
-        config = config_of(cfg, used_by(type(self)))
+        load_program_registrations()
+        config = to_config(cfg, required_components(type(self)))
         self.adopt(config)
         self.colocate_pg = self.get_colocate_pg()
         super().__init__(config)
-        os.makedirs(working_folder(config.trainer.export_path), exist_ok=True)
+        os.makedirs(resolve_local_folder(config.trainer.export_path), exist_ok=True)
 
     def adopt(self, config: Config) -> None:
         super().adopt(config)
-        self.cfg = readable(config)
+        self.cfg = to_dictconfig(config)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class BasePPOExp(Experiment):
         """None: those that trainer.logger names. Another object gets the numbers too: log(data, step, commit)."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse(type(self).__name__, EXPERIMENT, name)
+        raise_unsupported_attribute(type(self).__name__, EXPERIMENT_REPLACEMENTS, name)
 
     # -- the run that they are parts of ------------------------------------------------------------------------------
 
@@ -127,18 +127,18 @@ class BasePPOExp(Experiment):
 
         usual, self._own_tracker = super().build_tracker(directory), self.get_tracker()
         own = self._own_tracker
-        return usual if own is None else Trackers({"run": usual, "get_tracker": _OwnTracker(own)})
+        return usual if own is None else Trackers({"run": usual, "get_tracker": _SkyRLTracker(own)})
 
-    def build_trainer(self, running: RunningServices, schedule: StepSchedule | None = None) -> Trainer:
+    def build_trainer(self, running: RolloutResources, schedule: StepSchedule | None = None) -> Trainer:
         from skyrl_train.experiment.trainer import build_trainer
         from skyrl_train.skyrl.client import InferenceEngineClient
-        from skyrl_train.skyrl.trainer import StepNumbers
+        from skyrl_train.skyrl.trainer import StepMetricsTracker
 
         client = InferenceEngineClient(running.client, self.tokenizer, self.config)
         generator = self.get_generator(self.cfg, self.tokenizer, client)
         facade = self.get_trainer(
             cfg=self.cfg,
-            tracker=StepNumbers() if self._own_tracker is None else self._own_tracker,
+            tracker=StepMetricsTracker() if self._own_tracker is None else self._own_tracker,
             tokenizer=self.tokenizer,
             train_dataset=self.train_dataset,
             eval_dataset=self.eval_dataset,
@@ -146,13 +146,13 @@ class BasePPOExp(Experiment):
             generator=generator,
             colocate_pg=self.colocate_pg,
         )
-        self._facade = _checked(facade, self)
+        self._skyrl_trainer = _validate_trainer(facade, self)
         rollouts = {
-            False: self._rollouts(generator, running, False, self._facade.own_generate),
+            False: self._rollouts(generator, running, False, self._skyrl_trainer.generate_override),
             True: self._rollouts(generator, running, True),
         }
         trainer = build_trainer(
-            _without_overlong_buffer(self.config) if facade.changes_rewards else self.config,
+            _without_overlong_buffer(self.config) if facade.overrides_rewards else self.config,
             running,
             tokenizer=self.tokenizer,
             train_generator=rollouts[False],
@@ -164,13 +164,13 @@ class BasePPOExp(Experiment):
         for one in rollouts.values():
             if hasattr(one, "connect"):
                 one.connect(trainer)
-        self._facade.connect(trainer)
+        self._skyrl_trainer.connect(trainer)
         return trainer
 
     def _rollouts(
         self,
         generator: Any,
-        running: RunningServices,
+        running: RolloutResources,
         evaluation: bool,
         generate: Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None = None,
     ) -> Any:
@@ -181,7 +181,7 @@ class BasePPOExp(Experiment):
         from skyrl_train.experiment.algorithm import needs_rollout_logprobs
         from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
         from skyrl_train.skyrl.interface import GeneratorInterface
-        from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
+        from skyrl_train.skyrl.rollouts import GeneratorInterfaceRollouts, generate_settings
 
         if not isinstance(generator, GeneratorInterface):
             raise ConfigError(
@@ -197,14 +197,14 @@ class BasePPOExp(Experiment):
             if generator.is_builtin and generate is None:
                 return players["eval" if evaluation else "train"]
         needs = needs_rollout_logprobs(self.config.trainer.algorithm)
-        settings = batch_settings(self.config, evaluation=evaluation, needs_logprobs=needs)
-        return GeneratorRollouts(generator, settings, self.tokenizer, generate)
+        settings = generate_settings(self.config, evaluation=evaluation, needs_logprobs=needs)
+        return GeneratorInterfaceRollouts(generator, settings, self.tokenizer, generate)
 
     async def fit(self, session: Session) -> None:
-        await self._facade.run()
+        await self._skyrl_trainer.run()
 
 
-def _checked(facade: Any, experiment: Experiment) -> RayPPOTrainer:
+def _validate_trainer(facade: Any, experiment: Experiment) -> RayPPOTrainer:
     from skyrl_train.skyrl.trainer import RayPPOTrainer
 
     if not isinstance(facade, RayPPOTrainer):
@@ -225,7 +225,7 @@ def _prompts(dataset: Any, config: Config) -> PromptDataset:
         named = [replace(one, env_class=one.env_class or config.environment.env_class) for one in prompts]
         return PromptDataset(tuple(named), dataset.too_long)
     rows = [dataset[index] for index in range(len(dataset))]
-    rows = dataset.collate_fn(rows) if hasattr(dataset, "collate_fn") else [_by_name(row) for row in rows]
+    rows = dataset.collate_fn(rows) if hasattr(dataset, "collate_fn") else [_to_dict_row(row) for row in rows]
     made = []
     for index, row in enumerate(rows):
         try:
@@ -243,17 +243,17 @@ def _prompts(dataset: Any, config: Config) -> PromptDataset:
     return PromptDataset(tuple(made), 0)
 
 
-def _by_name(row: Any) -> Any:
+def _to_dict_row(row: Any) -> Any:
     names = ("prompt", "env_class", "env_extras", "uid")
     return dict(zip(names, row, strict=True)) if isinstance(row, tuple) and len(row) == len(names) else row
 
 
 def _without_overlong_buffer(config: Config) -> Config:
     """SkyRL leaves this penalty to the trainer that changes rewards, which the configuration tells how much it is."""
-    return with_value_at(config, "trainer.algorithm.overlong_buffer.len", 0)
+    return replace_value(config, "trainer.algorithm.overlong_buffer.len", 0)
 
 
-class _OwnTracker:
+class _SkyRLTracker:
     """What get_tracker returned, as a Tracker."""
 
     def __init__(self, own: Any):

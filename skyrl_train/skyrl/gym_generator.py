@@ -14,9 +14,9 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
 from skyrl_train.skyrl.metrics import get_rollout_metrics
-from skyrl_train.skyrl.outputs import output_of
-from skyrl_train.skyrl.refusals import GENERATOR, mentioned_names, refuse_overrides
-from skyrl_train.tasks import gather_all
+from skyrl_train.skyrl.generator_outputs import to_generator_output
+from skyrl_train.skyrl.unsupported import GENERATOR_REPLACEMENTS, referenced_names, reject_overrides
+from skyrl_train.aio import gather_all
 
 if TYPE_CHECKING:
     from skyrl_train.rollouts.conversation import ConversationGenerator
@@ -32,8 +32,8 @@ class SkyRLGymGenerator(GeneratorInterface):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = cls.__mro__[: cls.__mro__.index(SkyRLGymGenerator)]
-        called = set().union(*map(mentioned_names, own)) if cls.generate is not SkyRLGymGenerator.generate else set()
-        refuse_overrides(cls, SkyRLGymGenerator, {name: GENERATOR[name] for name in GENERATOR.keys() - called})
+        called = set().union(*map(referenced_names, own)) if cls.generate is not SkyRLGymGenerator.generate else set()
+        reject_overrides(cls, SkyRLGymGenerator, {name: GENERATOR_REPLACEMENTS[name] for name in GENERATOR_REPLACEMENTS.keys() - called})
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class SkyRLGymGenerator(GeneratorInterface):
         self.max_turns = generator_cfg.max_turns
         self.batched = generator_cfg.batched
         self.use_conversation_multi_turn = generator_cfg.use_conversation_multi_turn
-        self._players: dict[TrainingPhase, ConversationGenerator] = {}
+        self._conversation_generators: dict[TrainingPhase, ConversationGenerator] = {}
 
     @property
     def is_builtin(self) -> bool:
         """Whether no subclass has replaced `generate`: the run then plays episodes without a detour."""
         return type(self).generate is SkyRLGymGenerator.generate
 
-    def connect(self, players: Mapping[TrainingPhase, ConversationGenerator]) -> None:
+    def connect(self, conversation_generators: Mapping[TrainingPhase, ConversationGenerator]) -> None:
         """Give it what plays episodes, for training and for evaluation."""
-        self._players = dict(players)
+        self._conversation_generators = dict(conversation_generators)
 
     @contextmanager
-    def playing(self, rows: Sequence[tuple[Prompt, int]]) -> Iterator[list[Trajectory]]:
+    def bind_rows(self, rows: Sequence[tuple[Prompt, int]]) -> Iterator[list[Trajectory]]:
         """While inside, `generate` is for these rows, each with its position in the run's order.
 
         Yields the episodes that it plays, in the order of its output.
@@ -73,7 +73,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         batch = _Batch(list(rows))
         token = _playing.set(batch)
         try:
-            yield batch.played
+            yield batch.episodes
         finally:
             _playing.reset(token)
 
@@ -92,8 +92,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         ids = input_batch.get("trajectory_ids") or []
         if len(ids) != len(input_batch["prompts"]):
             raise ValueError(f"trajectory_ids: {len(ids)} of {len(input_batch['prompts'])} prompts; pass them on.")
-        player = self._players[metadata.training_phase if metadata is not None else "train"]
-        rows = [(entry, batch.take(one.instance_id)) for entry, one in enumerate(ids) if one.repetition_id == 0]
+        player = self._conversation_generators[metadata.training_phase if metadata is not None else "train"]
+        rows = [(entry, batch.pop_row(one.instance_id)) for entry, one in enumerate(ids) if one.repetition_id == 0]
         if not rows:
             raise ValueError("trajectory_ids: no sample 0 of any row; the samples of a row must be complete.")
         groups = await gather_all(
@@ -103,8 +103,8 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     def _answer(self, groups: Sequence[TrajectoryGroup], batch: _Batch) -> GeneratorOutput:
         items = [item for group in groups for item in group.trajectories]
-        batch.played += items
-        output, _ = output_of(groups, self._a_token)
+        batch.episodes += items
+        output, _ = to_generator_output(groups, self._placeholder_token_id)
         if output.get("is_last_step") is None and self.max_turns == 1:
             output["rewards"] = [item.reward for item in items]
         output["rollout_metrics"] = get_rollout_metrics(
@@ -116,16 +116,16 @@ class SkyRLGymGenerator(GeneratorInterface):
         return output
 
     @property
-    def _a_token(self) -> int:
+    def _placeholder_token_id(self) -> int:
         return self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
 
 
 @dataclass
 class _Batch:
     rows: list[tuple[Prompt, int]]
-    played: list[Trajectory] = field(default_factory=list)
+    episodes: list[Trajectory] = field(default_factory=list)
 
-    def take(self, uid: str) -> tuple[Prompt, int]:
+    def pop_row(self, uid: str) -> tuple[Prompt, int]:
         """The first row of that name that is left; a batch at the border of two epochs may have one twice."""
         for index, (prompt, _) in enumerate(self.rows):
             if prompt.uid == uid:
@@ -147,7 +147,7 @@ def _changed(prompt: Prompt, given: GeneratorInput, entry: int) -> Prompt:
     )
 
 
-def restore(item: Trajectory, played: Trajectory) -> None:
+def copy_episode_fields(item: Trajectory, played: Trajectory) -> None:
     """Give a sample what an output has no field for: status, texts, metrics and versions of the episode it is."""
     item.env_metrics, item.text, item.messages = played.env_metrics, played.text, played.messages
     if item.reward != played.reward and item.token_rewards is None:  # else its turns' rewards would be the old ones

@@ -48,7 +48,7 @@ def get_response_ids_and_loss_mask_from_messages(
         tokens = encode_messages_subset([message], tokenizer)
         said = range(0)
         if message["role"] == "assistant":
-            said = _said(tokens, header, tokenizer.eos_token_id)
+            said = _sampled_range(tokens, header, tokenizer.eos_token_id)
             answers += 1
         elif message["role"] not in ("user", "tool"):
             raise ValueError(f"role={message['role']!r}: must be user, tool or assistant after the prompt.")
@@ -62,7 +62,7 @@ def get_response_ids_and_loss_mask_from_messages(
     return ids, mask, None if assistant_logprobs is None else logprobs
 
 
-def _said(tokens: Sequence[int], header: Sequence[int], end: int) -> range:
+def _sampled_range(tokens: Sequence[int], header: Sequence[int], end: int) -> range:
     """The places of an answer's own tokens, its end-of-turn token included; what follows is the template's."""
     if list(tokens[: len(header)]) != list(header):
         raise ValueError("The chat template does not open an answer as it opens the one to be generated.")

@@ -32,7 +32,7 @@ class Timer:
         self.__exit__(*error)
 
 
-def total(reward: float | Sequence[float]) -> float:
+def sum_rewards(reward: float | Sequence[float]) -> float:
     """The reward of a response, given for it or for each of its tokens."""
     return float(sum(reward)) if isinstance(reward, list | tuple) else float(reward)  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: S
         best[uid] = max(best[uid], tokens[-1])
         positive.append(sum(max(one, 0.0) for one in tokens))
     return MetricsOutput(
-        avg_score=fmean(map(total, rewards)),
+        avg_score=fmean(map(sum_rewards, rewards)),
         pass_at_n=fmean(value > 0 for value in best.values()),
         mean_positive_reward=fmean(positive),
     )
@@ -66,7 +66,7 @@ def get_rollout_metrics(
 ) -> dict[str, float]:
     """generate/*: lengths of responses, and of those with and without a reward; environment/*: means of its numbers."""
     lengths = [len(response) for response in responses]
-    totals = [total(reward) for reward in rewards]
+    totals = [sum_rewards(reward) for reward in rewards]
     found = {
         "generate/min_num_tokens": float(min(lengths)),
         "generate/max_num_tokens": float(max(lengths)),

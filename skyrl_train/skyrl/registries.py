@@ -14,8 +14,8 @@ from skyrl_train.algorithms.registry import (
     reductions,
     sft_losses,
 )
-from skyrl_train.cluster.job import in_job, leave_for_tasks, left_by_program
-from skyrl_train.environments.foreign.skyrl_gym import register as register_environment
+from skyrl_train.cluster.driver_store import is_connected_to_ray, put_for_tasks, get_from_driver
+from skyrl_train.environments.integrations.skyrl_gym import register as register_environment
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tools.registry import tools
 from skyrl_train.errors import ConfigError
@@ -44,7 +44,7 @@ class FunctionRegistry:
     def register(cls, name: str, func: Callable[..., Any]) -> None:
         """Raises ConfigError for a name that is taken."""
         cls._registry.register(str(name))(func)
-        _tell_tasks()
+        _publish_if_in_job()
 
     @classmethod
     def get(cls, name: str) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ class FunctionRegistry:
 
     @classmethod
     def unregister(cls, name: str) -> None:
-        cls._registry.forget(str(name))
+        cls._registry.unregister(str(name))
 
 
 class AdvantageEstimatorRegistry(FunctionRegistry):
@@ -75,44 +75,44 @@ class PolicyLossRegistry(FunctionRegistry):
 
 def register_advantage_estimator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator."""
-    return _told(advantage_estimators.register(str(name)))
+    return _publishing(advantage_estimators.register(str(name)))
 
 
 def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator."""
-    return _told(policy_losses.register(str(name)))
+    return _publishing(policy_losses.register(str(name)))
 
 
-def _told(add: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _publishing(add: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def register(function: Any) -> Any:
         add(function)
-        _tell_tasks()
+        _publish_if_in_job()
         return function
 
     return register
 
 
-def _tell_tasks() -> None:
+def _publish_if_in_job() -> None:
     """Of what is registered once Ray runs; `initialize_ray` tells of what was before."""
-    if in_job():
+    if is_connected_to_ray():
         sync_registries()
 
 
 def sync_registries() -> None:
     """Let this program's Ray tasks find what it has registered so far; `initialize_ray` does it too."""
-    _take_over_gym()
-    leave_for_tasks(_REGISTERED, _packed())
+    _import_gym_registrations()
+    put_for_tasks(_REGISTERED, _packed())
 
 
-def receive_registered() -> None:
+def load_program_registrations() -> None:
     """In a Ray task: register what the program that started it has registered. Elsewhere this does nothing."""
-    _take_over_gym()
-    packed = left_by_program(_REGISTERED)
+    _import_gym_registrations()
+    packed = get_from_driver(_REGISTERED)
     for kind, name, item in pickle.loads(packed) if packed else ():
         registry = _ALL[kind]
-        if name in registry.own():
+        if name in registry.user_items():
             continue
-        registry.forget(name)  # the program's replaces a built-in one
+        registry.unregister(name)  # the program's replaces a built-in one
         if isinstance(item, str):
             registry.table[name] = item
         else:
@@ -126,7 +126,7 @@ def _packed() -> bytes:
 def _own(kind: str, registry: Registry[Any]) -> Iterator[tuple[str, str | bytes]]:
     import cloudpickle
 
-    for name, item in registry.own().items():
+    for name, item in registry.user_items().items():
         try:
             yield name, item if isinstance(item, str) else cloudpickle.dumps(item)
         except Exception as error:
@@ -136,11 +136,11 @@ def _own(kind: str, registry: Registry[Any]) -> Iterator[tuple[str, str | bytes]
             ) from error
 
 
-def _take_over_gym() -> None:
+def _import_gym_registrations() -> None:
     """Environments that were registered with the `skyrl_gym` package itself, if it is in use; not those it brings."""
     registration = sys.modules.get("skyrl_gym.envs.registration")
     for id, spec in getattr(registration, "registry", {}).items():
         entry = spec.entry_point
         brought = entry.startswith("skyrl_gym.") if isinstance(entry, str) else entry is None
-        if not brought and id not in environments.own():
+        if not brought and id not in environments.user_items():
             register_environment(id, entry, spec.kwargs)

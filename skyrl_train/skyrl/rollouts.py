@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.hydra import plain
+from skyrl_train.config.hydra import to_dict
 from skyrl_train.config.schema import Config
-from skyrl_train.data.chat import decode_response, opened_reasoning
-from skyrl_train.data.messages import Prompt, continues_message, with_answer
+from skyrl_train.data.chat import decode_response, get_reasoning_opening
+from skyrl_train.data.messages import Prompt, continues_last_message, append_assistant_text
 from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
-from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, restore
+from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, copy_episode_fields
 from skyrl_train.skyrl.interface import (
     BatchMetadata,
     GeneratorInput,
@@ -22,13 +22,13 @@ from skyrl_train.skyrl.interface import (
     TrainingPhase,
     TrajectoryID,
 )
-from skyrl_train.skyrl.outputs import check_output, trajectories_of
-from skyrl_train.skyrl.scope import scope
+from skyrl_train.skyrl.generator_outputs import validate_output, to_trajectories
+from skyrl_train.skyrl.seed_scope import seed_scope
 from skyrl_train.trainer.trainer import TrainingLoop
 
 
 @dataclass(frozen=True)
-class BatchSettings:
+class GenerateSettings:
     """What is the same for all batches of training, or of evaluation."""
 
     n_samples_per_prompt: int
@@ -36,21 +36,21 @@ class BatchSettings:
     """With vLLM's names, as SkyRL passes them on."""
     temperature: float
     phase: TrainingPhase
-    one_by_one: bool = False
+    one_prompt_per_call: bool = False
     """Whether each prompt is a call of its own, as where rollouts run ahead."""
     needs_logprobs: bool = False
     """Whether the algorithm reads the engine's log-probs."""
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _PendingPrompt:
     prompt: Prompt
     position: int
     group: asyncio.Future[TrajectoryGroup]
     batch: asyncio.Task[None] | None = None
 
 
-class GeneratorRollouts:
+class GeneratorInterfaceRollouts:
     """`rollout(prompt, position)` for a GeneratorInterface.
 
     Calls made before the event loop turns are one batch, in the order of the data: all prompts of a synchronous step.
@@ -61,7 +61,7 @@ class GeneratorRollouts:
     def __init__(
         self,
         generator: GeneratorInterface,
-        settings: BatchSettings,
+        settings: GenerateSettings,
         tokenizer: Any,
         generate: Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None = None,
     ):
@@ -71,7 +71,7 @@ class GeneratorRollouts:
         self._settings = settings
         self._tokenizer = tokenizer
         self._loop: TrainingLoop | None = None
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingPrompt] = []
 
     def connect(self, loop: TrainingLoop) -> None:
         """Be told of the loop that the rollouts are for: it counts steps and takes `rollout_metrics`."""
@@ -87,8 +87,8 @@ class GeneratorRollouts:
         When this is cancelled for all prompts of a batch, their call has ended.
         """
         loop = asyncio.get_running_loop()
-        one = _Waiting(prompt, position, loop.create_future())
-        if self._settings.one_by_one:
+        one = _PendingPrompt(prompt, position, loop.create_future())
+        if self._settings.one_prompt_per_call:
             return (await self._groups([one]))[0]
         if not self._waiting:
             loop.call_soon(self._begin)
@@ -114,7 +114,7 @@ class GeneratorRollouts:
             one.batch = task
             one.group.add_done_callback(forsaken)
 
-    async def _generate(self, batch: list[_Waiting]) -> None:
+    async def _generate(self, batch: list[_PendingPrompt]) -> None:
         try:
             groups = await self._groups(batch)
         except Exception as error:
@@ -130,36 +130,36 @@ class GeneratorRollouts:
             if not one.group.done():
                 one.group.set_result(group)
 
-    async def _groups(self, batch: list[_Waiting]) -> list[TrajectoryGroup]:
+    async def _groups(self, batch: list[_PendingPrompt]) -> list[TrajectoryGroup]:
         count, step = self._settings.n_samples_per_prompt, self._step()
         prompts = [one.prompt for one in batch for _ in range(count)]
         ids = [TrajectoryID(one.prompt.uid, sample) for one in batch for sample in range(count)]
         given, name = self._input(prompts, ids, step), type(self._generator).__name__
         played: list[Trajectory] = []
         # Seeds are those of these rollouts whatever else is under way: an evaluation, or other steps' rollouts.
-        with scope(f"{self._settings.phase}.{batch[0].position if self._settings.one_by_one else step}"):
+        with seed_scope(f"{self._settings.phase}.{batch[0].position if self._settings.one_prompt_per_call else step}"):
             if isinstance(self._generator, SkyRLGymGenerator):
-                with self._generator.playing([(one.prompt, one.position) for one in batch]) as played:
+                with self._generator.bind_rows([(one.prompt, one.position) for one in batch]) as played:
                     output = await self._generate_batch(given)
             else:
                 output = await self._generate_batch(given)
-        check_output(output, ids, name)
+        validate_output(output, ids, name)
         if self._settings.needs_logprobs and output.get("rollout_logprobs") is None:
             raise RolloutsFailed(
                 f"{name}.generate returned no rollout_logprobs, which the configured loss or off-policy correction "
                 "reads: return those of the engines, or turn the correction off."
             )
         versions = step, self._step()
-        items = trajectories_of(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
+        items = to_trajectories(output, prompts, ids, temperature=self._settings.temperature, versions=versions)
         for item in items:
-            continued = continues_message(item.prompt.messages)
-            opened = "" if continued else opened_reasoning(self._tokenizer, item.prompt_ids.tolist())
+            continued = continues_last_message(item.prompt.messages)
+            opened = "" if continued else get_reasoning_opening(self._tokenizer, item.prompt_ids.tolist())
             text = opened + decode_response(self._tokenizer, item.response_ids)
-            item.messages = with_answer(item.prompt.messages, text)
+            item.messages = append_assistant_text(item.prompt.messages, text)
             item.text = str(item.messages[-1]["content"])
         if len(played) == len(items):
             for item, episode in zip(items, played, strict=True):
-                restore(item, episode)
+                copy_episode_fields(item, episode)
         self._add_metrics(output.get("rollout_metrics"))
         starts = range(0, len(items), count)
         return [
@@ -185,21 +185,21 @@ class GeneratorRollouts:
                 self._loop.metrics.add(name, float(value))
 
 
-def batch_settings(config: Config, *, evaluation: bool, needs_logprobs: bool) -> BatchSettings:
+def generate_settings(config: Config, *, evaluation: bool, needs_logprobs: bool) -> GenerateSettings:
     """Those of training or of evaluation."""
     generator = config.generator
     params = generator.eval_sampling_params if evaluation else generator.sampling_params
-    return BatchSettings(
+    return GenerateSettings(
         n_samples_per_prompt=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
-        sampling_params=sampling_params_of(plain(params)),
+        sampling_params=to_vllm_sampling_params(to_dict(params)),
         temperature=params.temperature or 1.0,  # greedy samples are scored at 1, as there is no log-prob at 0
         phase="eval" if evaluation else "train",
-        one_by_one=config.trainer.fully_async.enabled and not evaluation,
+        one_prompt_per_call=config.trainer.fully_async.enabled and not evaluation,
         needs_logprobs=needs_logprobs and not evaluation,
     )
 
 
-def sampling_params_of(params: Mapping[str, Any]) -> dict[str, Any]:
+def to_vllm_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters as SkyRL passes them to generators: with vLLM's names."""
     named = {name: value for name, value in params.items() if name != "max_generate_length"}
     named["max_tokens"] = params["max_generate_length"]

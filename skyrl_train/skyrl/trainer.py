@@ -11,44 +11,44 @@ from typing import Any, NoReturn
 
 import torch
 
-from skyrl_train.algorithms.advantages import AdvantageStep, batch_normalised, describe
+from skyrl_train.algorithms.advantages import AdvantageCalculator, batch_normalize, record_advantage_metrics
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import (
-    Rectangles,
+    PaddedLayout,
     TrainingInputBatch,
-    training_input,
-    with_changes,
-    with_output,
+    to_training_input,
+    apply_changes,
+    set_from_output,
     with_token_rewards,
 )
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
-from skyrl_train.skyrl.outputs import PostprocessedOutput, check_entries, output_of, take_over
-from skyrl_train.skyrl.refusals import (
-    PAGE,
-    STEPS,
-    TRAINER,
-    refuse,
-    refuse_coroutines,
-    refuse_misspelt,
-    refuse_overrides,
-    refuse_own_loop,
+from skyrl_train.skyrl.generator_outputs import PostprocessedOutput, validate_entries, to_generator_output, update_trajectories
+from skyrl_train.skyrl.unsupported import (
+    DOCS_PAGE,
+    READ_ONLY_ATTRIBUTES,
+    TRAINER_REPLACEMENTS,
+    raise_unsupported_attribute,
+    reject_coroutines,
+    reject_misspelled_overrides,
+    reject_overrides,
+    reject_custom_loop,
 )
-from skyrl_train.storage.places import working_folder
-from skyrl_train.tasks import to_its_end
-from skyrl_train.trainer.run_state import Unfinished
+from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.aio import finish_despite_cancellation
+from skyrl_train.trainer.checkpoint_manager import PendingActions
 from skyrl_train.trainer.trainer import Trainer
 
-_READ_REWARDS = (
+_REWARD_READING_METHODS = (
     "convert_to_training_input",
     "fwd_logprobs_values_reward",
     "apply_reward_kl_penalty",
     "compute_advantages_and_returns",
 )
 """Overrides that may read the rewards of tokens, with which a batch is made only where something reads them."""
-_DURING_STEPS = ("fwd_logprobs_values_reward", "train_critic_and_policy")
+_IN_STEP_METHODS = ("fwd_logprobs_values_reward", "train_critic_and_policy")
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -84,10 +84,10 @@ class RayPPOTrainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_overrides(cls, RayPPOTrainer, TRAINER)
-        refuse_own_loop(cls)
-        refuse_coroutines(cls, RayPPOTrainer)
-        refuse_misspelt(cls, RayPPOTrainer)
+        reject_overrides(cls, RayPPOTrainer, TRAINER_REPLACEMENTS)
+        reject_custom_loop(cls)
+        reject_coroutines(cls, RayPPOTrainer)
+        reject_misspelled_overrides(cls, RayPPOTrainer)
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class RayPPOTrainer:
     ):
         """Take what SkyRL's trainer takes. Raises ConfigError for `callbacks`, which must be None or empty."""
         if callbacks:
-            raise ConfigError(f"{type(self).__name__}: callbacks must be empty. Instead: {TRAINER['add_callback']}.")
+            raise ConfigError(f"{type(self).__name__}: callbacks must be empty. Instead: {TRAINER_REPLACEMENTS['add_callback']}.")
         self.cfg = cfg
         self.tracker = tracker
-        if isinstance(tracker, StepNumbers):
+        if isinstance(tracker, StepMetricsTracker):
             tracker.trainer = self
         self.tokenizer = tokenizer
         self.train_dataset = train_dataset
@@ -118,11 +118,11 @@ class RayPPOTrainer:
         self.all_metrics: dict[str, float] = {}
         self.all_timings: dict[str, float] = {}
         self._loop: Trainer | None = None
-        self._advantages: AdvantageStep | None = None
+        self._advantages: AdvantageCalculator | None = None
         self._thread_loop: asyncio.AbstractEventLoop | None = None
-        self._fitting: asyncio.Task[None] | None = None
-        self._told_to_end = False
-        self._evaluates: Callable[[int], Awaitable[dict[str, float]]] | None = None
+        self._fit_task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+        self._base_eval: Callable[[int], Awaitable[dict[str, float]]] | None = None
         """What super() of `eval` does."""
         self._between_steps = False
         """True during an evaluation, a save and a load, when `loop.step` is the step that they are about."""
@@ -151,7 +151,7 @@ class RayPPOTrainer:
 
     async def eval(self, vllm_metrics_scraper: Any = None) -> dict[str, float]:
         """Evaluate the weights of the last finished step: numbers by name. The argument is always None."""
-        step, evaluate = self._connected.step, self._evaluates
+        step, evaluate = self._attached_loop.step, self._base_eval
         assert evaluate is not None
         return await evaluate(step)
 
@@ -186,21 +186,21 @@ class RayPPOTrainer:
         what this returns. Raises ConfigError for an output with other rows than the step's.
         """
         name = self._name("convert_to_training_input")
-        check_entries(generator_output, name)
-        return with_output(self._fresh(), generator_output, name)
+        validate_entries(generator_output, name)
+        return set_from_output(self._build_training_input(), generator_output, name)
 
     def fwd_logprobs_values_reward(self, training_input: TrainingInputBatch) -> TrainingInputBatch:
         """Add `action_log_probs`, `base_action_log_probs` and `values`, (B, R): None where nothing reads them."""
         name = "fwd_logprobs_values_reward"
-        self._batch = self._do(name, self._changed(training_input, name, scored=False))
-        return self._refreshed(training_input)
+        self._batch = self._call_base(name, self._apply_changes(training_input, name, scored=False))
+        return self._merge_computed(training_input)
 
     def apply_reward_kl_penalty(self, data: TrainingInputBatch) -> TrainingInputBatch:
         """Subtract the KL penalty of the configuration from `data["rewards"]`, (B, R)."""
         step, batch = self._advantages, self._batch
         assert step is not None and step.kl is not None and batch is not None
         metrics = Metrics()
-        penalty = Rectangles(batch).responses(step.kl_penalty(step.kl, batch, metrics))
+        penalty = PaddedLayout(batch).to_padded_responses(step.kl_penalty(step.kl, batch, metrics))
         self.all_metrics.update(metrics.flush())
         data["rewards"] = data["rewards"] - penalty.to(data["rewards"].dtype)
         return data
@@ -209,14 +209,14 @@ class RayPPOTrainer:
         """Add `advantages` and `returns`, (B, R), by the configured estimator from `data["rewards"]`."""
         step, name = self._advantages, "compute_advantages_and_returns"
         assert step is not None
-        self._batch = batch = self._changed(data, name, rewards=False)
-        rectangles = Rectangles(batch)
+        self._batch = batch = self._apply_changes(data, name, rewards=False)
+        rectangles = PaddedLayout(batch)
         rewarded = with_token_rewards(batch, rectangles, data["rewards"])
         done = replace(step, kl=None, advantage_batch_normalize=False)(rewarded, Metrics())
         advantages = done.token_advantages
         assert advantages is not None
-        data["advantages"] = rectangles.responses(advantages)
-        data["returns"] = data["advantages"] if done.returns is None else rectangles.responses(done.returns)
+        data["advantages"] = rectangles.to_padded_responses(advantages)
+        data["returns"] = data["advantages"] if done.returns is None else rectangles.to_padded_responses(done.returns)
         return data
 
     def dump_data(self, data: TrainingInputBatch, file_name: str) -> None:
@@ -224,7 +224,7 @@ class RayPPOTrainer:
 
         Without an override, a run writes safetensors there instead.
         """
-        folder = working_folder(self.cfg.trainer.export_path) / "dumped_data"
+        folder = resolve_local_folder(self.cfg.trainer.export_path) / "dumped_data"
         folder.mkdir(parents=True, exist_ok=True)
         data.save(folder / f"{file_name}.pkl")
 
@@ -235,7 +235,7 @@ class RayPPOTrainer:
         skip an update, set the loss_mask to zeros.
         """
         name = "train_critic_and_policy"
-        values = self._do(name, self._changed(data, name))
+        values = self._call_base(name, self._apply_changes(data, name))
         return {key.removeprefix("policy/"): one for key, one in values.items() if key.startswith("policy/")}
 
     def save_checkpoints(self) -> str:
@@ -244,22 +244,22 @@ class RayPPOTrainer:
         A disk that is full costs a warning, and the folder is then missing. Files that an override adds to the folder
         are kept and deleted with it, but neither verified nor uploaded.
         """
-        self._do("save_checkpoints")
-        return str(working_folder(self.cfg.trainer.ckpt_path) / f"global_step_{self.global_step}")
+        self._call_base("save_checkpoints")
+        return str(resolve_local_folder(self.cfg.trainer.ckpt_path) / f"global_step_{self.global_step}")
 
     def load_checkpoints(self) -> tuple[int, str | None]:
         """Resume as trainer.resume_mode says; returns the step and the checkpoint's folder, or (0, None)."""
-        step, _ = self._do("load_checkpoints")
-        folder = self._connected.state.resumed_from
+        step, _ = self._call_base("load_checkpoints")
+        folder = self._attached_loop.checkpoint_manager.resumed_from
         return step, None if folder is None else str(folder)
 
     def save_models(self) -> None:
         """Export the policy to global_step_<step>/policy in trainer.export_path."""
-        self._do("save_models")
+        self._call_base("save_models")
 
     def update_ref_with_policy(self) -> None:
         """Copy the policy's weights to the reference: at the end of an epoch with trainer.update_ref_every_epoch."""
-        self._do("update_ref_with_policy")
+        self._call_base("update_ref_with_policy")
 
     # -- how they become steps of the loop ---------------------------------------------------------------------------
 
@@ -267,18 +267,18 @@ class RayPPOTrainer:
         """Become part of a loop: only what a subclass overrides changes it."""
         self._loop = loop
         after = self._log_numbers
-        if self.changes_rewards or self._overrides("convert_to_training_input"):
+        if self.overrides_rewards or self._overrides("convert_to_training_input"):
             after = self._postprocess
-        loop.group_steps = [*loop.group_steps, after]
-        if any(map(self._overrides, _READ_REWARDS)):
-            loop.batch_steps = [self._own_advantages(step) for step in loop.batch_steps]
+        loop.trajectory_transforms = [*loop.trajectory_transforms, after]
+        if any(map(self._overrides, _REWARD_READING_METHODS)):
+            loop.batch_transforms = [self._own_advantages(step) for step in loop.batch_transforms]
         if loop.evaluator is not None:
-            self._evaluates = loop.evaluator.run
+            self._base_eval = loop.evaluator.run
             if self._overrides("eval"):
                 loop.evaluator.run = self._evaluate  # type: ignore[method-assign]
-        learner, state = loop.learner, loop.state
+        learner, state = loop.learner, loop.checkpoint_manager
         if self._overrides("convert_to_training_input") or self._overrides("fwd_logprobs_values_reward"):
-            learner.score = partial(self._score, learner.score)  # type: ignore[method-assign]
+            learner.add_logprobs_and_values = partial(self._score, learner.add_logprobs_and_values)  # type: ignore[method-assign]
         if self._overrides("train_critic_and_policy"):
             learner.update = partial(self._update, learner.update)  # type: ignore[method-assign]
         if self._overrides("dump_data") and loop.batch_dump is not None:
@@ -299,17 +299,17 @@ class RayPPOTrainer:
         return f"{type(self).__name__}.{method}"
 
     @property
-    def changes_rewards(self) -> bool:
+    def overrides_rewards(self) -> bool:
         """True if a subclass changes rewards before the batch is made."""
         return self._overrides("postprocess_generator_output")
 
     @property
-    def own_generate(self) -> Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None:
+    def generate_override(self) -> Callable[[GeneratorInput], Awaitable[GeneratorOutput]] | None:
         """`generate`, if a subclass overrides it."""
         return self.generate if self._overrides("generate") else None
 
     def _own_advantages(self, step: Any) -> Any:
-        if not isinstance(step, AdvantageStep):
+        if not isinstance(step, AdvantageCalculator):
             return step
         self._advantages = step
         return self._add_advantages
@@ -319,7 +319,7 @@ class RayPPOTrainer:
         self._log_into(metrics)
 
     def _postprocess(self, groups: Sequence[TrajectoryGroup], metrics: Metrics) -> None:
-        output, uids = output_of(groups, self._a_token)
+        output, uids = to_generator_output(groups, self._placeholder_token_id)
         responses = [list(ids) for ids in output["response_ids"]]
         returned: Any = self.postprocess_generator_output(output, list(uids))
         changed, same = returned if isinstance(returned, tuple) else (returned, uids)
@@ -329,9 +329,9 @@ class RayPPOTrainer:
                 f"{name} changed response_ids or uids: only rewards and loss_masks may be changed there. Leave samples "
                 "out by masks of zeros."
             )
-        check_entries(changed, name)
-        if self.changes_rewards:
-            take_over(groups, changed)
+        validate_entries(changed, name)
+        if self.overrides_rewards:
+            update_trajectories(groups, changed)
         if self._overrides("convert_to_training_input"):
             self._output = changed, uids
         self._log_numbers(groups, metrics)
@@ -341,16 +341,16 @@ class RayPPOTrainer:
         self._batch = batch
         if self._output is not None:
             output, self._output = self._output, None
-            data = await to_its_end(asyncio.to_thread(self.convert_to_training_input, *output))
-            self._batch = self._changed(data, "convert_to_training_input", scored=False)
+            data = await finish_despite_cancellation(asyncio.to_thread(self.convert_to_training_input, *output))
+            self._batch = self._apply_changes(data, "convert_to_training_input", scored=False)
             self._data = data
         if not self._overrides("fwd_logprobs_values_reward"):
             self._batch = await score(self._batch)
             return self._batch
         name = "fwd_logprobs_values_reward"
-        self._data, called = await self._run_override(name, score, self._refreshed(self._data))
+        self._data, called = await self._run_override(name, score, self._merge_computed(self._data))
         self._require(name, called, "change what it returns, for example data['base_action_log_probs']")
-        self._batch = self._changed(self._data, name)
+        self._batch = self._apply_changes(self._data, name)
         return self._batch
 
     def _add_advantages(self, batch: TrainBatch, metrics: Metrics) -> TrainBatch:
@@ -360,11 +360,11 @@ class RayPPOTrainer:
         if not (self._overrides("apply_reward_kl_penalty") or self._overrides("compute_advantages_and_returns")):
             return step(batch, metrics)
         self._batch = batch
-        data = self._refreshed(self._data)
+        data = self._merge_computed(self._data)
         if step.kl is not None:
             data = self.apply_reward_kl_penalty(data)
         data = self.compute_advantages_and_returns(data)
-        batch = self._changed(data, "compute_advantages_and_returns", rewards=False)
+        batch = self._apply_changes(data, "compute_advantages_and_returns", rewards=False)
         reads_later = self._overrides("dump_data") or self._overrides("train_critic_and_policy")
         self._batch, self._data = None, data if reads_later else None
         advantages, returns = batch.token_advantages, batch.returns
@@ -372,17 +372,17 @@ class RayPPOTrainer:
             name = self._name("compute_advantages_and_returns")
             raise ConfigError(f"{name} returned a batch without data['advantages']: must be a tensor, (B, R).")
         if step.advantage_batch_normalize:
-            advantages = batch_normalised(advantages, batch.loss_mask)
+            advantages = batch_normalize(advantages, batch.loss_mask)
         batch = replace(batch, sequence_advantages=None)
         batch = batch.with_tokens(advantages=advantages, returns=returns if batch.values is not None else None)
-        describe(batch, metrics)
+        record_advantage_metrics(batch, metrics)
         self._log_into(metrics)
         return batch
 
     def _dump(self, step: int, batch: TrainBatch, uids: Sequence[str]) -> None:
         """In place of BatchDump.write."""
         self._batch = batch
-        self._data = self._refreshed(self._data)
+        self._data = self._merge_computed(self._data)
         self.dump_data(self._data, file_name=f"global_step_{step}_training_input")
 
     async def _update(
@@ -396,7 +396,7 @@ class RayPPOTrainer:
             values.update(await update(changed))
             return values
 
-        data = self._refreshed(self._data)
+        data = self._merge_computed(self._data)
         data.metadata["global_step"] = self.global_step
         name = "train_critic_and_policy"
         _, called = await self._run_override(name, kept, data)
@@ -411,25 +411,25 @@ class RayPPOTrainer:
             return dict(await self.eval())
         finally:
             self._between_steps = False
-            self._log_into(self._connected.metrics)
+            self._log_into(self._attached_loop.metrics)
 
     async def _save(
-        self, save: Callable[..., Awaitable[None]], step: int, unfinished: Unfinished | None = None
+        self, save: Callable[..., Awaitable[None]], step: int, unfinished: PendingActions | None = None
     ) -> None:
         """In place of RunState.save."""
 
         async def saved() -> None:
             await save(step, unfinished)
-            await self._connected.state.written()
+            await self._attached_loop.checkpoint_manager.wait_until_written()
 
         _, called = await self._run_override("save_checkpoints", saved)
         self._require("save_checkpoints", called, "set trainer.ckpt_interval to save less often")
 
-    async def _resume(self, resume: Callable[[], Awaitable[tuple[int, Unfinished]]]) -> tuple[int, Unfinished]:
+    async def _resume(self, resume: Callable[[], Awaitable[tuple[int, PendingActions]]]) -> tuple[int, PendingActions]:
         """In place of RunState.resume."""
-        found = 0, Unfinished((), {})
+        found = 0, PendingActions((), {})
 
-        async def kept() -> tuple[int, Unfinished]:
+        async def kept() -> tuple[int, PendingActions]:
             nonlocal found
             found = await resume()
             return found
@@ -454,16 +454,16 @@ class RayPPOTrainer:
         """Run an override in a thread, whose super() does `work`: what it returns, and whether it called super()."""
         self._event_loop = asyncio.get_running_loop()
         self._super_calls[name] = work
-        between, self._between_steps = self._between_steps, name not in _DURING_STEPS
+        between, self._between_steps = self._between_steps, name not in _IN_STEP_METHODS
         try:
-            result = await to_its_end(asyncio.to_thread(getattr(self, name), *given))
+            result = await finish_despite_cancellation(asyncio.to_thread(getattr(self, name), *given))
             return result, name not in self._super_calls
         finally:
             self._between_steps = between
             self._super_calls.pop(name, None)
-            self._log_into(self._connected.metrics)
+            self._log_into(self._attached_loop.metrics)
 
-    def _do(self, name: str, *given: Any) -> Any:
+    def _call_base(self, name: str, *given: Any) -> Any:
         """Do what super() has to do in the override that is running."""
         work = self._super_calls.pop(name, None)
         if work is None:
@@ -478,29 +478,29 @@ class RayPPOTrainer:
 
     def _require(self, name: str, called: bool, advice: str) -> None:
         if not called:
-            raise ConfigError(f"{self._name(name)} must call super().{name}() once; {advice} ({PAGE}).")
+            raise ConfigError(f"{self._name(name)} must call super().{name}() once; {advice} ({DOCS_PAGE}).")
 
-    def _fresh(self) -> TrainingInputBatch:
+    def _build_training_input(self) -> TrainingInputBatch:
         assert self._batch is not None
-        return training_input(self._batch, Rectangles(self._batch), self._connected.samples_of_rows, self._a_token)
+        return to_training_input(self._batch, PaddedLayout(self._batch), self._attached_loop.sample_ids, self._placeholder_token_id)
 
-    def _refreshed(self, data: TrainingInputBatch | None) -> TrainingInputBatch:
+    def _merge_computed(self, data: TrainingInputBatch | None) -> TrainingInputBatch:
         """Return `data` with what is known now, besides tensors and metadata that subclasses have added."""
-        fresh = self._fresh()
+        fresh = self._build_training_input()
         if data is None:
             return fresh
         data.update({name: value for name, value in fresh.items() if value is not None or name not in data})
         data.metadata = fresh.metadata | data.metadata
         return data
 
-    def _changed(self, data: TrainingInputBatch, name: str, *, scored: bool = True, rewards: bool = True) -> TrainBatch:
+    def _apply_changes(self, data: TrainingInputBatch, name: str, *, scored: bool = True, rewards: bool = True) -> TrainBatch:
         assert self._batch is not None
         if not isinstance(data, TrainingInputBatch):
             raise ConfigError(f"{self._name(name)} returned {type(data).__name__}: must be a TrainingInputBatch.")
-        return with_changes(self._batch, data, self._name(name), self._a_token, scored=scored, rewards=rewards)
+        return apply_changes(self._batch, data, self._name(name), self._placeholder_token_id, scored=scored, rewards=rewards)
 
     @property
-    def _a_token(self) -> int:
+    def _placeholder_token_id(self) -> int:
         """For places of a rectangle that have none."""
         return self.tokenizer.pad_token_id or 0
 
@@ -530,25 +530,25 @@ class RayPPOTrainer:
             try:
                 await asyncio.shield(thread)
             except asyncio.CancelledError:
-                self._told_to_end = True
-                if self._fitting is not None:
-                    self._fitting.cancel()
+                self._is_cancelled = True
+                if self._fit_task is not None:
+                    self._fit_task.cancel()
                 await asyncio.wait([thread])
                 raise
-        if self._fitting is None:
+        if self._fit_task is None:
             raise ConfigError(
                 f"{type(self).__name__}.train ended without a step: it must call super().train(). There is no other "
-                f"loop ({PAGE})."
+                f"loop ({DOCS_PAGE})."
             )
 
     async def _fit(self) -> None:
-        if self._told_to_end:
+        if self._is_cancelled:
             raise asyncio.CancelledError
-        self._fitting = asyncio.current_task()
-        await self._connected.fit()
+        self._fit_task = asyncio.current_task()
+        await self._attached_loop.fit()
 
     @property
-    def _connected(self) -> Trainer:
+    def _attached_loop(self) -> Trainer:
         if self._loop is None:
             raise ConfigError(
                 f"{type(self).__name__}: it is part of a run once `run()` of the experiment has started it; what needs "
@@ -565,15 +565,15 @@ class RayPPOTrainer:
 
     @property
     def total_training_steps(self) -> int:
-        return self._connected.schedule.total_steps
+        return self._attached_loop.schedule.total_steps
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in TRAINER or name in STEPS:
-            refuse("RayPPOTrainer", {**TRAINER, **STEPS}, name)
+        if name in TRAINER_REPLACEMENTS or name in READ_ONLY_ATTRIBUTES:
+            raise_unsupported_attribute("RayPPOTrainer", {**TRAINER_REPLACEMENTS, **READ_ONLY_ATTRIBUTES}, name)
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse("RayPPOTrainer", TRAINER, name)
+        raise_unsupported_attribute("RayPPOTrainer", TRAINER_REPLACEMENTS, name)
 
 
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
@@ -588,7 +588,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             )
 
 
-class StepNumbers:
+class StepMetricsTracker:
     """The tracker that a trainer gets: what it logs goes with the numbers of the step under way."""
 
     def __init__(self) -> None:

@@ -18,46 +18,46 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyrl_train.durable import Written, describe, replacing, write_durably
+from skyrl_train.atomic_files import FileDigest, digest_file, atomic_write, atomic_write_text
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.folder import Found, StoredFolder, unusable_names
+from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder, invalid_names
 
 MANIFEST_FILE = "manifest.json"
 FINISHED_FILE = ".finished"
 """Marks a local folder that is finished and has no manifest yet."""
 SET_ASIDE_FILE = "manifest.set_aside.json"
 """Name of the manifest of a folder that is kept at an address but no longer read."""
-DELETING = ".deleting"
+DELETING_SUFFIX = ".deleting"
 """Suffix of a local checkpoint that is about to be deleted."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
 
-class Listed(NamedTuple):
+class ManifestEntry(NamedTuple):
     """A file of a manifest."""
 
-    content: Written
+    digest: FileDigest
     key: str
     """Name in storage, inside the folder."""
 
 
-def listed_in(manifest: bytes | None) -> dict[str, Listed]:
+def parse_manifest(manifest: bytes | None) -> dict[str, ManifestEntry]:
     """Return name -> file of a manifest. Raises ValueError for None, no manifest, or a name that leaves the folder."""
     if manifest is None:
         raise ValueError("it is missing")
     try:
         entries: Mapping[str, Any] = json.loads(manifest)["files"]
         found = {
-            name: Listed(Written(int(entry["bytes"]), str(entry["sha256"])), str(entry.get("key", name)))
+            name: ManifestEntry(FileDigest(int(entry["bytes"]), str(entry["sha256"])), str(entry.get("key", name)))
             for name, entry in entries.items()
         }
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no manifest ({type(error).__name__}: {error})") from error
     for name, one in found.items():
-        if not _SHA256.fullmatch(one.content.sha256):
-            raise ValueError(f"{name!r} has sha256 {one.content.sha256!r:.80}, which is not 64 hexadecimal digits")
+        if not _SHA256.fullmatch(one.digest.sha256):
+            raise ValueError(f"{name!r} has sha256 {one.digest.sha256!r:.80}, which is not 64 hexadecimal digits")
     for names in (found, {one.key for one in found.values()}):
-        if unusable := unusable_names(names):
+        if unusable := invalid_names(names):
             raise ValueError(f"{unusable[0]!r} is not the name of a file inside the folder")
     return found
 
@@ -65,14 +65,14 @@ def listed_in(manifest: bytes | None) -> dict[str, Listed]:
 # -- folders of this machine
 
 
-def files_in(folder: Path) -> dict[str, Path]:
+def list_files(folder: Path) -> dict[str, Path]:
     """Return name -> path of the files that a manifest of the folder lists, in order."""
     marks = (folder / MANIFEST_FILE, folder / FINISHED_FILE)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in marks)
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
-def write_manifest(folder: Path, written: Mapping[str, Written] | None = None, **about: Any) -> None:
+def write_manifest(folder: Path, known_digests: Mapping[str, FileDigest] | None = None, **about: Any) -> None:
     """Make the files of a folder durable and list them. Raises OSError.
 
     Args:
@@ -80,19 +80,19 @@ def write_manifest(folder: Path, written: Mapping[str, Written] | None = None, *
         written: Content of files, by name, that are durable already and need not be read again.
         about: Further entries of the manifest.
     """
-    known = written or {}
-    found = {name: known.get(name) or describe(path, sync=True) for name, path in files_in(folder).items()}
+    known = known_digests or {}
+    found = {name: known.get(name) or digest_file(path, fsync=True) for name, path in list_files(folder).items()}
     entries = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in found.items()}
-    write_durably(folder / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
+    atomic_write_text(folder / MANIFEST_FILE, json.dumps({**about, "files": entries}, indent=1))
 
 
-def damage(folder: Path, *, read: bool) -> str | None:
+def find_damage(folder: Path, *, verify_hashes: bool) -> str | None:
     """Return how a folder of this machine differs from its manifest; None if it does not.
 
     `read`: compare the SHA-256 of each file, not only its size. Symbolic links are not followed.
     """
     try:
-        listed = listed_in((folder / MANIFEST_FILE).read_bytes())
+        listed = parse_manifest((folder / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError) as error:
         return f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"
     for name, (content, _) in listed.items():
@@ -104,14 +104,14 @@ def damage(folder: Path, *, read: bool) -> str | None:
                 return f"{name} is missing"
             if (size := file.stat().st_size) != content.size:
                 return f"{name} has {size} bytes instead of {content.size}"
-            if read and describe(file, sync=False) != content:
+            if verify_hashes and digest_file(file, fsync=False) != content:
                 return f"{name} has another SHA-256 than when it was saved"
         except OSError as error:
             return f"{name} cannot be read ({error})"
     return None
 
 
-def set_aside_here(folder: Path) -> Path:
+def set_aside_local(folder: Path) -> Path:
     """Rename a checkpoint of this machine to a name under which nobody looks for one; return the new path."""
     return folder.rename(next(path for n in count() if not (path := Path(f"{folder}.set_aside_{n}")).exists()))
 
@@ -119,14 +119,14 @@ def set_aside_here(folder: Path) -> Path:
 # -- folders at an address
 
 
-def upload(
-    store: StoredFolder,
+def upload_folder(
+    store: RemoteFolder,
     name: str,
     local: Path,
     *,
     before_manifest: Callable[[bytes], None] = lambda manifest: None,
     before_write: Callable[[], None] = lambda: None,
-    arrived: dict[str, Written] | None = None,
+    arrived: dict[str, FileDigest] | None = None,
 ) -> bool:
     """Upload the folder `local`, which has a manifest, as `name`; what was complete there stays so until the end.
 
@@ -151,7 +151,7 @@ def upload(
         manifest = (local / MANIFEST_FILE).read_bytes()
     except FileNotFoundError:
         return False
-    if (problem := damage(local, read=False)) is not None:
+    if (problem := find_damage(local, verify_hashes=False)) is not None:
         if _has_manifest(local, manifest):
             _log.error("%s IS DAMAGED: %s. It is not uploaded.", local, problem)
         return False
@@ -161,8 +161,8 @@ def upload(
     taken = {one.key for one in old.values()}
     arrived = {} if arrived is None else arrived
     content, keys = json.loads(manifest), {MANIFEST_FILE}
-    for file, (wanted, _) in sorted(listed_in(manifest).items()):
-        if file in old and old[file].content == wanted:
+    for file, (wanted, _) in sorted(parse_manifest(manifest).items()):
+        if file in old and old[file].digest == wanted:
             key = old[file].key
         else:
             key = f"{file}.{wanted.sha256[:16]}" if file in taken else file
@@ -192,7 +192,7 @@ def upload(
     return True
 
 
-def fetch(store: StoredFolder, name: str, local: Path, only: tuple[str, ...] | None = None) -> str | None:
+def download_folder(store: RemoteFolder, name: str, local: Path, only: tuple[str, ...] | None = None) -> str | None:
     """Download and verify what `local` lacks of the folder `name`; return what is wrong with it at the address.
 
     The manifest is written last. `only`: download files whose names begin with one of these, and no manifest. Raises
@@ -200,71 +200,71 @@ def fetch(store: StoredFolder, name: str, local: Path, only: tuple[str, ...] | N
     """
     manifest = store.read(f"{name}/{MANIFEST_FILE}")
     try:
-        listed = listed_in(manifest)
+        listed = parse_manifest(manifest)
     except ValueError as error:
-        return f"{store.address}/{name}/{MANIFEST_FILE} cannot be read: {error}"
+        return f"{store.uri}/{name}/{MANIFEST_FILE} cannot be read: {error}"
     for file, one in listed.items():
         target = local / file
         if only is not None and not file.startswith(only):
             continue
-        if target.is_file() and describe(target, sync=False) == one.content:
+        if target.is_file() and digest_file(target, fsync=False) == one.digest:
             continue
-        if (problem := download(store, f"{name}/{one.key}", one.content, target)) is not None:
+        if (problem := download_file(store, f"{name}/{one.key}", one.digest, target)) is not None:
             return problem
     if only is None:
-        with replacing(local / MANIFEST_FILE) as handle:
+        with atomic_write(local / MANIFEST_FILE) as handle:
             handle.write(manifest or b"")
     return None
 
 
-def download(store: StoredFolder, name: str, expected: Written, target: Path) -> str | None:
+def download_file(store: RemoteFolder, name: str, expected: FileDigest, target: Path) -> str | None:
     """Download and verify a file; return what is wrong with it at the address. An empty SHA-256 is not compared."""
-    where = f"{store.address}/{name}"
+    where = f"{store.uri}/{name}"
     if not store.get(name, target):
         return f"{where} is missing"
-    found = describe(target, sync=True) if expected.sha256 else Written(target.stat().st_size, "")
+    found = digest_file(target, fsync=True) if expected.sha256 else FileDigest(target.stat().st_size, "")
     if found == expected:
         return None
     target.unlink()
     return f"{where} has another SHA-256 or size than when it was listed ({found.size} bytes, {expected.size} then)"
 
 
-def discard(store: StoredFolder, name: str) -> None:
+def delete_folder(store: RemoteFolder, name: str) -> None:
     """Delete a folder, its manifest first: it is never half there."""
     store.delete([f"{name}/{MANIFEST_FILE}"])
     store.delete(store.find(name))
 
 
-def set_aside(store: StoredFolder, name: str) -> None:
+def set_aside(store: RemoteFolder, name: str) -> None:
     """Rename the manifest of a folder, whose files are kept but no longer read."""
     if (manifest := store.read(f"{name}/{MANIFEST_FILE}")) is not None:
         store.write(f"{name}/{SET_ASIDE_FILE}", manifest)
         store.delete([f"{name}/{MANIFEST_FILE}"])
 
 
-def holds_the_same(folder: Path, manifest: bytes) -> bool:
+def has_same_content(folder: Path, manifest: bytes) -> bool:
     """Return True if the manifest of a local folder lists the same content as this one of the address."""
     try:
-        here, there = listed_in((folder / MANIFEST_FILE).read_bytes()), listed_in(manifest)
+        here, there = parse_manifest((folder / MANIFEST_FILE).read_bytes()), parse_manifest(manifest)
     except (FileNotFoundError, ValueError):
         return False
-    return {name: one.content for name, one in here.items()} == {name: one.content for name, one in there.items()}
+    return {name: one.digest for name, one in here.items()} == {name: one.digest for name, one in there.items()}
 
 
-def is_complete(store: StoredFolder, name: str, there: Mapping[str, Found]) -> bool:
+def is_complete_remote(store: RemoteFolder, name: str, remote_files: Mapping[str, RemoteFile]) -> bool:
     """Return True if all that the manifest of a folder lists is in storage, where `there` was found."""
-    return all(_is_there(one, name, there) for one in _known(store.read(f"{name}/{MANIFEST_FILE}")).values())
+    return all(_is_there(one, name, remote_files) for one in _known(store.read(f"{name}/{MANIFEST_FILE}")).values())
 
 
-def _is_there(one: Listed, name: str, there: Mapping[str, Found]) -> bool:
-    found = there.get(f"{name}/{one.key}")
-    return found is not None and found.size == one.content.size
+def _is_there(one: ManifestEntry, name: str, remote_files: Mapping[str, RemoteFile]) -> bool:
+    found = remote_files.get(f"{name}/{one.key}")
+    return found is not None and found.size == one.digest.size
 
 
-def _known(manifest: bytes | None) -> dict[str, Listed]:
+def _known(manifest: bytes | None) -> dict[str, ManifestEntry]:
     """Return what a manifest in storage lists; nothing if there is none, or none that can be read."""
     try:
-        return listed_in(manifest)
+        return parse_manifest(manifest)
     except ValueError:
         return {}
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
-from skyrl_train.strategies.host_copies import HostCopies
-from skyrl_train.strategies.shards import Shard, Slice, local, open_shards
+from skyrl_train.strategies.cpu_offload import CpuOffloader
+from skyrl_train.strategies.checkpoint_shards import CheckpointShard, ParameterSlice, to_local, open_shards
 
 SCHEDULES = (
     *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
@@ -26,7 +26,7 @@ SCHEDULES = (
 _STATE = ("exp_avg", "exp_avg_sq")
 
 
-def widest_dtype(module: nn.Module) -> torch.dtype:
+def get_widest_dtype(module: nn.Module) -> torch.dtype:
     """The widest dtype of all parameters: that of the trained ones, if frozen ones are in the compute dtype."""
     return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
 
@@ -34,9 +34,9 @@ def widest_dtype(module: nn.Module) -> torch.dtype:
 class LearningRates(NamedTuple):
     """The learning rates that two schedules give the same update."""
 
-    saved: float
+    in_checkpoint: float
     """By the schedule of the run that saved the checkpoint."""
-    now: float
+    in_run: float
     """By the schedule of this run."""
 
 
@@ -62,7 +62,7 @@ class Strategy(ABC):
         self._optimizer: torch.optim.AdamW | None = None
 
     @abstractmethod
-    def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
+    def prepare(self, model: nn.Module, total_steps: int | None) -> nn.Module:
         """Shard or wrap the scorer, build optimizer and schedule (neither if total_steps is None: a frozen model).
 
         In addition to forward the scorer has three methods, as TokenScorer does: `decoder_layers()`, the blocks to
@@ -71,21 +71,21 @@ class Strategy(ABC):
         the values of the checkpoint: see strategies.fill.
         """
 
-    def _own(self, scorer: nn.Module, total_steps: int | None) -> None:
+    def _register_module(self, model: nn.Module, total_steps: int | None) -> None:
         """Take over the placed module: names, views and, unless it is frozen, optimizer and schedule.
 
         Parameters without gradient stay as they were loaded: they have no copies or state, and are not saved.
         """
-        self.scorer = scorer
+        self.module = model
         if total_steps is None:
-            scorer.requires_grad_(False)
-        hf_name: Any = scorer.hf_name
-        self._parameters: dict[str, nn.Parameter] = {hf_name(name): p for name, p in scorer.named_parameters()}
+            model.requires_grad_(False)
+        hf_name: Any = model.hf_name
+        self._parameters: dict[str, nn.Parameter] = {hf_name(name): p for name, p in model.named_parameters()}
         self._saved = {name: p for name, p in self._parameters.items() if p.requires_grad or total_steps is None}
         if total_steps is None:
             return
         settings = self._schedule(total_steps)
-        self._views = {name: nn.Parameter(local(p.detach())) for name, p in self._saved.items()}
+        self._views = {name: nn.Parameter(to_local(p.detach())) for name, p in self._saved.items()}
         betas = (settings.adam_betas[0], settings.adam_betas[1])
         self._optimizer = torch.optim.AdamW(
             self._views.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
@@ -106,7 +106,7 @@ class Strategy(ABC):
         self._lr_factor = schedule.lr_lambdas[0]
         return settings
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, is_last_micro_batch: bool) -> None:
         """Accumulate gradients; `last`: it is the last micro-batch of the update, so reduce gradients over ranks."""
         loss.backward()
 
@@ -118,7 +118,7 @@ class Strategy(ABC):
         """
         assert self._optimizer is not None and self.optimizer_config is not None, "a frozen model does not step"
         lr = self._next_lr()
-        held = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        held = {name: to_local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norm = self._global_norm(held)
         gradients = list(held.values())
         finite = bool(torch.isfinite(norm))
@@ -128,22 +128,22 @@ class Strategy(ABC):
                 torch._foreach_mul_(gradients, float(limit / norm))
             for name, view in self._views.items():
                 parameter = self._parameters[name]
-                view.data = local(parameter.detach())
-                view.grad = None if parameter.grad is None else local(parameter.grad)
+                view.data = to_local(parameter.detach())
+                view.grad = None if parameter.grad is None else to_local(parameter.grad)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
             self._optimizer.zero_grad()
         for parameter in self._parameters.values():
             parameter.grad = None
-        return self._counted(norm, lr, finite)
+        return self._finish_step(norm, lr, finite)
 
     def _next_lr(self) -> float:
         """Return the learning rate of the next update."""
         assert self.optimizer_config is not None
         return self.optimizer_config.lr * float(self._lr_factor(self._updates))
 
-    def _counted(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
+    def _finish_step(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
         """Return the result of `step`. Raises NonFiniteUpdate after `max_skipped_updates` skipped updates in a row."""
         self._updates += 1
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
@@ -161,17 +161,17 @@ class Strategy(ABC):
         if not gradients:
             return self._sum_over_ranks(torch.zeros(()).double()).sqrt()
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))])
-        copies = norms.new_tensor([self._copies(name) for name in gradients])
+        copies = norms.new_tensor([self._num_replicas(name) for name in gradients])
         return self._sum_over_ranks((norms.square() / copies).sum()).sqrt()
 
-    def _copies(self, name: str) -> int:
+    def _num_replicas(self, name: str) -> int:
         """How many of the ranks that `_sum_over_ranks` sums over have the same part of a parameter."""
         return 1
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
 
-    def rest(self) -> None:
+    def free_transient_memory(self) -> None:
         """Give up what only the next pass needs: gathered weights, and memory that torch keeps for it (on GPUs)."""
         if self.device.type != "cpu":
             torch.cuda.empty_cache()
@@ -192,7 +192,7 @@ class Strategy(ABC):
             self._move(self.device)
             self._move_state(self.device)
 
-    def keep_parameters(self) -> None:
+    def onload_parameters_only(self) -> None:
         """Have the parameters on the device and all else in host memory: what a weight sync needs.
 
         What the allocator kept is free for others then, too.
@@ -203,13 +203,13 @@ class Strategy(ABC):
             torch.cuda.empty_cache()
 
     @cached_property
-    def _host(self) -> HostCopies:
-        return HostCopies(self.device)
+    def _offloader(self) -> CpuOffloader:
+        return CpuOffloader(self.device)
 
     @torch.no_grad()
     def _move(self, device: torch.device | str) -> None:
-        tensors = {**self._parameters, **{f"{name} (buffer)": buffer for name, buffer in self.scorer.named_buffers()}}
-        moved = self._host.moved({name: local(tensor.detach()) for name, tensor in tensors.items()}, device)
+        tensors = {**self._parameters, **{f"{name} (buffer)": buffer for name, buffer in self.module.named_buffers()}}
+        moved = self._offloader.move({name: to_local(tensor.detach()) for name, tensor in tensors.items()}, device)
         names = {id(tensor): name for name, tensor in tensors.items()}
 
         def place(tensor: Tensor) -> Tensor:
@@ -218,16 +218,16 @@ class Strategy(ABC):
                 return DTensor(there, tensor._spec, requires_grad=False)
             return there
 
-        self.scorer._apply(place)
+        self.module._apply(place)
         if self._optimizer is not None:
             for name, view in self._views.items():
-                view.data = local(self._parameters[name].detach())
+                view.data = to_local(self._parameters[name].detach())
 
     def _move_state(self, device: torch.device | str) -> None:
         """Move the optimizer's state."""
         states = self._optimizer.state if self._optimizer is not None else {}
         tensors = {(id(view), key): value for view, state in states.items() for key, value in state.items()}
-        moved = self._host.moved(tensors, device)
+        moved = self._offloader.move(tensors, device)
         for view, state in states.items():
             state |= {key: moved[id(view), key] for key in state}
 
@@ -243,45 +243,45 @@ class Strategy(ABC):
     def full_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the same, but whole; a collective: all ranks must iterate."""
         for name, parameter in self.sharded_parameters(trained_only):
-            yield name, parameter.whole()
+            yield name, parameter.full_tensor()
 
     def _sharded(self, name: str, parameter: nn.Parameter) -> ShardedTensor:
         return replicated(parameter.detach().to(self.device), self.rank)
 
-    def _slices(self) -> dict[str, Slice]:
-        return {name: Slice.of(parameter) for name, parameter in self._saved.items()}
+    def _slices(self) -> dict[str, ParameterSlice]:
+        return {name: ParameterSlice.from_tensor(parameter) for name, parameter in self._saved.items()}
 
-    def _held(self, name: str) -> Tensor:
+    def _local_slice(self, name: str) -> Tensor:
         """This rank's slice of a parameter, sharing its memory."""
-        return local(self._saved[name].detach())
+        return to_local(self._saved[name].detach())
 
     def _state(self, name: str) -> dict[str, Tensor]:
         """AdamW's state of this rank's slice of a parameter; empty before the first step."""
         assert self._optimizer is not None
         return self._optimizer.state[self._views[name]]
 
-    def _stored(self, name: str, held: Tensor) -> Tensor:
+    def _to_saved(self, name: str, held: Tensor) -> Tensor:
         """The tensor to save for a CPU tensor in the shape of this rank's part of a parameter; all ranks call it."""
         return held
 
-    def _writes(self, name: str) -> bool:
+    def _is_saved_here(self, name: str) -> bool:
         """Whether this rank saves its slice of a parameter, which other ranks may have, too."""
         return True
 
-    def _restored(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
+    def _from_saved(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
         """The inverse of `_stored`: this rank's part, in the shape of `like`, from the elements of its slice."""
         return elements.view_as(like)
 
     @property
-    def updates(self) -> int:
+    def num_updates(self) -> int:
         """Optimizer steps since the model was loaded from Hugging Face, skipped ones included."""
         return self._updates
 
-    def save(self, directory: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write `shard` as safetensors and JSON; all ranks call it."""
-        self.shard().write(directory)
+        self.get_checkpoint_shard().write(folder)
 
-    def shard(self, copied: bool = False) -> Shard:
+    def get_checkpoint_shard(self, copy: bool = False) -> CheckpointShard:
         """Return this rank's part of parameters, optimizer and schedule, in host memory; all ranks call it.
 
         It has param, exp_avg, exp_avg_sq and step of every parameter. `copied`: in memory of its own, which training
@@ -289,12 +289,12 @@ class Strategy(ABC):
         """
         tensors, slices = {}, self._slices()
         for name, piece in slices.items():
-            slices[name] = piece if self._writes(name) else replace(piece, stop=piece.start)
+            slices[name] = piece if self._is_saved_here(name) else replace(piece, stop=piece.start)
             state = self._state(name) if self._optimizer is not None else {}
-            for key, value in {"param": self._held(name), **state}.items():
-                value = value.to("cpu", copy=copied)  # an accelerator may be full
-                stored = value if key == "step" else self._stored(name, value)
-                writes = key == "step" or self._writes(name)
+            for key, value in {"param": self._local_slice(name), **state}.items():
+                value = value.to("cpu", copy=copy)  # an accelerator may be full
+                stored = value if key == "step" else self._to_saved(name, value)
+                writes = key == "step" or self._is_saved_here(name)
                 tensors[f"{key}/{name}"] = stored if writes else stored.new_empty(0)
         meta = {
             "world_size": self.world_size,
@@ -303,10 +303,10 @@ class Strategy(ABC):
             "trained": self._optimizer is not None,
             "next_lr": None if self._optimizer is None else self._next_lr(),
         }
-        return Shard(self.rank, slices, tensors, meta)
+        return CheckpointShard(self.rank, slices, tensors, meta)
 
     @torch.no_grad()
-    def load(self, directory: Path) -> LearningRates | None:
+    def load(self, folder: Path) -> LearningRates | None:
         """Read what `save` has written, also of another world size.
 
         Returns:
@@ -316,27 +316,27 @@ class Strategy(ABC):
             CheckpointError: The checkpoint is incomplete, of another model, or without optimizer state.
         """
         slices = self._slices()
-        with open_shards(directory) as reader:
-            reader.check(slices)
-            if self._optimizer is not None and not reader.number("trained"):
+        with open_shards(folder) as reader:
+            reader.check_parameters(slices)
+            if self._optimizer is not None and not reader.read_int("trained"):
                 raise CheckpointError(
-                    f"{directory} was saved from a frozen model: it has no optimizer state to resume."
+                    f"{folder} was saved from a frozen model: it has no optimizer state to resume."
                 )
             for name in self._saved:
-                held = self._held(name)
-                held.copy_(self._restored(name, reader.elements(f"param/{name}", slices[name]), held))
+                held = self._local_slice(name)
+                held.copy_(self._from_saved(name, reader.read_elements(f"param/{name}", slices[name]), held))
                 if self._optimizer is not None:
                     self._load_state(reader, name, slices[name])
-            self._updates = reader.number("updates")
-            self._skipped_in_a_row = reader.number("skipped_in_a_row")
-            saved_lr = reader.optional_float("next_lr")
+            self._updates = reader.read_int("updates")
+            self._skipped_in_a_row = reader.read_int("skipped_in_a_row")
+            saved_lr = reader.read_optional_float("next_lr")
         return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
 
-    def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
+    def _load_state(self, reader: Any, name: str, piece: ParameterSlice) -> None:
         assert self._optimizer is not None
         view = self._views[name]
         self._optimizer.state.pop(view, None)
         if f"step/{name}" in reader:
-            state = {key: self._restored(name, reader.elements(f"{key}/{name}", piece), view) for key in _STATE}
+            state = {key: self._from_saved(name, reader.elements(f"{key}/{name}", piece), view) for key in _STATE}
             state["step"] = reader.whole(f"step/{name}")
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
-from skyrl_train.strategies.base import LearningRates, Strategy, widest_dtype
-from skyrl_train.strategies.fill import fill_whole
-from skyrl_train.strategies.shards import Slice
+from skyrl_train.strategies.base import LearningRates, Strategy, get_widest_dtype
+from skyrl_train.strategies.materialize import materialize_full
+from skyrl_train.strategies.checkpoint_shards import ParameterSlice
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FlatSlice:
     """This rank's full-precision part of a parameter: its `slice`, stored in `flat` from `offset` on."""
 
     flat: Tensor
     offset: int
-    slice: Slice
+    slice: ParameterSlice
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def extract(self, tensor: Tensor) -> Tensor:
         """The part's elements in a tensor with the layout of `flat`."""
         return tensor.narrow(0, self.offset, self.slice.stop - self.slice.start)
 
@@ -61,52 +61,52 @@ class DeepSpeedStrategy(Strategy):
         self.compute_dtype = compute_dtype
         self.library = _import_deepspeed(self.device.type)
 
-    def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
-        self.scorer: Any = scorer
+    def prepare(self, model: nn.Module, total_steps: int | None) -> nn.Module:
+        self.module: Any = model
         if total_steps is None:
-            scorer.requires_grad_(False)
-        hf_name: Any = scorer.hf_name
-        self._parameters = {hf_name(name): parameter for name, parameter in scorer.named_parameters()}
+            model.requires_grad_(False)
+        hf_name: Any = model.hf_name
+        self._parameters = {hf_name(name): parameter for name, parameter in model.named_parameters()}
         self._saved = {name: p for name, p in self._parameters.items() if p.requires_grad or total_steps is None}
-        narrower = self.compute_dtype.itemsize < widest_dtype(scorer).itemsize
-        self._dtype = self.compute_dtype if narrower else widest_dtype(scorer)
-        for parameter in scorer.parameters():
+        narrower = self.compute_dtype.itemsize < get_widest_dtype(model).itemsize
+        self._dtype = self.compute_dtype if narrower else get_widest_dtype(model)
+        for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)
         if total_steps is None and self.deepspeed_config.zero_stage < 3:
-            fill_whole(scorer)
-            self._place_whole(self.device)
-            return scorer
-        self.scorer = self._initialize(scorer, total_steps)
-        return self.scorer
+            materialize_full(model)
+            self._place_unsharded(self.device)
+            return model
+        self.module = self._initialize(model, total_steps)
+        return self.module
 
-    def _initialize(self, scorer: nn.Module, total_steps: int | None) -> Any:
+    def _initialize(self, root: nn.Module, total_steps: int | None) -> Any:
         config = self._config()
         self.library.utils.groups._WORLD_GROUP = dist.group.WORLD  # otherwise it makes one without our deadline
-        model: Any = scorer
+        model: Any = root
         if self.deepspeed_config.zero_stage == 3:
             # Module by module, so that neither host nor device ever has the whole model.
-            for module in (*(one for one in scorer.modules() if one._parameters), scorer):
-                fill_whole(scorer, module)
+            for module in (*(one for one in root.modules() if one._parameters), root):
+                materialize_full(root, module)
                 self.library.zero.Init(module=module, config_dict_or_path=config)
             for parameter in model.head_parameters():
-                self.library.zero.register_external_parameter(scorer, parameter)
+                self.library.zero.register_external_parameter(root, parameter)
         else:
-            fill_whole(scorer)
+            materialize_full(root)
         if total_steps is None:
-            engine = self._engine(scorer, None, config)
-            self._pieces = {name: _partition(p, None, 0, self.rank) for name, p in self._saved.items()}
+            engine = self._engine(root, None, config)
+            self._flat_slices = {name: _partition(p, None, 0, self.rank) for name, p in self._saved.items()}
             return engine
         settings = self._schedule(total_steps)
         betas = (settings.adam_betas[0], settings.adam_betas[1])
         self._optimizer = torch.optim.AdamW(
             self._saved.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
         )
-        engine = self._engine(scorer, self._optimizer, config)
-        self._pieces = {name: self._piece(parameter, engine.optimizer) for name, parameter in self._saved.items()}
+        engine = self._engine(root, self._optimizer, config)
+        self._flat_slices = {name: self._flat_slice(parameter, engine.optimizer) for name, parameter in self._saved.items()}
         return engine
 
-    def _engine(self, scorer: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
-        engine = self.library.initialize(model=scorer, optimizer=optimizer, config=config)[0]
+    def _engine(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
+        engine = self.library.initialize(model=root, optimizer=optimizer, config=config)[0]
         self.library.zero.parameter_offload.FWD_MODULE_STACK.clear()  # it would keep a replaced reference in memory
         return engine
 
@@ -130,33 +130,33 @@ class DeepSpeedStrategy(Strategy):
             "zero_optimization": stage | dict(self.deepspeed_config.zero_optimization),
         }
 
-    def _piece(self, parameter: Any, zero: Any) -> _Piece:
+    def _flat_slice(self, parameter: Any, zero: Any) -> _FlatSlice:
         if self.deepspeed_config.zero_stage == 3:
             group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
             return _partition(parameter, zero.fp32_partitioned_groups_flat[group], offset, self.rank)
         shape, fragment = tuple(parameter.shape), parameter._hp_mapping
         if fragment is None:  # all of it is on other ranks
-            return _Piece(zero.single_partition_of_fp32_groups[0], 0, Slice(shape, "float32", 0, 0))
+            return _FlatSlice(zero.single_partition_of_fp32_groups[0], 0, ParameterSlice(shape, "float32", 0, 0))
         start, length = fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
-        return _Piece(flat, fragment.hp_fragment_address.start, Slice(shape, "float32", start, start + length))
+        return _FlatSlice(flat, fragment.hp_fragment_address.start, ParameterSlice(shape, "float32", start, start + length))
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        self.scorer.set_gradient_accumulation_boundary(last)
-        self.scorer.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
+    def backward(self, loss: Tensor, is_last_micro_batch: bool) -> None:
+        self.module.set_gradient_accumulation_boundary(is_last_micro_batch)
+        self.module.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self) -> dict[str, float]:
         assert self._optimizer is not None and self.optimizer_config is not None, "a frozen model does not step"
         lr = self._next_lr()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self.scorer.step()
-        stepped = self.scorer.was_step_applied()
+        self.module.step()
+        stepped = self.module.was_step_applied()
         if self.deepspeed_config.zero_stage < 3 and not stepped:
             # With the optimizer in host memory DeepSpeed would add the next gradients to the non-finite ones.
-            averaged = self.scorer.optimizer.averaged_gradients
+            averaged = self.module.optimizer.averaged_gradients
             averaged.update(dict.fromkeys(averaged))
-        return self._counted(self.scorer.get_global_grad_norm(), lr, stepped)
+        return self._finish_step(self.module.get_global_grad_norm(), lr, stepped)
 
     def _move(self, device: torch.device | str) -> None:
         """Move to host memory everything that is not there already, or move it back to the device."""
@@ -165,37 +165,37 @@ class DeepSpeedStrategy(Strategy):
         else:
             self._return_to_device()
 
-    def _place_whole(self, device: torch.device | str) -> None:
-        self.scorer.to(device)
-        self._pieces = {name: _Piece(p.detach().view(-1), 0, Slice.of(p)) for name, p in self._saved.items()}
+    def _place_unsharded(self, device: torch.device | str) -> None:
+        self.module.to(device)
+        self._flat_slices = {name: _FlatSlice(p.detach().view(-1), 0, ParameterSlice.from_tensor(p)) for name, p in self._saved.items()}
 
     def _leave_device(self) -> None:
         if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
-            self._place_whole("cpu")
+            self._place_unsharded("cpu")
             return
         if self.deepspeed_config.zero_stage < 3:
             states = self.library.zero.offload_config.OffloadStateTypeEnum
             others = [state for state in states if state is not states.optim_states]
-            self.scorer.offload_states(include=others, pin_memory=False)
+            self.module.offload_states(include=others, pin_memory=False)
         elif self._optimizer is None or self.deepspeed_config.offload_parameters:
-            self.scorer.optimizer.empty_partition_cache()
+            self.module.optimizer.empty_partition_cache()
         else:
             states = self.library.zero.offload_config.OffloadStateTypeEnum
-            self.scorer.offload_states(include=[states.lp_grads, states.contiguous_grad_buffer], pin_memory=False)
+            self.module.offload_states(include=[states.lp_grads, states.contiguous_grad_buffer], pin_memory=False)
         self._move_rest("cpu")
 
     def _return_to_device(self) -> None:
         if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
-            self._place_whole(self.device)
+            self._place_unsharded(self.device)
             return
         if self._optimizer is not None and (
             self.deepspeed_config.zero_stage < 3 or not self.deepspeed_config.offload_parameters
         ):
-            self.scorer.reload_states()
+            self.module.reload_states()
         self._move_rest(self.device)
         if self.deepspeed_config.zero_stage < 3:
             return
-        zero = self.scorer.optimizer
+        zero = self.module.optimizer
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
@@ -211,7 +211,7 @@ class DeepSpeedStrategy(Strategy):
                 self._move_partitions(device)
         if not sharded or self._optimizer is None or self.deepspeed_config.offload_optimizer:
             return
-        for piece in self._pieces.values():
+        for piece in self._flat_slices.values():
             piece.flat.data = piece.flat.data.to(device)
 
     def _move_state(self, device: torch.device | str) -> None:
@@ -222,7 +222,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _move_partitions(self, device: torch.device | str) -> None:
         """Move stage 3's compute copies of trained parameters: DeepSpeed's own move fails with frozen parameters."""
-        zero = self.scorer.optimizer
+        zero = self.module.optimizer
         buffer = zero.lp_param_buffer
         buffer.data = buffer.data.to(device)
         start = 0
@@ -237,37 +237,37 @@ class DeepSpeedStrategy(Strategy):
         trained = parameter.requires_grad
         if self.deepspeed_config.zero_stage < 3 and not (trained and parameter.dtype != torch.float32):
             return super()._sharded(name, parameter)
-        piece = self._pieces[name] if name in self._pieces else _partition(parameter, None, 0, self.rank)
+        piece = self._flat_slices[name] if name in self._flat_slices else _partition(parameter, None, 0, self.rank)
         shape, start = piece.slice.shape, piece.slice.start
         if self.deepspeed_config.zero_stage == 3:
             gather = partial(gather_equal_ranges, shape, parameter.partition_numel(), self.world_size)
         else:
             gather = partial(gather_ranges, shape, start)
-        return ShardedTensor(piece.of(piece.flat.detach()).to(self.device), shape, start, True, gather)
+        return ShardedTensor(piece.extract(piece.flat.detach()).to(self.device), shape, start, True, gather)
 
-    def _slices(self) -> dict[str, Slice]:
-        return {name: piece.slice for name, piece in self._pieces.items()}
+    def _slices(self) -> dict[str, ParameterSlice]:
+        return {name: piece.slice for name, piece in self._flat_slices.items()}
 
-    def _held(self, name: str) -> Tensor:
-        piece = self._pieces[name]
-        return piece.of(piece.flat.detach())
+    def _local_slice(self, name: str) -> Tensor:
+        piece = self._flat_slices[name]
+        return piece.extract(piece.flat.detach())
 
     def _state(self, name: str) -> dict[str, Tensor]:
         assert self._optimizer is not None
-        piece = self._pieces[name]
+        piece = self._flat_slices[name]
         state = self._optimizer.state[piece.flat]
-        return {key: piece.of(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
+        return {key: piece.extract(value) if key in _MOMENTS else value.clone() for key, value in state.items()}
 
-    def load(self, directory: Path) -> LearningRates | None:
+    def load(self, folder: Path) -> LearningRates | None:
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
             state["step"].zero_()  # parameters share one: see _load_state
-        rates = super().load(directory)
+        rates = super().load(folder)
         self._publish()
         return rates
 
-    def _load_state(self, reader: Any, name: str, piece: Slice) -> None:
+    def _load_state(self, reader: Any, name: str, piece: ParameterSlice) -> None:
         assert self._optimizer is not None
-        flat = self._pieces[name].flat
+        flat = self._flat_slices[name].flat
         saved = f"step/{name}" in reader
         state = self._optimizer.state[flat]
         if not state:
@@ -282,9 +282,9 @@ class DeepSpeedStrategy(Strategy):
         """Copy the loaded parameters to those that the model computes with."""
         if self.deepspeed_config.zero_stage < 3:
             if self._optimizer is not None:
-                self.scorer.optimizer.update_lp_params()
+                self.module.optimizer.update_lp_params()
             return
-        zero = self.scorer.optimizer
+        zero = self.module.optimizer
         zero.empty_partition_cache()
         if self._optimizer is not None:
             for group in range(len(zero.fp32_partitioned_groups_flat)):
@@ -293,7 +293,7 @@ class DeepSpeedStrategy(Strategy):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def _partition(parameter: Any, flat: Tensor | None, offset: int, rank: int) -> _Piece:
+def _partition(parameter: Any, flat: Tensor | None, offset: int, rank: int) -> _FlatSlice:
     """A rank's piece in ZeRO 3, which splits parameters into equal lengths and pads the last. `flat` None: the compute
     copy.
     """
@@ -301,7 +301,7 @@ def _partition(parameter: Any, flat: Tensor | None, offset: int, rank: int) -> _
     length, total = parameter.partition_numel(), parameter.ds_numel
     start, stop = min(rank * length, total), min((rank + 1) * length, total)
     dtype = str(flat.dtype).removeprefix("torch.")
-    return _Piece(flat, offset, Slice(tuple(parameter.ds_shape), dtype, start, stop))
+    return _FlatSlice(flat, offset, ParameterSlice(tuple(parameter.ds_shape), dtype, start, stop))
 
 
 def _import_deepspeed(device: str) -> Any:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from skyrl_train.cluster.sockets import choose_interface, forget_interface, listen, own_address
+from skyrl_train.cluster.addresses import choose_interface, reset_interface, listen, local_address_towards
 from skyrl_train.errors import DeadlineExceeded
 
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -20,7 +20,7 @@ def init_process_group(
     port: int,
     backend: str,
     timeout_s: float,
-    collective_s: float | None = None,
+    collective_timeout_s: float | None = None,
 ) -> None:
     """Join the group that rank 0 hosts at address:port. `collective_s`: deadline of a collective, else `timeout_s`.
 
@@ -36,21 +36,21 @@ def init_process_group(
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listen(address, port).detach() if rank == 0 else None,
         )
-        choose_interface(own_address(address, port))
+        choose_interface(local_address_towards(address, port))
         dist.init_process_group(
             _BACKENDS[backend],
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=collective_s or timeout_s),
+            timeout=timedelta(seconds=collective_timeout_s or timeout_s),
         )
     except (dist.DistStoreError, dist.DistNetworkError, OSError) as error:
-        forget_interface()
+        reset_interface()
         meeting = f"Rank {rank}: the meeting of {world_size} ranks at {address}:{port}"
         raise DeadlineExceeded(meeting, timeout_s) from error
 
 
-def neighbours(size: int, timeout_s: float) -> dist.ProcessGroup:
+def make_subgroups(size: int, timeout_s: float) -> dist.ProcessGroup:
     """Make groups of `size` neighbouring ranks, with their own deadline; returns this rank's. All ranks call it."""
     group: dist.ProcessGroup = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))[0]
     return group
@@ -60,4 +60,4 @@ def close_process_group() -> None:
     """Leave the default group and its subgroups, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_interface()
+    reset_interface()

@@ -9,8 +9,8 @@ from torch import nn
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.strategies.base import Strategy, widest_dtype
-from skyrl_train.strategies.fill import fill_whole
+from skyrl_train.strategies.base import Strategy, get_widest_dtype
+from skyrl_train.strategies.materialize import materialize_full
 
 
 class SingleStrategy(Strategy):
@@ -32,11 +32,11 @@ class SingleStrategy(Strategy):
         super().__init__(optimizer_config, device, rank, world_size)
         self.compute_dtype = compute_dtype
 
-    def prepare(self, scorer: nn.Module, total_steps: int | None) -> nn.Module:
-        fill_whole(scorer)
-        scorer.to(self.device)
-        if self.compute_dtype.itemsize < widest_dtype(scorer).itemsize:
+    def prepare(self, model: nn.Module, total_steps: int | None) -> nn.Module:
+        materialize_full(model)
+        model.to(self.device)
+        if self.compute_dtype.itemsize < get_widest_dtype(model).itemsize:
             compute: Any = torch.autocast(self.device.type, dtype=self.compute_dtype)
-            scorer.forward = compute(scorer.forward)  # type: ignore[method-assign]
-        self._own(scorer, total_steps)
-        return scorer
+            model.forward = compute(model.forward)  # type: ignore[method-assign]
+        self._register_module(model, total_steps)
+        return model

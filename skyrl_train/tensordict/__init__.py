@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_train.lazy import lazy_exports
+from skyrl_train.lazy_imports import lazy_exports
 
 if TYPE_CHECKING:
     from skyrl_train.tensordict.buffer import (

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 
-from skyrl_train.data.chat import render_conversation, render_header, render_messages, render_prompt, render_text
+from skyrl_train.data.chat import render_conversation, render_generation_prompt, render_messages, render_prompt, render_text
 from skyrl_train.data.chat_templates import TEMPLATES
-from skyrl_train.data.messages import joined_text_parts
+from skyrl_train.data.messages import join_text_parts
 from skyrl_train.errors import ConfigError, DataError
 
 NO_MESSAGE = "<none>"
@@ -61,7 +61,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             return lazy_stack([cls.from_chats(chat) for chat in chats])  # type: ignore[no-any-return]
         turns = []
         for message in chats:
-            content = joined_text_parts(message["content"])
+            content = join_text_parts(message["content"])
             content = NonTensorData(content) if isinstance(content, list) else content  # parts may differ in their keys
             fields = {"role": message["role"], "content": content}
             fields["is_complete"] = bool(message.get("is_complete", True))
@@ -254,7 +254,7 @@ def _content(value: Any) -> Any:
     parts = value if isinstance(value, list) else [value]
     if not any(isinstance(one, ContentBase) for one in parts):
         return value
-    return joined_text_parts([one.to_dict(retain_none=False) if isinstance(one, ContentBase) else one for one in parts])
+    return join_text_parts([one.to_dict(retain_none=False) if isinstance(one, ContentBase) else one for one in parts])
 
 
 def _joined(first: Any, second: Any, dim: int) -> Any:
@@ -265,24 +265,24 @@ def _joined(first: Any, second: Any, dim: int) -> Any:
 
 
 def _texts(
-    history: History, tokenizer: Any, open_answer: bool, continue_message: bool, options: Mapping[str, Any]
+    history: History, tokenizer: Any, add_generation_prompt: bool, continue_message: bool, options: Mapping[str, Any]
 ) -> Any:
     if history.ndim > 1:
-        return [_texts(one, tokenizer, open_answer, continue_message, options) for one in history.unbind(0)]
-    way = "continue" if continue_message else "open" if open_answer else "closed"
-    return render_text(tokenizer, rendered_form(history.to_chats()), options, way=way)
+        return [_texts(one, tokenizer, add_generation_prompt, continue_message, options) for one in history.unbind(0)]
+    mode = "continue" if continue_message else "open" if add_generation_prompt else "closed"
+    return render_text(tokenizer, rendered_form(history.to_chats()), options, mode=mode)
 
 
 def _encoded(
-    tokenizer: Any, messages: list[Any], options: dict[str, Any], open_answer: bool, masked: bool
+    tokenizer: Any, messages: list[Any], options: dict[str, Any], add_generation_prompt: bool, masked: bool
 ) -> tuple[list[int], list[bool]]:
     messages = rendered_form(messages)
-    if not masked and open_answer:
+    if not masked and add_generation_prompt:
         return render_prompt(tokenizer, messages, options, continue_final_message=False), []
     if not masked:
         return render_messages(tokenizer, messages, options), []
     ids, mask = render_conversation(tokenizer, messages, options)
-    header = render_header(tokenizer, messages, options) if open_answer else []
+    header = render_generation_prompt(tokenizer, messages, options) if add_generation_prompt else []
     return ids + header, mask + [False] * len(header)
 
 

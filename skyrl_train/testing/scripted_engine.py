@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.data.arrays import Tokens, token_array
+from skyrl_train.data.token_arrays import Tokens, to_token_array
 from skyrl_train.engines.base import (
     Capabilities,
     Completion,
@@ -19,13 +19,13 @@ from skyrl_train.engines.base import (
     SamplingParams,
     VersionSpan,
 )
-from skyrl_train.engines.sampling import check_supported
+from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
-Answer = Callable[[SampleRequest], Sequence[int] | Tokens]
+AnswerFunction = Callable[[SampleRequest], Sequence[int] | Tokens]
 
-EVERYTHING = Capabilities(
+ALL_CAPABILITIES = Capabilities(
     name="scripted",
     sampling=frozenset(field.name for field in fields(SamplingParams)),
     weight_routes=frozenset({"in_process"}),
@@ -43,11 +43,11 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        answer: Answer = lambda request: request.token_ids,
+        answer: AnswerFunction = lambda request: request.token_ids,
         *,
         name: str = "scripted",
         delay_s: float | Callable[[SampleRequest], float] = 0.0,
-        capabilities: Capabilities = EVERYTHING,
+        capabilities: Capabilities = ALL_CAPABILITIES,
         failures: Mapping[str, Exception] | None = None,
     ):
         self.name = name
@@ -56,8 +56,8 @@ class ScriptedEngine:
         self.calls: list[str] = []
         self.batches: list[list[SampleRequest]] = []
         self.version = 0
-        self._newest, self._rehearsal = -1, False
-        self.asleep = self.torn = self.closed = False
+        self._newest, self._is_self_test = -1, False
+        self.asleep = self.partially_loaded = self.closed = False
         self._answer = answer
         self.delay_s = delay_s
         self._may_run = asyncio.Event()
@@ -96,7 +96,7 @@ class ScriptedEngine:
         logprobs = np.full(len(ids), -1.0, np.float32)
         spans = [VersionSpan(0, len(ids), self.version)] if ids else []
         running_s = time.monotonic() - begun
-        return Completion(request.request_id, token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s)
+        return Completion(request.request_id, to_token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s)
 
     async def _work(self, delay: float) -> None:
         await asyncio.sleep(delay)
@@ -142,16 +142,16 @@ class ScriptedEngine:
         self._note("begin_weights")
         if manifest.version <= self._newest:
             raise WeightSyncError(f"engine {self.name}: version {manifest.version} is stale: {self.version} is served.")
-        self._rehearsal = manifest.rehearsal
+        self._is_self_test = manifest.rehearsal
 
     async def receive_weights(self, bucket: Bucket) -> None:
         self._note("receive_weights")
-        self.torn = True
+        self.partially_loaded = True
 
     async def commit_weights(self, version: int) -> None:
         self._note("commit_weights")
-        self.version, self.torn = version, False
-        self._newest = version - self._rehearsal
+        self.version, self.partially_loaded = version, False
+        self._newest = version - self._is_self_test
 
     async def reset_prefix_cache(self) -> None:
         self._note("reset_prefix_cache")
@@ -170,7 +170,7 @@ class ScriptedEngine:
             running=len(self._aborted),
             paused=not self._may_run.is_set(),
             asleep=self.asleep,
-            torn=self.torn,
+            torn=self.partially_loaded,
             generated_tokens=self._generated_tokens,
         )
 
@@ -187,5 +187,5 @@ class ScriptedEngine:
             raise EngineError(f"Engine {self.name!r} is closed.")
 
     def _check_serving(self) -> None:
-        if self.torn or self.asleep:
-            raise EngineError(f"Engine {self.name!r} is {'torn' if self.torn else 'asleep'}.")
+        if self.partially_loaded or self.asleep:
+            raise EngineError(f"Engine {self.name!r} is {'torn' if self.partially_loaded else 'asleep'}.")

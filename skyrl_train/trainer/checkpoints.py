@@ -22,29 +22,29 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.hydra import CONFIG_FILE
-from skyrl_train.config.sources import is_address
-from skyrl_train.durable import Written, sync_folder, write_durably
+from skyrl_train.config.locations import is_uri
+from skyrl_train.atomic_files import FileDigest, fsync_folder, atomic_write_text
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.report.jsonl import METRICS_FILE
-from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.manifests import (
-    DELETING,
+    DELETING_SUFFIX,
     MANIFEST_FILE,
-    damage,
-    fetch,
-    files_in,
-    set_aside_here,
+    find_damage,
+    download_folder,
+    list_files,
+    set_aside_local,
     write_manifest,
 )
 from skyrl_train.storage.mirror import LATEST_FILE, Mirror
-from skyrl_train.storage.places import cache_folder, check_address, working_folder
+from skyrl_train.storage.uris import cache_folder, check_uri, resolve_local_folder
 
 STATE_FILE = "trainer_state.json"
 RESUME_MODES = ("none", "latest", "from_path")
 
 _COMMITTED = re.compile(r"global_step_(\d+)")
-_TORN = re.compile(r"global_step_(\d+)\.partial")
-_STORED = ".stored"
+_PARTIAL = re.compile(r"global_step_(\d+)\.partial")
+_STORED_SUFFIX = ".stored"
 """What another run's checkpoint is called here if one of that step is here and is another one than at the address."""
 _UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
 """Raised by what is no JSON object: binary, too deep, a number of too many digits, an infinite size."""
@@ -66,7 +66,7 @@ class Checkpoint:
         return self.path.parent
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run. Only the `max_ckpts_to_keep` newest are kept; -1 keeps all.
 
     `mirror`: of `root` at an address, where there may be checkpoints that are not here.
@@ -85,7 +85,7 @@ class Checkpoints:
         """Steps of the committed checkpoints, oldest first."""
         return sorted(step for step, _ in _by_recorded_step(self._root, None))
 
-    def newest(self, before: int) -> Path | None:
+    def latest_before(self, before: int) -> Path | None:
         """The newest committed checkpoint of a step before this one."""
         return next((folder for step, folder in _by_recorded_step(self._root, None) if step < before), None)
 
@@ -95,7 +95,7 @@ class Checkpoints:
         So is what is left of checkpoints whose deletion was interrupted. Raises OSError.
         """
         folder = self._partial(step)
-        for doomed in (folder, *self._root.glob(f"global_step_*{DELETING}")):
+        for doomed in (folder, *self._root.glob(f"global_step_*{DELETING_SUFFIX}")):
             _delete(doomed)
         folder.mkdir(parents=True)
         return folder
@@ -104,7 +104,7 @@ class Checkpoints:
         """Delete the folder of `begin`, as far as that is possible: a failed save must not fill the disk as well."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
-    def commit(self, step: int, state: Mapping[str, Any], files: Mapping[str, Written] | None = None) -> Path:
+    def commit(self, step: int, state: Mapping[str, Any], files: Mapping[str, FileDigest] | None = None) -> Path:
         """Make the folder of `begin` durable and visible, point `latest` at it, and delete the oldest of too many.
 
         `files` (path inside the folder -> what it holds) are durable already and are not read again. Raises OSError if
@@ -112,8 +112,8 @@ class Checkpoints:
         they are.
         """
         folder, final = self._partial(step), self._final(step)
-        write_durably(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
-        written = files_in(folder)
+        atomic_write_text(folder / STATE_FILE, json.dumps({"global_step": step, **state}, indent=1))
+        written = list_files(folder)
         if missing := sorted((files or {}).keys() - written.keys()):
             raise CheckpointError(
                 f"{folder} does not contain {missing[0]}, which a rank has written there: trainer.ckpt_path must be on "
@@ -121,21 +121,21 @@ class Checkpoints:
             )
         write_manifest(folder, files, global_step=step)
         for inner in {path.parent for path in written.values()}:
-            sync_folder(inner)
-        self._set_later_aside(step)
-        with _out_of_the_way(final):
+            fsync_folder(inner)
+        self._set_aside_later(step)
+        with _atomic_removal(final):
             folder.rename(final)
         try:
-            sync_folder(self._root)
-            write_durably(self._root / LATEST_FILE, str(step))
+            fsync_folder(self._root)
+            atomic_write_text(self._root / LATEST_FILE, str(step))
             self._prune()
         except OSError as error:  # the checkpoint is there all the same, and is found without that file
             _log.warning("%s is written, but not what follows it (%s).", final, error)
         if self._mirror is not None:
-            self._mirror.offer(final)
+            self._mirror.enqueue(final)
         return final
 
-    def load_path(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
+    def find_resumable(self, mode: str | None, path: str | Path | None = None) -> Checkpoint | None:
         """The checkpoint to resume from, verified; None if there is nothing to resume.
 
         Mode "latest" takes the newest that verifies and logs an error for every damaged one that it skips; "from_path"
@@ -148,24 +148,24 @@ class Checkpoints:
             raise ConfigError(f"trainer.resume_mode={mode!r} is not one of {', '.join(RESUME_MODES)}.")
         root, newest, mirror = self._root, None, self._mirror
         if mode == "from_path":
-            root, newest, mirror = self._given(path)
-        for torn in sorted(_steps(root, _TORN)):
+            root, newest, mirror = self._resolve_resume_path(path)
+        for torn in sorted(_steps(root, _PARTIAL)):
             _log.warning(
                 "Checkpoint %s is torn: its save was interrupted. It is not loaded.",
                 root / f"global_step_{torn}.partial",
             )
         if root == self._root:
-            self._bring_back()
-        stored = [] if mirror is None else mirror.steps()
+            self._recover_interrupted_replace()
+        stored = [] if mirror is None else mirror.remote_steps()
         candidates = _candidates(root, stored, newest)
         for step, folder in candidates:
-            if mirror is not None and mirror is not self._mirror and step in stored and mirror.has_another(folder):
-                folder = folder.with_name(f"{folder.name}{_STORED}")
-            problem = verify(folder)
+            if mirror is not None and mirror is not self._mirror and step in stored and mirror.differs_from_remote(folder):
+                folder = folder.with_name(f"{folder.name}{_STORED_SUFFIX}")
+            problem = find_checkpoint_damage(folder)
             if problem is not None and mirror is not None and step in stored:
                 problem = _fetched(mirror, step, folder)
             if problem is None:
-                if folder.name.removesuffix(_STORED) != f"global_step_{step}":
+                if folder.name.removesuffix(_STORED_SUFFIX) != f"global_step_{step}":
                     _log.warning("Checkpoint %s is of step %d: its manifest decides, not its name.", folder, step)
                 return Checkpoint(folder, step, _read(folder / STATE_FILE))
             _log.error("CHECKPOINT %s IS DAMAGED: %s. Falling back to the one before it.", folder, problem)
@@ -177,25 +177,25 @@ class Checkpoints:
             )
         return None
 
-    def _given(self, path: str | Path | None) -> tuple[Path, int, Mirror | None]:
+    def _resolve_resume_path(self, path: str | Path | None) -> tuple[Path, int, Mirror | None]:
         """(folder with checkpoints, step, its mirror if there is one) of trainer.resume_path."""
-        if not is_address(str(path)):
+        if not is_uri(str(path)):
             root, step = _parse_path(path)
             return root, step, self._mirror if root == self._root.resolve() else None
         address, _, name = str(path).rstrip("/").rpartition("/")
-        mine = self._mirror is not None and self._mirror.store.address == address
-        mirror = self._mirror if mine else Mirror(working_folder(address), address)
+        mine = self._mirror is not None and self._mirror.store.uri == address
+        mirror = self._mirror if mine else Mirror(resolve_local_folder(address), address)
         assert mirror is not None
         match = _COMMITTED.fullmatch(name)
-        if match is None or not (int(match[1]) in mirror.steps() or (mirror.local / name).is_dir()):
+        if match is None or not (int(match[1]) in mirror.remote_steps() or (mirror.local / name).is_dir()):
             raise _no_checkpoint(path, mirror.local / name)
         return mirror.local, int(match[1]), mirror
 
-    def _bring_back(self) -> None:
+    def _recover_interrupted_replace(self) -> None:
         """A checkpoint is out of the way for a moment while its step is saved again: a kill may come just then."""
-        for moved in self._root.glob(f"global_step_*{DELETING}"):
-            original = moved.with_name(moved.name.removesuffix(DELETING))
-            if not original.exists() and verify(moved) is None:
+        for moved in self._root.glob(f"global_step_*{DELETING_SUFFIX}"):
+            original = moved.with_name(moved.name.removesuffix(DELETING_SUFFIX))
+            if not original.exists() and find_checkpoint_damage(moved) is None:
                 moved.rename(original)
 
     def _partial(self, step: int) -> Path:
@@ -204,28 +204,28 @@ class Checkpoints:
     def _final(self, step: int) -> Path:
         return self._root / f"global_step_{step}"
 
-    def _set_later_aside(self, step: int) -> None:
+    def _set_aside_later(self, step: int) -> None:
         """Rename later checkpoints: a run resumed from an older step must never resume from them by mistake."""
         if self._mirror is not None:
             self._mirror.leave_behind(step)
         for later, old in _by_recorded_step(self._root, None):
             if later > step:
                 _log.warning("Checkpoint %s is from before this run went back to an earlier step; it is now %s.",
-                             old, set_aside_here(old))  # fmt: skip
+                             old, set_aside_local(old))  # fmt: skip
 
     def _prune(self) -> None:
         kept = self._max_ckpts_to_keep
         for _, folder in _by_recorded_step(self._root, None)[kept:] if kept > 0 else ():
             if self._mirror is not None and self._mirror.is_uploading(folder):
                 continue  # the next save deletes it
-            with _out_of_the_way(folder):
+            with _atomic_removal(folder):
                 pass
 
 
 @contextmanager
-def _out_of_the_way(folder: Path) -> Iterator[None]:
+def _atomic_removal(folder: Path) -> Iterator[None]:
     """Rename first, delete afterwards: an interruption never leaves a committed name with half of its files."""
-    doomed = folder.with_name(f"{folder.name}{DELETING}")
+    doomed = folder.with_name(f"{folder.name}{DELETING_SUFFIX}")
     _delete(doomed, ignore_errors=True)
     if folder.exists():
         folder.rename(doomed)
@@ -242,9 +242,9 @@ def _delete(path: Path, *, ignore_errors: bool = False) -> None:
         path.unlink(missing_ok=True)
 
 
-def verify(folder: Path) -> str | None:
+def find_checkpoint_damage(folder: Path) -> str | None:
     """Describe the problem with a committed checkpoint; None if every file is present with its size and SHA-256."""
-    return damage(folder, read=True) or _state_problem(folder)
+    return find_damage(folder, verify_hashes=True) or _state_problem(folder)
 
 
 def _state_problem(folder: Path) -> str | None:
@@ -314,19 +314,19 @@ def _candidates(root: Path, stored: list[int], newest: int | None) -> list[tuple
 
 def _fetched(mirror: Mirror, step: int, folder: Path) -> str | None:
     """Download a checkpoint that is damaged here or not here at all; what is wrong with it then."""
-    _log.warning("Checkpoint %s comes from %s.", folder.name, mirror.store.address)
+    _log.warning("Checkpoint %s comes from %s.", folder.name, mirror.store.uri)
     if folder.is_dir():
-        return fetch(mirror.store, f"global_step_{step}", folder) or verify(folder)
+        return download_folder(mirror.store, f"global_step_{step}", folder) or find_checkpoint_damage(folder)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        if (problem := fetch(mirror.store, f"global_step_{step}", partial)) is not None:
+        if (problem := download_folder(mirror.store, f"global_step_{step}", partial)) is not None:
             return problem
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # what a failed download left
-    sync_folder(folder.parent)
+    fsync_folder(folder.parent)
     return _state_problem(folder)
 
 
@@ -341,36 +341,36 @@ def _steps(root: Path, pattern: re.Pattern[str]) -> Iterator[int]:
 
 
 @contextmanager
-def checkpoint_at(place: str, parts: tuple[str, ...]) -> Iterator[Checkpoint]:
+def open_run_checkpoint(location: str, model_folders: tuple[str, ...]) -> Iterator[Checkpoint]:
     """The checkpoint RUN/global_step_N of a folder or an address, verified by SHA-256.
 
     Of one at an address only `parts`, the folders of its models, are downloaded, and deleted on exit. Raises
     ConfigError for a place that is no checkpoint, CheckpointError for a damaged one, StorageError.
     """
-    if is_address(place):
-        check_address(place)
+    if is_uri(location):
+        check_uri(location)
         cache_folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="checkpoint-") as copy:
-            yield _downloaded(place.rstrip("/"), parts, Path(copy))
+            yield _downloaded(location.rstrip("/"), model_folders, Path(copy))
         return
-    folder = Path(place).absolute()
+    folder = Path(location).absolute()
     if not (folder / MANIFEST_FILE).is_file():
-        raise _not_a_checkpoint(place, Checkpoints(folder).steps())
-    if (damage := verify(folder)) is not None:
+        raise _not_a_checkpoint(location, CheckpointStore(folder).steps())
+    if (damage := find_checkpoint_damage(folder)) is not None:
         raise CheckpointError(f"{folder} is damaged: {damage}. Name another checkpoint.")
     yield _opened(folder)
 
 
-def _downloaded(address: str, parts: tuple[str, ...], copy: Path) -> Checkpoint:
+def _downloaded(address: str, model_folders: tuple[str, ...], copy: Path) -> Checkpoint:
     run, _, name = address.rpartition("/")
-    store = StoredFolder(run)
+    store = RemoteFolder(run)
     if store.read(f"{name}/{MANIFEST_FILE}") is None:
-        whole = {file.removesuffix(f"/{MANIFEST_FILE}") for file in StoredFolder(address).find()}
+        whole = {file.removesuffix(f"/{MANIFEST_FILE}") for file in RemoteFolder(address).find()}
         raise _not_a_checkpoint(
             address, sorted(int(match[1]) for file in whole if (match := _COMMITTED.fullmatch(file)))
         )
-    below = (STATE_FILE, *(f"{part}/" for part in parts))
-    if (problem := fetch(store, name, copy / name, only=below)) is not None:
+    below = (STATE_FILE, *(f"{part}/" for part in model_folders))
+    if (problem := download_folder(store, name, copy / name, only=below)) is not None:
         raise CheckpointError(f"{problem}. Name another checkpoint.")
     for file in (CONFIG_FILE, METRICS_FILE):
         store.get(file, copy / file)

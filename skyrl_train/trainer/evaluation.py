@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.data.messages import Prompt
-from skyrl_train.data.trajectory import OK, PASSED, TrajectoryGroup
-from skyrl_train.durable import replacing
+from skyrl_train.data.trajectory import OK, MIN_PASS_REWARD, TrajectoryGroup
+from skyrl_train.atomic_files import atomic_write
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
-from skyrl_train.messages import visible
-from skyrl_train.metrics import NameLimit
-from skyrl_train.rollouts.conversation import CUT
-from skyrl_train.tasks import gather_all
+from skyrl_train.terminal import escape_control_chars
+from skyrl_train.metrics import MetricNameLimit
+from skyrl_train.rollouts.conversation import DEADLINE_KIND
+from skyrl_train.aio import gather_all
 
 _log = logging.getLogger(__name__)
-ALL = "all"
+ALL_SOURCES = "all"
 """Stands for all data sources together in metric names."""
 OTHER_SOURCES = "other_sources"
 """Stands for the data sources beyond the limits below."""
 MAX_SOURCES, MAX_SOURCE_LENGTH = 256, 128
 """Data sources with metrics and a dump of their own, and characters of one: rows may have any number of them."""
-_LONGEST_FILE_NAME = 200
+_MAX_FILE_NAME_BYTES = 200
 """Bytes; file systems allow 255."""
 
 
@@ -41,10 +41,10 @@ class Evaluator:
         rollout: Callable[[Prompt, int], Awaitable[TrajectoryGroup]],
         prompts: Sequence[Prompt],
         eval_batch_size: int,
-        dump_to: Path | None,
+        dump_folder: Path | None,
         max_failed_fraction: float = 1.0,
-        after: Callable[[], Awaitable[None]] | None = None,
-        one_version: bool = False,
+        on_rollouts_done: Callable[[], Awaitable[None]] | None = None,
+        require_single_version: bool = False,
     ):
         """`after` is called once all rollouts have ended: evaluation leaves no trace in what is measured next.
 
@@ -54,10 +54,10 @@ class Evaluator:
         self._prompts = prompts
         self._source_names = _source_names([prompt.data_source for prompt in prompts])
         self._eval_batch_size = eval_batch_size
-        self._dump_to = dump_to
+        self._dump_folder = dump_folder
         self._max_failed_fraction = max_failed_fraction
-        self._after = after
-        self._one_version = one_version
+        self._on_rollouts_done = on_rollouts_done
+        self._require_single_version = require_single_version
         self.progress = 0, len(prompts)
         """How many prompts of the evaluation under way are done, and how many there are."""
 
@@ -76,20 +76,20 @@ class Evaluator:
         for start in range(0, len(self._prompts), self._eval_batch_size):
             batch = self._prompts[start : start + self._eval_batch_size]
             groups += await gather_all(self._counted(prompt, start + i) for i, prompt in enumerate(batch))
-        if self._after is not None:
-            await self._after()
-        if self._one_version:
+        if self._on_rollouts_done is not None:
+            await self._on_rollouts_done()
+        if self._require_single_version:
             check_version(groups, step)
-        if self._dump_to is not None:
-            await asyncio.to_thread(self._dump, groups, self._dump_to / f"global_step_{step}_evals")
+        if self._dump_folder is not None:
+            await asyncio.to_thread(self._dump, groups, self._dump_folder / f"global_step_{step}_evals")
         failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
         total = sum(len(group.trajectories) for group in groups)
-        if failed[CUT]:
+        if failed[DEADLINE_KIND]:
             _log.warning(
                 "evaluation at step %d: %d of %d episodes were cut after trainer.timeouts.rollout_s and count as "
                 "reward 0. Raise it, or lower eval_sampling_params.max_generate_length.",
                 step,
-                failed[CUT],
+                failed[DEADLINE_KIND],
                 total,
             )
         if failed.total() > self._max_failed_fraction * total:
@@ -97,9 +97,9 @@ class Evaluator:
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             by_source[self._source_names[group.prompt.data_source]].append(group)
-        found = {source: scores(of_source) for source, of_source in by_source.items()}
+        found = {source: evaluation_metrics(of_source) for source, of_source in by_source.items()}
         if len(by_source) > 1:
-            found[ALL] = scores(groups)
+            found[ALL_SOURCES] = evaluation_metrics(groups)
         return {
             f"eval/{source}/{name}": value for source, of_source in found.items() for name, value in of_source.items()
         }
@@ -132,7 +132,7 @@ class Evaluator:
             folder.mkdir(parents=True, exist_ok=True)
             for source, rows in by_source.items():
                 text = "".join(json.dumps(row) + "\n" for row in redact(rows))
-                with replacing(folder / f"{_file_name(source)}.jsonl", sync=False) as file:
+                with atomic_write(folder / f"{_file_name(source)}.jsonl", sync=False) as file:
                     file.write(text.encode())
         except OSError as error:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
@@ -143,11 +143,11 @@ def _source_names(sources: Sequence[str]) -> dict[str, str]:
 
     That is the source itself, unless it is reserved or beyond the limits.
     """
-    limit, names = NameLimit(MAX_SOURCES, MAX_SOURCE_LENGTH), dict.fromkeys(sources, OTHER_SOURCES)
+    limit, names = MetricNameLimit(MAX_SOURCES, MAX_SOURCE_LENGTH), dict.fromkeys(sources, OTHER_SOURCES)
     for source in names:
         if limit.admits(source):
             name = source
-            while name in (ALL, OTHER_SOURCES) or (name != source and name in names):
+            while name in (ALL_SOURCES, OTHER_SOURCES) or (name != source and name in names):
                 name = f"source_{name}"
             names[source] = name
     others = [source for source, name in names.items() if name == OTHER_SOURCES]
@@ -157,7 +157,7 @@ def _source_names(sources: Sequence[str]) -> dict[str, str]:
             "values, of at most %d characters, have metrics of their own. `data_source` should name a kind of task.",
             len(others),
             len(names),
-            visible(f"{others[0]:.{MAX_SOURCE_LENGTH}}"),
+            escape_control_chars(f"{others[0]:.{MAX_SOURCE_LENGTH}}"),
             OTHER_SOURCES,
             MAX_SOURCES,
             MAX_SOURCE_LENGTH,
@@ -168,10 +168,10 @@ def _source_names(sources: Sequence[str]) -> dict[str, str]:
 def _file_name(source: str) -> str:
     """Return a file name that no other data source has: characters that files may not have are percent-encoded."""
     name = "".join(c if c.isalnum() or c in "-_." else quote(c, safe="", errors="surrogatepass") for c in source)
-    if len(name.encode()) <= _LONGEST_FILE_NAME:
+    if len(name.encode()) <= _MAX_FILE_NAME_BYTES:
         return name
     digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()[:16]
-    return f"{name.encode()[: _LONGEST_FILE_NAME // 2].decode(errors='ignore')}%%{digest}"  # no other name has "%%"
+    return f"{name.encode()[: _MAX_FILE_NAME_BYTES // 2].decode(errors='ignore')}%%{digest}"  # no other name has "%%"
 
 
 def check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
@@ -183,11 +183,11 @@ def check_version(groups: Sequence[TrajectoryGroup], version: int) -> None:
         raise WeightSyncError(f"the evaluation of version {version} has tokens of versions {sorted(found)}.")
 
 
-def scores(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def evaluation_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """avg_score (mean reward of all samples), pass_at_<n> (share of prompts with at least one pass) and num_failed."""
     trajectories = [item for group in groups for item in group.trajectories]
     rewards = [item.reward if item.status == OK else 0.0 for item in trajectories]
-    passed = [any(item.status == OK and item.reward >= PASSED for item in group.trajectories) for group in groups]
+    passed = [any(item.status == OK and item.reward >= MIN_PASS_REWARD for item in group.trajectories) for group in groups]
     samples = max(len(group.trajectories) for group in groups)
     return {
         "avg_score": sum(rewards) / len(rewards),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 
-from skyrl_train.algorithms.advantages import Compared
+from skyrl_train.algorithms.advantages import ComparisonScope
 from skyrl_train.config.schema import GuardsConfig
-from skyrl_train.errors import Unhealthy
+from skyrl_train.errors import GuardTriggered
 from skyrl_train.report.diagnosis import truncation_advice
-from skyrl_train.trainer.run_state import SKIPPED
+from skyrl_train.trainer.checkpoint_manager import SKIPPED_SUFFIX
 
-_EQUAL: Mapping[Compared, tuple[str, float, str]] = {
+_EQUAL: Mapping[ComparisonScope, tuple[str, float, str]] = {
     "group": ("reward/zero_variance_groups", 1.0, "samples of a prompt had the same reward"),
     "step": ("reward/std", 0.0, "samples of a step had the same reward"),
 }
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class Guards:
     """Looks at the metrics of every step. A guard warns when its limit is first passed, and again after a recovery."""
 
-    def __init__(self, settings: GuardsConfig, compared: Compared | None, end_of_turn: str = ""):
+    def __init__(self, settings: GuardsConfig, comparison_scope: ComparisonScope | None, end_of_turn: str = ""):
         """Create guards with these limits.
 
         Args:
@@ -46,40 +46,40 @@ class Guards:
         """
         self._settings = settings
         self._end_of_turn = end_of_turn
-        self._compared = compared
+        self._comparison_scope = comparison_scope
         self._equal_steps = 0
         self._warned: set[str] = set()
         self._skipping_steps = 0
-        self._skips_said_at = 1
+        self._next_skip_warning = 1
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """What a resumed run goes on counting from. What was said is said again: its reader may be another."""
         return {"equal_steps": self._equal_steps}
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._equal_steps = state["equal_steps"]
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises Unhealthy for the first guard in trainer.guards.stop whose limit is passed."""
-        self._say_skipped(metrics, step)
+        self._warn_about_skipped_updates(metrics, step)
         passed = set()
-        for guard, metric, text in self._found(metrics):
+        for guard, metric, text in self._passed_limits(metrics):
             message = f"step {step}: {text}"
             if guard in self._settings.stop:
-                raise Unhealthy(f"{message} trainer.guards.stop names {guard}.")
+                raise GuardTriggered(f"{message} trainer.guards.stop names {guard}.")
             if metric not in self._warned:
                 _log.warning("%s", message)
             passed.add(metric)
         self._warned = passed
 
-    def _say_skipped(self, metrics: Mapping[str, float], step: int) -> None:
+    def _warn_about_skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
         """Warn at the 1st, 10th, 100th, ... step with skipped updates: a few do no harm, and a run may have many."""
-        models = [name for name, share in metrics.items() if name.endswith(SKIPPED) and share > 0]
+        models = [name for name, share in metrics.items() if name.endswith(SKIPPED_SUFFIX) and share > 0]
         self._skipping_steps += bool(models)
-        if not models or self._skipping_steps < self._skips_said_at:
+        if not models or self._skipping_steps < self._next_skip_warning:
             return
-        self._skips_said_at *= 10
-        shares = " and ".join(f"{metrics[name]:.0%} of the {name.removesuffix(SKIPPED)}'s updates" for name in models)
+        self._next_skip_warning *= 10
+        shares = " and ".join(f"{metrics[name]:.0%} of the {name.removesuffix(SKIPPED_SUFFIX)}'s updates" for name in models)
         _log.warning(
             "step %d: %s were skipped, as their gradient was not finite; steps with such updates since the run was "
             "started: %d. Lower the learning rate, or look for NaN in data, rewards and log-probs. %d in a row end the "
@@ -90,7 +90,7 @@ class Guards:
             self._settings.max_skipped_updates,
         )
 
-    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    def _passed_limits(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
         """(guard, metric, what to say) of each limit that is passed."""
         settings = self._settings
         yield from self._equal_rewards(metrics)
@@ -109,9 +109,9 @@ class Guards:
             )
 
     def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-        if self._compared is None:
+        if self._comparison_scope is None:
             return
-        metric, value, what = _EQUAL[self._compared]
+        metric, value, what = _EQUAL[self._comparison_scope]
         self._equal_steps = self._equal_steps + 1 if metrics.get(metric) == value else 0
         most = self._settings.equal_rewards_steps
         if most is not None and self._equal_steps >= most:

@@ -10,8 +10,8 @@ from typing import Any
 
 from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import ClusterLost, EnginesLost, NoRoom, SkyRLError, WorkerDied
-from skyrl_train.learner.learner import ANSWER_S, Learner
+from skyrl_train.errors import ClusterLost, EnginesLost, InsufficientResources, SkyRLError, WorkerDied
+from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
 from skyrl_train.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class WeightPublisher:
         *,
         max_engine_restarts: int,
         pause_mode: str | None = None,
-        time_shared: bool = False,
-        shares_memory: bool = False,
+        engines_colocated: bool = False,
+        shares_accelerator: bool = False,
     ):
         """Create the publisher of a run, which from now on restarts engines that die while they generate.
 
@@ -55,33 +55,33 @@ class WeightPublisher:
         self._restart_engine = restart_engine
         self._max_engine_restarts = max_engine_restarts
         self._pause_mode = pause_mode
-        self._time_shared = time_shared
-        self._shares_memory = shares_memory
-        self._restarting = asyncio.Lock()
-        self._sending = asyncio.Lock()
+        self._engines_colocated = engines_colocated
+        self._shares_accelerator = shares_accelerator
+        self._restart_lock = asyncio.Lock()
+        self._sync_lock = asyncio.Lock()
         """Held while weights are sent: an engine may be started meanwhile, but gets its weights afterwards."""
-        self._unplaced: set[str] = set()
+        self._engines_without_node: set[str] = set()
         """Dead engines that have no node for now, which has been logged."""
         self.restarts = 0
-        client.revive, client.revives_at_once = self._restart_while_generating, pause_mode is not None
+        client.restart_dead_engines, client.restarts_immediately = self._restart_while_generating, pause_mode is not None
 
     # -- all engines -------------------------------------------------------------------------------------------------
 
     async def publish(self, version: int) -> dict[str, float]:
         """Send the learner's weights as this version, restart dead engines, and return the metrics of both."""
         client, pause_mode = self._client, self._pause_mode
-        async with nullcontext() if pause_mode else client.held():
+        async with nullcontext() if pause_mode else client.hold_requests():
             restarts_before = self.restarts
-            async with self._sending, self._learner.at_rest():
-                async with client.paused(pause_mode) if pause_mode else nullcontext():
+            async with self._sync_lock, self._learner.hold_version():
+                async with client.pause_requests(pause_mode) if pause_mode else nullcontext():
                     await self._send_to_all(version)
             if pause_mode and client.engines:  # they go on meanwhile
-                client.revive_dead()
+                client.start_restart()
             elif pause_mode:
-                await client.revived()
+                await client.wait_for_restart()
             else:
-                await self.restart_dead()
-            if self._time_shared and self.restarts > restarts_before:
+                await self.restart_dead_engines()
+            if self._engines_colocated and self.restarts > restarts_before:
                 await client.sleep()
         # The metrics of the last sync: if a failed one was repeated, that is the one with the last engine.
         metrics = self._weight_sync.metrics | await client.metrics() | {"engines/restarts": float(self.restarts)}
@@ -110,47 +110,47 @@ class WeightPublisher:
                     if engine in client.engines:
                         raise
 
-    async def release(self) -> None:
+    async def stop_restarts(self) -> None:
         """Restart no more engines: nothing takes part in calls of the ranks afterwards."""
-        await self._client.stop_reviving()
+        await self._client.cancel_restart()
 
     # -- single engines ----------------------------------------------------------------------------------------------
 
     async def add(self, name: str, engine: Any) -> None:
         """Give a new engine the current weights, and from then on requests. Raises what sending them raised."""
-        async with self._sending:
+        async with self._sync_lock:
             await self._send_current(engine)
             self._client.add(name, engine)
 
     async def remove(self, name: str) -> Any:
         """Return a retired engine, which takes part in no sync and no restart from now on."""
-        async with self._restarting, self._sending:
-            self._unplaced.discard(name)
+        async with self._restart_lock, self._sync_lock:
+            self._engines_without_node.discard(name)
             return self._client.remove(name)
 
-    async def restart_dead(self) -> None:
+    async def restart_dead_engines(self) -> None:
         """Restart every dead engine, those that die meanwhile too, except those that have no node while others live.
 
         Raises EnginesLost with the cause of the first one left if the budget is spent.
         """
-        async with self._restarting:
+        async with self._restart_lock:
             skipped: set[str] = set()
-            while left := {name: cause for name, cause in self._client.dead.items() if name not in skipped}:
+            while left := {name: cause for name, cause in self._client.dead_engines.items() if name not in skipped}:
                 # Those that may well start come first: where no engine is left, one without a node would end the run.
-                name, cause = min(left.items(), key=lambda item: item[0] in self._unplaced)
+                name, cause = min(left.items(), key=lambda item: item[0] in self._engines_without_node)
                 if not await self._restart_within_budget(name, cause):
                     skipped.add(name)
 
     async def _restart_while_generating(self) -> None:
-        await self.restart_dead()
-        if self._time_shared:
+        await self.restart_dead_engines()
+        if self._engines_colocated:
             await self._learner.offload()
             await self._client.wake_up()
 
     async def _restart_within_budget(self, name: str, cause: str) -> bool:
         """Try once. Returns False if there is no node for it and others live: it is tried again the next time."""
         if self.restarts >= self._max_engine_restarts:
-            if name in self._unplaced and self._client.any_lives:
+            if name in self._engines_without_node and self._client.has_live_engine:
                 return False  # it stays away, as it did before the others spent the budget
             raise EnginesLost(
                 f"{name} died ({cause}), and the {self._max_engine_restarts} restarts of "
@@ -160,20 +160,20 @@ class WeightPublisher:
         begun = now()
         try:
             await self._restart(name)
-        except NoRoom as error:
-            if not self._client.any_lives:
+        except InsufficientResources as error:
+            if not self._client.has_live_engine:
                 raise EnginesLost(
                     f"{name} died ({cause}), no engine is left, and it cannot be restarted: {error}"
                 ) from error
             self.restarts -= 1
             log.log(
-                logging.DEBUG if name in self._unplaced else logging.WARNING,
+                logging.DEBUG if name in self._engines_without_node else logging.WARNING,
                 "%s died (%s) and stays away: %s The run goes on without it; room is looked for after each step.",
                 name,
                 cause,
                 error,
             )
-            self._unplaced.add(name)
+            self._engines_without_node.add(name)
             return False
         except ClusterLost as error:
             raise EnginesLost(f"{name} died ({cause}) and cannot be restarted: {error}") from error
@@ -184,7 +184,7 @@ class WeightPublisher:
         except SkyRLError as error:
             log.warning("Restart %d of engines failed for %s: %s", self.restarts, name, error)
         else:
-            self._unplaced.discard(name)
+            self._engines_without_node.discard(name)
             log.warning(
                 "%s died (%s) and was restarted with the current weights in %.1f s, restart %d of the %d of "
                 "generator.max_engine_restarts.",
@@ -198,13 +198,13 @@ class WeightPublisher:
 
     async def _restart(self, name: str) -> None:
         # One engine waits for a node, for all that have none: requests may be held meanwhile.
-        wait_for_node = not (self._unplaced and self._client.any_lives)
+        wait_for_node = not (self._engines_without_node and self._client.has_live_engine)
         self._client.kill(name)
-        if self._shares_memory:
+        if self._shares_accelerator:
             await self._learner.offload()
         engine = await self._restart_engine(name, wait_for_node)
         try:
-            async with self._sending:
+            async with self._sync_lock:
                 await self._send_current(engine)
                 self._client.replace(name, engine)
         except BaseException:
@@ -216,15 +216,15 @@ class WeightPublisher:
 
         Raises WorkerDied if that fails and a rank of the trainer does not answer, else what it failed with.
         """
-        if self._shares_memory:
+        if self._shares_accelerator:
             await engine.sleep()
-            await self._learner.keep_weights()
+            await self._learner.onload_weights_only()
             await engine.wake_up(["weights"])
-        async with self._learner.at_rest() as version:
+        async with self._learner.hold_version() as version:
             try:
                 await self._weight_sync.sync_one(engine, version)
             except SkyRLError as error:
-                if not await self._learner.answers(ANSWER_S):
+                if not await self._learner.is_responsive(RESPONSE_TIMEOUT_S):
                     raise WorkerDied(f"{type(error).__name__}: {error}") from error
                 raise
 

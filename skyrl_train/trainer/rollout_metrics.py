@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from statistics import stdev
 
-from skyrl_train.data.trajectory import OK, PASSED, Trajectory, TrajectoryGroup
-from skyrl_train.environments.tools.base import cut
+from skyrl_train.data.trajectory import OK, MIN_PASS_REWARD, Trajectory, TrajectoryGroup
+from skyrl_train.environments.tools.base import truncate_middle
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
 
@@ -35,14 +35,14 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
             metrics.add("reward/length_penalty", item.raw_reward - item.reward)
         metrics.add("response/mean_tokens", item.sampled_tokens)
         metrics.add("response/truncated_fraction", item.stop_reason == "length")
-        metrics.maximum("response/max_tokens", item.sampled_tokens)
+        metrics.update_max("response/max_tokens", item.sampled_tokens)
         metrics.add("response/observation_tokens", len(item.response_ids) - item.sampled_tokens)
         metrics.add("timing/response_s", sum(turn.running_s for turn in item.turns))
         metrics.add("episode/turns", len(item.turns))
-        metrics.maximum("episode/max_turns", len(item.turns))
+        metrics.update_max("episode/max_turns", len(item.turns))
         metrics.add("episode/sequences", 1 + len(item.restarts))
         if item.sampled_turns:
-            metrics.maximum("rollouts/max_staleness", version - item.min_version)
+            metrics.update_max("rollouts/max_staleness", version - item.min_version)
         for name, value in item.env_metrics.items():
             metrics.add(f"environment/{name}", value)
     if len(kept) > 1:
@@ -51,7 +51,7 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
         valid = [item for item in group.trajectories if item.status == OK]
         if valid:
             metrics.add("reward/zero_variance_groups", len({item.reward for item in valid}) == 1)
-            metrics.add(f"reward/pass_at_{len(group.trajectories)}", any(item.outcome >= PASSED for item in valid))
+            metrics.add(f"reward/pass_at_{len(group.trajectories)}", any(item.outcome >= MIN_PASS_REWARD for item in valid))
 
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
@@ -63,16 +63,16 @@ def table_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
     """The first groups, as many trajectories as a table takes; the middle of its longest texts is cut out."""
     items = islice(chain.from_iterable(group.trajectories for group in groups), TABLE_ROWS)
     rows = [sample_row(item) for item in items]
-    longest = _longest([len(text) for row in rows for text in (row.prompt, row.response)], TABLE_CHARACTERS)
-    return [replace(row, prompt=cut(row.prompt, longest), response=cut(row.response, longest)) for row in rows]
+    longest = _max_text_length([len(text) for row in rows for text in (row.prompt, row.response)], TABLE_CHARACTERS)
+    return [replace(row, prompt=truncate_middle(row.prompt, longest), response=truncate_middle(row.response, longest)) for row in rows]
 
 
-def _longest(lengths: Sequence[int], most: int) -> int:
+def _max_text_length(lengths: Sequence[int], max_total: int) -> int:
     """How long texts may be so that they have `most` characters together: short ones leave their share to others."""
     for others, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
-        if length * others > most:
-            return most // others
-        most -= length
+        if length * others > max_total:
+            return max_total // others
+        max_total -= length
     return max(lengths, default=0)
 
 

@@ -1,11 +1,11 @@
 """SkyRL's functions for scripts, by its names."""
 
-from skyrl_train.lazy import lazy_exports
+from skyrl_train.lazy_imports import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "skyrl_train.skyrl.launch": ("SkyRLTrainConfig", "initialize_ray", "validate_cfg"),
+        "skyrl_train.skyrl.script_entry": ("SkyRLTrainConfig", "initialize_ray", "validate_cfg"),
         "skyrl_train.skyrl.metrics": ("Timer",),
     },
 )

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.cluster.sockets import configured_interface, listen, own_address
+from skyrl_train.cluster.addresses import configured_interface, listen, local_address_towards
 from skyrl_train.errors import WeightSyncError
 
-ROOT = 0
-_CALLED_OFF = "called off"
+ROOT_RANK = 0
+_ABORTED_KEY = "called off"
 """Key of the group's store."""
-_LOOKS_EVERY_S = 0.2
-_CALL_S = 5.0
+_POLL_INTERVAL_S = 0.2
+_CONNECT_TIMEOUT_S = 5.0
 """Within this time a root that lives is reached."""
 ROOT_CONNECT_TIMEOUT_S = 60.0
 """Within this time the root listens: it does so before all else, but may be asked later than the others."""
-_POLLS_EVERY_S = 0.0005
+_NCCL_POLL_INTERVAL_S = 0.0005
 Address = tuple[str, int]
 """(IP address, port)"""
 _one_at_a_time = threading.Lock()
@@ -59,13 +59,13 @@ class BroadcastGroup:
         """Of gloo: where each rank listens."""
         host, _, port = address.rpartition(":")
         try:
-            listens = listen(host, int(port)).detach() if rank == ROOT else None
-            if rank != ROOT:
-                _reach(host, int(port), min(timeout_s, ROOT_CONNECT_TIMEOUT_S))
+            listens = listen(host, int(port)).detach() if rank == ROOT_RANK else None
+            if rank != ROOT_RANK:
+                _wait_for_root(host, int(port), min(timeout_s, ROOT_CONNECT_TIMEOUT_S))
             self._store = _store(address, self._timeout, listens)
-            self._meet(world_size)
-            self._connect(world_size, own_address(host, int(port)))
-            self._check_in(world_size)
+            self._rendezvous(world_size)
+            self._connect(world_size, local_address_towards(host, int(port)))
+            self._connect_all(world_size)
         except (RuntimeError, OSError, WeightSyncError) as error:
             self.close()
             raise WeightSyncError(
@@ -73,18 +73,18 @@ class BroadcastGroup:
                 f"within {timeout_s:g} s: {_first_line(error)}"
             ) from error
 
-    def broadcast(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+    def broadcast(self, tensor: Tensor, overlapped_work: Callable[[], None] | None = None) -> None:
         """Copy the root's `tensor` into those of all ranks, which have the same shape and dtype.
 
         `meanwhile` runs on this thread during the transfer. Raises WeightSyncError if it does not complete in time.
         """
         options = dist.BroadcastOptions()
-        options.rootRank = ROOT
+        options.rootRank = ROOT_RANK
         under_way = None
         try:
             under_way = self._group.broadcast([tensor], options)
-            if meanwhile is not None:
-                meanwhile()
+            if overlapped_work is not None:
+                overlapped_work()
             self._wait(under_way)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
@@ -97,14 +97,14 @@ class BroadcastGroup:
             under_way = None  # otherwise an exception's traceback would keep it and the connections alive
 
     def send_bucket(
-        self, version: int, index: int, buffer: Tensor, meanwhile: Callable[[], None] | None = None
+        self, version: int, index: int, buffer: Tensor, overlapped_work: Callable[[], None] | None = None
     ) -> None:
         """Send a header, then the bytes of a bucket."""
         self.broadcast(torch.tensor([version, index, buffer.numel()], dtype=torch.int64, device=self.device))
-        self.broadcast(buffer, meanwhile)
+        self.broadcast(buffer, overlapped_work)
 
     def receive_bucket(
-        self, version: int, index: int, buffer: Tensor, meanwhile: Callable[[], None] | None = None
+        self, version: int, index: int, buffer: Tensor, overlapped_work: Callable[[], None] | None = None
     ) -> None:
         """Receive a bucket into `buffer`, after checking its header: gloo ends the whole process if lengths differ.
 
@@ -118,13 +118,13 @@ class BroadcastGroup:
                 f"(version, bucket, bytes) {expected} was announced but {header.tolist()} is being sent: "
                 "a bucket was lost or repeated"
             )
-        self.broadcast(buffer, meanwhile)
+        self.broadcast(buffer, overlapped_work)
 
     def close(self) -> None:
         """Close the connections: peers waiting for this rank fail at once instead of at their deadline."""
         group, self._group = self._group, None
         if self._devices:
-            end_connections(self._devices[self.rank], self._devices)
+            shut_down_connections(self._devices[self.rank], self._devices)
         if group is not None:
             group.abort()
         self._store = None
@@ -135,7 +135,7 @@ class BroadcastGroup:
             self._group = _nccl(self._store, self.rank, world_size, self._timeout)
             return
         gloo: Any = dist.ProcessGroupGloo  # whose options are not typed
-        device, address = new_device(own, configured_interface())
+        device, address = create_gloo_device(own, configured_interface())
         self._store.set(f"device {self.rank}", json.dumps(address))
         settings = gloo._Options()
         settings._devices, settings._timeout = [device], self._timeout
@@ -143,55 +143,55 @@ class BroadcastGroup:
         found = (json.loads(self._store.get(f"device {rank}")) for rank in range(world_size))
         self._devices = [(host, port) for host, port in found]
 
-    def _meet(self, world_size: int) -> None:
+    def _rendezvous(self, world_size: int) -> None:
         """Wait for all ranks: unlike the wait for them within the backend, this one can be called off."""
         self._store.set(f"rank {self.rank}", "")
         deadline = time.monotonic() + self._timeout.total_seconds()
         absent = list(range(world_size))
         while absent := [rank for rank in absent if not self._store.check([f"rank {rank}"])]:
-            self._check_called_off()
+            self._check_aborted()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"rank {absent[0]} did not come")
-            time.sleep(_LOOKS_EVERY_S / 10)
+            time.sleep(_POLL_INTERVAL_S / 10)
 
     def _wait(self, under_way: Any) -> None:
         """Wait for a transfer. Raises RuntimeError if it fails, is called off or takes too long."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
-            while not _ends_within(under_way, _LOOKS_EVERY_S, self.device):
-                self._check_called_off()
+            while not _completes_within(under_way, _POLL_INTERVAL_S, self.device):
+                self._check_aborted()
                 if time.monotonic() > deadline:
                     raise RuntimeError("it takes too long")
         finally:
             under_way = None  # see `broadcast`
 
-    def _check_called_off(self) -> None:
-        if self._store.check([_CALLED_OFF]):
+    def _check_aborted(self) -> None:
+        if self._store.check([_ABORTED_KEY]):
             raise RuntimeError("it was called off, as another one's part of it failed")
 
-    def _check_in(self, world_size: int) -> None:
+    def _connect_all(self, world_size: int) -> None:
         """Make all ranks connect: NCCL connects only on first use, but a missing peer must be noticed here."""
         self.broadcast(torch.full((1,), world_size, dtype=torch.int64, device=self.device))
 
 
-def call_off(address: str) -> None:
+def abort_group(address: str) -> None:
     """End whatever the ranks of the group at this address wait for, as one of them failed. No error if it is gone."""
     host, _, port = address.rpartition(":")
     with suppress(RuntimeError, OSError):
-        socket.create_connection((host, int(port)), _CALL_S).close()  # a store would try again and again
-        _store(address, timedelta(seconds=_CALL_S)).set(_CALLED_OFF, "")
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()  # a store would try again and again
+        _store(address, timedelta(seconds=_CONNECT_TIMEOUT_S)).set(_ABORTED_KEY, "")
 
 
-def _reach(host: str, port: int, within_s: float) -> None:
+def _wait_for_root(host: str, port: int, within_s: float) -> None:
     """Wait for the root to listen. A store's own wait would last as long as a transfer may. Raises OSError."""
     until = time.monotonic() + within_s
     while True:
         try:
-            return socket.create_connection((host, port), _CALL_S).close()
+            return socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
         except OSError:
             if time.monotonic() > until:
                 raise
-            time.sleep(_LOOKS_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
 def _store(address: str, timeout: timedelta, listens: int | None = None) -> Any:
@@ -208,7 +208,7 @@ def _store(address: str, timeout: timedelta, listens: int | None = None) -> Any:
     )
 
 
-def _ends_within(under_way: Any, seconds: float, device: torch.device) -> bool:
+def _completes_within(under_way: Any, seconds: float, device: torch.device) -> bool:
     """Whether a transfer ends within this time. Raises RuntimeError if it fails."""
     if device.type == "cpu":
         try:
@@ -225,7 +225,7 @@ def _ends_within(under_way: Any, seconds: float, device: torch.device) -> bool:
     while not under_way.is_completed():
         if time.monotonic() > until:
             return False
-        time.sleep(_POLLS_EVERY_S)
+        time.sleep(_NCCL_POLL_INTERVAL_S)
     under_way.wait()
     return True
 
@@ -266,7 +266,7 @@ def _first_line(error: Exception) -> str:
 # and ranks connect to each other's. Shutting these connections down makes transfers under way fail, at both ends.
 
 
-def new_device(host: str, interface: str) -> tuple[Any, Address]:
+def create_gloo_device(host: str, interface: str) -> tuple[Any, Address]:
     """A gloo device, and where it listens: at `host`, or at an interface's address, with port 0 if that is unknown."""
     gloo: Any = dist.ProcessGroupGloo  # whose methods are not typed
     with _one_at_a_time:
@@ -276,7 +276,7 @@ def new_device(host: str, interface: str) -> tuple[Any, Address]:
     return device, new.pop() if len(new) == 1 else (host, 0)
 
 
-def end_connections(own: Address, others: Sequence[Address]) -> None:
+def shut_down_connections(own: Address, others: Sequence[Address]) -> None:
     """Shut down this process's connections between these devices; no error for those that are gone."""
     for one in psutil.Process().net_connections("tcp"):
         if not one.raddr or not (one.laddr.port == own[1] or _plain(one.raddr) in others):

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec, dtype_of
+from skyrl_train.weight_sync.protocol import Bucket, Manifest, TensorSpec, dtype_of
 
 ALIGNMENT = 16
 """Bytes. Every tensor starts at a multiple of it, so that bytes can be viewed as any dtype, and are whole words."""
-_LARGE = 1 << 20
+_LARGE_TENSOR_BYTES = 1 << 20
 """Bytes. For smaller tensors one call per tensor costs more than summing their bytes."""
-WORD = 8
+WORD_BYTES = 8
 """Bytes of the words that a fingerprint sums."""
 CACHE_BYTES = 1 << 20
 """Bytes that a CPU looks at for one thing after the other, which are read from memory once."""
@@ -35,7 +35,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * dtype_of(dtype).itemsize
 
 
-def buckets(manifest: Manifest) -> list[Bucket]:
+def plan_buckets(manifest: Manifest) -> list[Bucket]:
     """The manifest's tensors in order, in buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
     cut: list[list[TensorSpec]] = []
     used = 0
@@ -57,7 +57,7 @@ def buffer_bytes(specs: Sequence[TensorSpec]) -> int:
     return sum(_aligned(num_bytes(spec)) for spec in specs)
 
 
-def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+def tensor_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
     """Views of a uint8 buffer as these tensors, in their dtypes and shapes, for writing or reading."""
     start = 0
     for name, run in groupby(specs, key=lambda spec: spec.dtype):
@@ -79,12 +79,12 @@ def pack(buffer: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[Tensor])
         if all(tensor.is_cpu for tensor in tensors):  # one call instead of one for each
             torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer.view(dtype_of(specs[0].dtype)))
             return
-    clear_gaps(buffer, specs)
-    for place, tensor in zip(views(buffer, specs), tensors, strict=True):
+    zero_padding(buffer, specs)
+    for place, tensor in zip(tensor_views(buffer, specs), tensors, strict=True):
         place.copy_(tensor)
 
 
-def clear_gaps(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
+def zero_padding(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
     """Zero the gaps between the tensors of a reused buffer, as fingerprints include them."""
     start = 0
     for spec in specs:
@@ -96,20 +96,20 @@ def clear_gaps(buffer: Tensor, specs: Sequence[TensorSpec]) -> None:
 
 def packed_fingerprints(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[int]:
     """The fingerprint of each tensor in a buffer whose gaps are zero."""
-    if not buffer.is_cpu or buffer.numel() > len(specs) * _LARGE:
-        return fingerprints(views(buffer, specs))
-    words = [_aligned(num_bytes(spec)) // WORD for spec in specs]
+    if not buffer.is_cpu or buffer.numel() > len(specs) * _LARGE_TENSOR_BYTES:
+        return fingerprints(tensor_views(buffer, specs))
+    words = [_aligned(num_bytes(spec)) // WORD_BYTES for spec in specs]
     starts = [end - count for end, count in zip(accumulate(words), words, strict=True) if count]
     sums = iter(np.add.reduceat(buffer.view(torch.int64).numpy(), starts).tolist() if starts else [])
     return [next(sums) if count else 0 for count in words]
 
 
-def empty_buffer(specs: Sequence[TensorSpec], device: torch.device | str) -> Tensor:
+def zeroed_buffer(specs: Sequence[TensorSpec], device: torch.device | str) -> Tensor:
     """A new uint8 buffer, zeroed so that gaps between tensors contain no old memory of this process."""
     return torch.zeros(buffer_bytes(specs), dtype=torch.uint8, device=device)
 
 
-class AlternatingBuffers:
+class DoubleBuffer:
     """Two buffers that are used in turn: allocating new memory costs more than the copy into it."""
 
     def __init__(self) -> None:
@@ -136,21 +136,21 @@ def fingerprint(tensor: Tensor) -> int:
     Any flipped bit changes it, and it is additive over shards and over fused parameters of whole words. It cannot
     detect swapped words, nor an even number of flips of the words' highest bit; the probe can.
     """
-    return int(_words(tensor, 0).sum().item())
+    return int(_int64_words(tensor, 0).sum().item())
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """The fingerprint of each, in their order. Tensors and accelerators are as those of `inspect_parts`."""
-    return [total for total, _ in _inspect(((tensor, 0) for tensor in tensors), also_finite=False)]
+    return [total for total, _ in _scan(((tensor, 0) for tensor in tensors), also_finite=False)]
 
 
-def inspect_parts(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
+def scan_shards(parts: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
     """In their order: fingerprints of parts of tensors, and 1 for one that holds NaN or infinity, else 0.
 
     A part is its elements [...] and the position of its first byte in the tensor. The fingerprints of all parts of a
     tensor add up to its own. Parts may lie on several devices; accelerators are waited for once, at the end.
     """
-    return _inspect(parts, also_finite=True)
+    return _scan(parts, also_finite=True)
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -161,13 +161,13 @@ def all_finite(tensor: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _inspect(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tuple[int, int]]:
+def _scan(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     queued: dict[int, Tensor] = {}
     device: torch.device | None = None
     for elements, position in parts:
         if elements.is_cpu:
-            found.append(_inspect_on_cpu(elements, position, also_finite))
+            found.append(_scan_on_cpu(elements, position, also_finite))
         else:
             device = device or elements.device
             queued[len(found)] = inspect_on_device(elements, position, also_finite).to(device)
@@ -178,19 +178,19 @@ def _inspect(parts: Iterable[tuple[Tensor, int]], also_finite: bool) -> list[tup
     return found
 
 
-def _inspect_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple[int, int]:
+def _scan_on_cpu(elements: Tensor, position: int, also_finite: bool) -> tuple[int, int]:
     if not also_finite or not elements.is_floating_point():
-        return int(_words(elements, position).sum().item()), 0
+        return int(_int64_words(elements, position).sum().item()), 0
     if elements.nbytes <= CACHE_BYTES:
-        return int(_words(elements, position).sum().item()), int(not all_finite(elements))
+        return int(_int64_words(elements, position).sum().item()), int(not all_finite(elements))
     pieces = elements.reshape(-1).split(CACHE_BYTES // elements.itemsize)
-    found = [_inspect_on_cpu(piece, position + index * CACHE_BYTES, also_finite) for index, piece in enumerate(pieces)]
-    return _wrapped(sum(total for total, _ in found)), max(wrong for _, wrong in found)
+    found = [_scan_on_cpu(piece, position + index * CACHE_BYTES, also_finite) for index, piece in enumerate(pieces)]
+    return _wrap_int64(sum(total for total, _ in found)), max(wrong for _, wrong in found)
 
 
 def inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Tensor:
     """The sum of the words and, if asked for, whether something is not finite. Nothing is waited for."""
-    bits = _words(elements, position).sum()
+    bits = _int64_words(elements, position).sum()
     if not also_finite:
         return bits.view(1)
     finite = torch.ones((), dtype=torch.bool, device=elements.device)
@@ -199,20 +199,20 @@ def inspect_on_device(elements: Tensor, position: int, also_finite: bool) -> Ten
     return torch.stack((bits, (~finite).to(torch.int64)))
 
 
-def _words(tensor: Tensor, position: int) -> Tensor:
+def _int64_words(tensor: Tensor, position: int) -> Tensor:
     """The int64 words that a tensor's bytes lie in, from byte `position` on, among zeros."""
     flat = tensor.detach().contiguous().view(-1)
     if not flat.numel():
         return flat.new_zeros(0, dtype=torch.int64)
-    skipped = position % WORD
+    skipped = position % WORD_BYTES
     alone = flat.numel() == 1  # may have any stride, with which it cannot be viewed as another dtype
-    if alone or skipped or flat.nbytes % WORD or flat.storage_offset() * flat.itemsize % WORD:
-        padded = torch.zeros(-(-(skipped + flat.nbytes) // WORD) * WORD, dtype=torch.uint8, device=flat.device)
+    if alone or skipped or flat.nbytes % WORD_BYTES or flat.storage_offset() * flat.itemsize % WORD_BYTES:
+        padded = torch.zeros(-(-(skipped + flat.nbytes) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device=flat.device)
         padded[skipped : skipped + flat.nbytes].view(flat.dtype).copy_(flat)
         flat = padded
     return flat.view(torch.int64)
 
 
-def _wrapped(value: int) -> int:
+def _wrap_int64(value: int) -> int:
     """As int64 arithmetic wraps."""
     return (value + 2**63) % 2**64 - 2**63

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.wire import SharedHandle
+from skyrl_train.weight_sync.protocol import SharedHandle
 
 _NAME = "skyrl-weights"
 
@@ -32,7 +32,7 @@ _NAME = "skyrl-weights"
 
 
 @dataclass
-class _Page:
+class _SharedBuffer:
     """One buffer, and the handle with which other processes map all of it."""
 
     buffer: Tensor
@@ -41,7 +41,7 @@ class _Page:
     """The file descriptor that keeps a CPU page alive."""
 
 
-class SharedPages:
+class SharedBuffers:
     """The trainer's end: two pages used in turn, so that one is filled while engines read the other.
 
     On a CPU a page is an unnamed file (memfd), which others open through this process's descriptor: so nothing remains,
@@ -51,21 +51,21 @@ class SharedPages:
     def __init__(self, device: torch.device | str, slot: int):
         self._device = torch.device(device)
         self._slot = slot
-        self._pages: list[_Page | None] = [None, None]
+        self._buffers: list[_SharedBuffer | None] = [None, None]
 
-    def page(self, index: int, size: int, largest: int = 0) -> Tensor:
+    def buffer(self, index: int, size: int, largest: int = 0) -> Tensor:
         """Page `index` % 2 as uint8 [size], to be filled. `largest`: the most bytes that it is known to be for."""
         place = index % 2
-        page = self._pages[place]
+        page = self._buffers[place]
         if page is None or page.buffer.numel() < size:
             page = None  # or its memory would stay beside that of the next one
             self._drop(place)
-            page = self._pages[place] = self._new(place, max(size, largest))
+            page = self._buffers[place] = self._new(place, max(size, largest))
         return page.buffer[:size]
 
     def handle(self, index: int, size: int) -> SharedHandle:
         """The handle with which others read the first `size` bytes of page `index` % 2, which are there by now."""
-        page = self._pages[index % 2]
+        page = self._buffers[index % 2]
         assert page is not None, "a page is filled first"
         wait_for_copies(self._device)
         return replace(page.handle, size=size)
@@ -75,18 +75,18 @@ class SharedPages:
         for place in range(2):
             self._drop(place)
 
-    def _new(self, place: int, size: int) -> _Page:
+    def _new(self, place: int, size: int) -> _SharedBuffer:
         handle = SharedHandle(self._slot, size, place=place, key=uuid4().hex)
         if self._device.type == "cuda":
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            return _Page(buffer, replace(handle, cuda=reduce_tensor(buffer)), None)
-        file = _memory_file()
+            return _SharedBuffer(buffer, replace(handle, cuda=reduce_tensor(buffer)), None)
+        file = _create_memfd()
         os.ftruncate(file, size)
         path = f"/proc/{os.getpid()}/fd/{file}"
-        return _Page(_map(path, size), replace(handle, file=path), file)
+        return _SharedBuffer(_map(path, size), replace(handle, file=path), file)
 
     def _drop(self, place: int) -> None:
-        page, self._pages[place] = self._pages[place], None
+        page, self._buffers[place] = self._buffers[place], None
         if page is not None and page.file is not None:
             os.close(page.file)
         if page is not None and self._device.type == "cuda":
@@ -94,7 +94,7 @@ class SharedPages:
             torch.cuda.ipc_collect()  # memory that no engine maps any more
 
 
-class MappedPages:
+class MappedBuffers:
     """The engine's end: a page is mapped once, and kept until the trainer makes another in its place.
 
     torch counts one mapping for each time that CUDA memory is shared, so mapping a page for every bucket would leak it.
@@ -103,23 +103,23 @@ class MappedPages:
     def __init__(self, device: torch.device | str = "cpu"):
         """`device`: the engine's, for pages on CUDA."""
         self._device = torch.device(device)
-        self._pages: dict[int, tuple[str, Tensor]] = {}
+        self._buffers: dict[int, tuple[str, Tensor]] = {}
 
     def open(self, handle: SharedHandle) -> Tensor:
         """The other process's memory as uint8 [size], without a copy. Raises WeightSyncError."""
-        key, page = self._pages.get(handle.place, ("", None))
+        key, page = self._buffers.get(handle.place, ("", None))
         if page is None or key != handle.key or page.numel() < handle.size:
-            self._pages.pop(handle.place, None)
-            page = _mapped(handle, self._device)
-            self._pages[handle.place] = handle.key, page
+            self._buffers.pop(handle.place, None)
+            page = _map_handle(handle, self._device)
+            self._buffers[handle.place] = handle.key, page
         return page[: handle.size]
 
-    def wait_until_read(self) -> None:
+    def wait_for_reads(self) -> None:
         """Wait for this process's copies out of the pages, which the trainer may then fill again."""
         wait_for_copies(self._device)
 
     def close(self) -> None:
-        self._pages = {}
+        self._buffers = {}
 
 
 def wait_for_copies(device: torch.device) -> None:
@@ -128,11 +128,11 @@ def wait_for_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _mapped(handle: SharedHandle, device: torch.device) -> Tensor:
+def _map_handle(handle: SharedHandle, device: torch.device) -> Tensor:
     try:
         if handle.cuda is not None:
             rebuild, arguments = handle.cuda
-            tensor: Tensor = rebuild(*_on_device(arguments, device))
+            tensor: Tensor = rebuild(*_with_local_device(arguments, device))
             return tensor
         if handle.file is None:
             raise WeightSyncError("a handle names neither memory of an accelerator nor a file")
@@ -150,13 +150,13 @@ def _map(path: str, size: int) -> Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-def _memory_file() -> int:
+def _create_memfd() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create(_NAME)
     raise WeightSyncError("the ipc route on CPUs needs Linux; use generator.weight_sync_route=broadcast.")
 
 
-def _on_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+def _with_local_device(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """Replace the sender's device index in a handle by ours: every process numbers its visible accelerators."""
     device_index = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
     mine = list(arguments)

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
 from skyrl_train.weight_sync.buckets import (
-    AlternatingBuffers,
+    DoubleBuffer,
     buffer_bytes,
     fingerprints,
     packed_fingerprints,
-    views,
+    tensor_views,
 )
-from skyrl_train.weight_sync.handover import MappedPages, read_bucket
-from skyrl_train.weight_sync.wire import (
-    ROUTES,
+from skyrl_train.weight_sync.handover import MappedBuffers, read_bucket
+from skyrl_train.weight_sync.protocol import (
+    WEIGHT_ROUTES,
     AdapterSpec,
     Bucket,
     Manifest,
@@ -51,37 +51,37 @@ class WeightReceiver:
         self._rank = rank
         self._route = "in_process"
         self._group: BroadcastGroup | None = None
-        self._buffers = AlternatingBuffers()
-        self._pages = MappedPages(self._device)
+        self._buffers = DoubleBuffer()
+        self._shared_buffers = MappedBuffers(self._device)
         self._manifest: Manifest | None = None
-        self._announced: dict[str, TensorSpec] = {}
+        self._specs_by_name: dict[str, TensorSpec] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         """The engine's dtypes of the announced tensors."""
         self._pending: tuple[Bucket, Tensor] | None = None
         """The last bucket and its bytes, if it is neither verified nor loaded yet."""
-        self._arrived: dict[str, int] = {}
+        self._received_fingerprints: dict[str, int] = {}
         """Fingerprints of the loaded tensors, in the engine's dtypes."""
         self._staged: list[Bucket] = []
         """`checkpoint`: verified files, to be loaded by `commit`."""
         self._next = 0
         self._loading = False
         """Whether the store has been started."""
-        self._synced = False
+        self._has_trainer_weights = False
         """Whether the weights are the trainer's, and not those of a rehearsal."""
-        self._newest = -1
+        self._latest_version = -1
         """The last version over this connection: a sync must be newer. A new connection resets it."""
-        self.torn = False
+        self.partially_loaded = False
         """Whether the model is a mixture of two versions."""
         self.version = 0
         """The version last committed; 0 for the weights loaded from disk."""
 
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Use `route`; for `broadcast` join the trainer's group. `rank` (1 to world_size - 1): the engine's first."""
-        if route not in ROUTES:
-            raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(ROUTES))}.")
+        if route not in WEIGHT_ROUTES:
+            raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(WEIGHT_ROUTES))}.")
         self.close()
         self._route = route
-        self._newest = -1
+        self._latest_version = -1
         if route == "broadcast":
             self._group = BroadcastGroup(address, rank + self._rank, world_size, self._device, timeout_s)
 
@@ -91,10 +91,10 @@ class WeightReceiver:
         Raises WeightSyncError naming the tensor.
         """
         self._manifest = None
-        if manifest.version <= self._newest:
+        if manifest.version <= self._latest_version:
             raise self._error(f"version {manifest.version} is stale: version {self.version} is being served.")
         if manifest.non_finite:
-            raise self._error(f"{_some(manifest.non_finite)} holds NaN or infinity; nothing was sent.")
+            raise self._error(f"{_shorten(manifest.non_finite)} holds NaN or infinity; nothing was sent.")
         self._check_base(manifest)
         held = self._layout(manifest.adapter)
         specs = {spec.name: spec for spec in manifest.tensors}
@@ -102,43 +102,43 @@ class WeightReceiver:
             raise self._error("a tensor is announced twice.")
         if extra := [name for name in specs if name not in held]:
             hint = " (the trainer's model is untied, the engine's tied?)" if "lm_head.weight" in extra else ""
-            raise self._error(f"{_some(extra)} was announced, but the engine holds no such tensor{hint}.")
+            raise self._error(f"{_shorten(extra)} was announced, but the engine holds no such tensor{hint}.")
         places: dict[tuple[int, tuple[int, ...]], str] = {}
         for name in specs:
-            if (other := places.setdefault(_place(held[name]), name)) != name:
+            if (other := places.setdefault(_storage_key(held[name]), name)) != name:
                 raise self._error(
                     f"{other} and {name} are two tensors of the trainer, but the engine's model ties them: set "
                     "tie_word_embeddings to false in the config.json that it reads."
                 )
-        missing = [name for name in held if _place(held[name]) not in places]
+        missing = [name for name in held if _storage_key(held[name]) not in places]
         if missing and manifest.base_version is None:
-            raise self._error(f"{_some(missing)} is held by the engine, but the trainer does not send it.")
+            raise self._error(f"{_shorten(missing)} is held by the engine, but the trainer does not send it.")
         for name, spec in specs.items():
             self._check_fit(spec, held[name])
         self._manifest = manifest
-        self._announced = specs
+        self._specs_by_name = specs
         self._dtypes = {name: held[name].dtype for name in specs}
         self._pending = None
         self._loading = False
-        self._arrived = {}
+        self._received_fingerprints = {}
         self._staged = []
         self._next = 0
 
     def receive(self, bucket: Bucket) -> None:
         """Take one bucket, verify the bytes of all of its tensors, then load them. Raises WeightSyncError."""
-        manifest = self._begun(f"bucket {bucket.index}")
+        manifest = self._require_manifest(f"bucket {bucket.index}")
         if bucket.index != self._next:
             raise self._error(f"bucket {self._next} is missing: bucket {bucket.index} came instead.")
-        if extra := [name for name in bucket.names if name not in self._announced]:
-            raise self._error(f"{_some(extra)} was sent but not announced.")
+        if extra := [name for name in bucket.names if name not in self._specs_by_name]:
+            raise self._error(f"{_shorten(extra)} was sent but not announced.")
         if bucket.file is not None:
             self._read(bucket)
             self._staged.append(bucket)
         elif bucket.payload is not None or bucket.handles:
-            self._pending = bucket, self._handed_over(bucket)
-            self._settle()
+            self._pending = bucket, self._open_buffer(bucket)
+            self._load_pending()
             if bucket.handles:
-                self._pages.wait_until_read()
+                self._shared_buffers.wait_for_reads()
         else:
             self._pending = bucket, self._broadcast(manifest.version, bucket)
         self._next += 1
@@ -148,34 +148,34 @@ class WeightReceiver:
 
         Raises WeightSyncError naming the tensor.
         """
-        manifest = self._begun(f"commit of version {version}")
+        manifest = self._require_manifest(f"commit of version {version}")
         if version != manifest.version:
             raise self._error(f"commit of version {version}, but version {manifest.version} was begun.")
-        self._settle()
-        came = self._arrived.keys() | {name for bucket in self._staged for name in bucket.names}
+        self._load_pending()
+        came = self._received_fingerprints.keys() | {name for bucket in self._staged for name in bucket.names}
         if lost := [spec.name for spec in manifest.tensors if spec.name not in came]:
-            raise self._error(f"{_some(lost)} never arrived.")
+            raise self._error(f"{_shorten(lost)} never arrived.")
         for bucket in self._staged:
             self._load(bucket, self._read(bucket))
         if self._loading:
             self._store.finish()
-        held = {name: tensor for name in self._arrived if (tensor := self._store.held(name)) is not None}
+        held = {name: tensor for name in self._received_fingerprints if (tensor := self._store.loaded_tensor(name)) is not None}
         for name, found in zip(held, fingerprints(held.values()), strict=True):
-            if found != self._arrived[name]:
+            if found != self._received_fingerprints[name]:
                 raise self._error(f"{name} was received but is not what the engine holds.")
         self._manifest = None
         self._staged = []
         self._loading = False
         self.version = version
-        self.torn = False
-        self._synced = not manifest.rehearsal
-        self._newest = version - manifest.rehearsal
+        self.partially_loaded = False
+        self._has_trainer_weights = not manifest.rehearsal
+        self._latest_version = version - manifest.rehearsal
 
     def close(self) -> None:
         """Leave the transfer group, and unmap the trainer's memory."""
         group, self._group = self._group, None
-        self._buffers = AlternatingBuffers()
-        self._pages.close()
+        self._buffers = DoubleBuffer()
+        self._shared_buffers.close()
         self._pending = None
         if group is not None:
             group.close()
@@ -189,21 +189,21 @@ class WeightReceiver:
     def _check_base(self, manifest: Manifest) -> None:
         if manifest.base_version is None:
             return
-        if self.torn or not self._synced or manifest.base_version != self.version:
-            state = "is torn" if self.torn else f"serves version {self.version}"
+        if self.partially_loaded or not self._has_trainer_weights or manifest.base_version != self.version:
+            state = "is torn" if self.partially_loaded else f"serves version {self.version}"
             raise self._error(
                 f"version {manifest.version} was announced as what changed since version {manifest.base_version}, "
                 f"but this engine {state}: a complete sync is needed."
             )
 
-    def _settle(self) -> None:
+    def _load_pending(self) -> None:
         """Verify and load the pending bucket."""
         pending, self._pending = self._pending, None
         if pending is not None:
             bucket, buffer = pending
             specs = self._specs(bucket)
             self._verify(bucket, packed_fingerprints(buffer, specs))
-            self._load(bucket, list(views(buffer, specs)))
+            self._load(bucket, list(tensor_views(buffer, specs)))
 
     def _verify(self, bucket: Bucket, arrived: Sequence[int]) -> None:
         for name, found, expected in zip(bucket.names, arrived, bucket.fingerprints, strict=True):
@@ -212,35 +212,35 @@ class WeightReceiver:
 
     def _load(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
         if not self._loading:
-            self.torn = self._loading = True
+            self.partially_loaded = self._loading = True
             self._store.start()
         self._store.load(list(zip(bucket.names, tensors, strict=True)))
-        self._arrived |= ((name, self._announced[name].fingerprint) for name in bucket.names)
+        self._received_fingerprints |= ((name, self._specs_by_name[name].fingerprint) for name in bucket.names)
         named = zip(bucket.names, tensors, strict=True)
         others = {name: tensor for name, tensor in named if tensor.dtype != self._dtypes[name]}
         cast = (tensor.to(self._dtypes[name]) for name, tensor in others.items())
-        self._arrived |= zip(others, fingerprints(cast), strict=True)
+        self._received_fingerprints |= zip(others, fingerprints(cast), strict=True)
 
     def _specs(self, bucket: Bucket) -> list[TensorSpec]:
-        return [self._announced[name] for name in bucket.names]
+        return [self._specs_by_name[name] for name in bucket.names]
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
         """Read and verify the tensors of a bucket in a file, on this engine's device."""
         if bucket.file is None:
-            raise self._error(f"{_some(bucket.names)} did not arrive: the bucket names no file")
+            raise self._error(f"{_shorten(bucket.names)} did not arrive: the bucket names no file")
         try:
             found = read_bucket(bucket.file, self._device)
         except WeightSyncError as error:
-            raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
+            raise self._error(f"{_shorten(bucket.names)} did not arrive: {error}") from error
         if absent := [name for name in bucket.names if name not in found]:
-            raise self._error(f"{_some(absent)} is not in {bucket.file}.")
+            raise self._error(f"{_shorten(absent)} is not in {bucket.file}.")
         for spec in self._specs(bucket):
             self._check_fit(spec, found[spec.name])
         tensors = [found[name] for name in bucket.names]
         self._verify(bucket, fingerprints(tensors))
         return tensors
 
-    def _handed_over(self, bucket: Bucket) -> Tensor:
+    def _open_buffer(self, bucket: Bucket) -> Tensor:
         """The bytes of a bucket passed in the call or in shared memory, on this engine's device."""
         size = buffer_bytes(self._specs(bucket))
         try:
@@ -248,12 +248,12 @@ class WeightReceiver:
                 buffer = bucket.payload
             else:
                 colocated = [handle for handle in bucket.handles if handle.slot == self._slot]
-                buffer = self._pages.open((colocated or bucket.handles)[0])
+                buffer = self._shared_buffers.open((colocated or bucket.handles)[0])
             if buffer.numel() != size:
                 raise WeightSyncError(f"bucket {bucket.index} has {buffer.numel()} bytes instead of {size}")
             return buffer.to(self._device)
         except WeightSyncError as error:
-            raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
+            raise self._error(f"{_shorten(bucket.names)} did not arrive: {error}") from error
 
     def _broadcast(self, version: int, bucket: Bucket) -> Tensor:
         """Receive a bucket's bytes from the group; meanwhile verify and load the pending bucket."""
@@ -262,7 +262,7 @@ class WeightReceiver:
 
         def settle() -> None:
             try:
-                self._settle()
+                self._load_pending()
             except Exception as error:  # it concerns the pending bucket, so this transfer must not be interrupted
                 failures.append(error)
 
@@ -274,7 +274,7 @@ class WeightReceiver:
         except WeightSyncError as error:
             if self._group is group:
                 self.close()  # later transfers would be out of sync
-            raise self._error(f"{_some(bucket.names)} did not arrive: {error}") from error
+            raise self._error(f"{_shorten(bucket.names)} did not arrive: {error}") from error
         if failures:
             raise failures[0]
         return buffer
@@ -288,7 +288,7 @@ class WeightReceiver:
         if wire != held.dtype and not both_float:
             raise self._error(f"{spec.name} is announced as {spec.dtype}, the engine's is {dtype_name(held.dtype)}.")
 
-    def _begun(self, what: str) -> Manifest:
+    def _require_manifest(self, what: str) -> Manifest:
         if self._manifest is None:
             raise self._error(f"{what} came without a manifest; begin a sync first.")
         return self._manifest
@@ -297,12 +297,12 @@ class WeightReceiver:
         return WeightSyncError(f"engine {self._name}: {detail}")
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+def _storage_key(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """A key that is equal for tied tensors."""
     return (id(tensor) if tensor.is_meta else tensor.data_ptr()), tuple(tensor.shape)
 
 
-def _some(names: tuple[str, ...] | list[str]) -> str:
+def _shorten(names: tuple[str, ...] | list[str]) -> str:
     """The first names of a possibly long list."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
@@ -333,36 +333,36 @@ class WeightStore(Protocol):
     def finish(self) -> None:
         """All tensors of the sync were loaded: use them."""
 
-    def held(self, name: str) -> Tensor | None:
+    def loaded_tensor(self, name: str) -> Tensor | None:
         """The loaded tensor of this name, no copy of it; None if the engine does not keep it as such."""
 
 
-class InPlace:
+class InPlaceWeightStore:
     """A WeightStore for a plain model: overwrites the tensors of the same names."""
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]):
         self._parameters = parameters
-        self._held: Mapping[str, Tensor] = {}
+        self._tensors: Mapping[str, Tensor] = {}
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        refuse_adapter(adapter)
+        reject_adapter(adapter)
         return self._parameters()
 
     def start(self) -> None:
-        self._held = self._parameters()
+        self._tensors = self._parameters()
 
     @torch.no_grad()
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        torch._foreach_copy_([self._held[name] for name, _ in tensors], [tensor for _, tensor in tensors])
+        torch._foreach_copy_([self._tensors[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
     def finish(self) -> None:
-        self._held = self._parameters()  # read again: the model must still use the tensors that were loaded into
+        self._tensors = self._parameters()  # read again: the model must still use the tensors that were loaded into
 
-    def held(self, name: str) -> Tensor | None:
-        return self._held[name]
+    def loaded_tensor(self, name: str) -> Tensor | None:
+        return self._tensors[name]
 
 
-def refuse_adapter(adapter: AdapterSpec | None) -> None:
+def reject_adapter(adapter: AdapterSpec | None) -> None:
     """Raises WeightSyncError if there is an adapter."""
     if adapter is not None:
         raise WeightSyncError(

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
-from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
-    AlternatingBuffers,
-    buckets,
+    DoubleBuffer,
+    plan_buckets,
     buffer_bytes,
-    empty_buffer,
-    inspect_parts,
+    zeroed_buffer,
+    scan_shards,
     pack,
-    views,
+    tensor_views,
 )
-from skyrl_train.weight_sync.handover import BucketFolder, SharedPages
-from skyrl_train.weight_sync.wire import (
+from skyrl_train.weight_sync.handover import BucketFolder, SharedBuffers
+from skyrl_train.weight_sync.protocol import (
     AdapterSpec,
     Bucket,
     Manifest,
@@ -32,11 +32,11 @@ from skyrl_train.weight_sync.wire import (
     dtype_of,
 )
 
-ALTERED_FACTOR = 1.5
+PERTURB_FACTOR = 1.5
 """Factor of the weights in a self-test: far enough from 1 for a probe of any model to notice."""
-ALTERED_ADAPTER_BY = 0.1
+PERTURB_ADAPTER_BY = 0.1
 """Added to A and B of an adapter in a self-test: B may be 0, which no factor changes."""
-CPU_BUCKET = 1 << 25
+MAX_CPU_BUCKET_BYTES = 1 << 25
 """Bytes. This is the fastest size on CPUs: buckets are processed within the cache, and the stages overlap."""
 
 
@@ -45,10 +45,10 @@ class _Sync:
     """The state of one sync. A send that still hangs in an abandoned group has its own, and disturbs no later sync."""
 
     manifest: Manifest
-    planned: list[Bucket]
+    buckets: list[Bucket]
     specs: dict[str, TensorSpec]
-    stream: Iterator[tuple[str, ShardedTensor]]
-    buffers: AlternatingBuffers
+    parameter_stream: Iterator[tuple[str, ShardedTensor]]
+    buffers: DoubleBuffer
     largest: int
     """Bytes of the largest bucket."""
     next: int = 0
@@ -57,7 +57,7 @@ class _Sync:
 
 
 @dataclass(frozen=True)
-class AdaptedModel:
+class LoraModel:
     """A frozen model and its trained adapter, to be synced separately."""
 
     adapter: AdapterSpec
@@ -82,10 +82,10 @@ class WeightSender:
         bucket_bytes: int,
         rank: int,
         weight_sync_only_changed: bool = False,
-        adapted: AdaptedModel | None = None,
-        updates: Callable[[], int] = lambda: 0,
+        lora_model: LoraModel | None = None,
+        num_optimizer_steps: Callable[[], int] = lambda: 0,
         device: str = "cpu",
-        sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
+        all_reduce_sum: Callable[[Tensor], Tensor] = lambda values: values,
     ):
         """`parameters` yields (Hugging Face name, this rank's part or a whole tensor) in an order common to all ranks.
 
@@ -99,19 +99,19 @@ class WeightSender:
         self._wire_dtype = dtype_of(wire_dtype)
         self._bucket_bytes = bucket_bytes
         self._rank = rank
-        self._updates = updates
-        self._sum_over_ranks = sum_over_ranks
+        self._num_optimizer_steps = num_optimizer_steps
+        self._all_reduce_sum = all_reduce_sum
         self._weight_sync_only_changed = weight_sync_only_changed
         self._route = "in_process"
         self._device = device
         self._group: BroadcastGroup | None = None
-        self._pages: SharedPages | None = None
+        self._shared_buffers: SharedBuffers | None = None
         self._folder: BucketFolder | None = None
         self._sync: _Sync | None = None
-        self._buffers = AlternatingBuffers()
-        self._altered = False
-        self._adapted = adapted
-        self._separate: AdaptedModel | None = None
+        self._buffers = DoubleBuffer()
+        self._perturbed = False
+        self._lora_model = lora_model
+        self._adapter_source: LoraModel | None = None
         """`adapted`, if engines take its adapter separately."""
         self._delivered: tuple[int, dict[str, int]] | None = None
         """The version that all engines have confirmed, and its fingerprints."""
@@ -124,44 +124,44 @@ class WeightSender:
         if not all ranks join within `timeout_s`.
         """
         self.disconnect()
-        if adapter_only and self._adapted is None:
+        if adapter_only and self._lora_model is None:
             raise WeightSyncError("there is no adapter to send apart: trainer.policy.model.lora.rank is 0.")
-        self._separate = self._adapted if adapter_only else None
+        self._adapter_source = self._lora_model if adapter_only else None
         self._route = route
-        if route == "ipc" and self._pages is None and (self._rank == ROOT or self._device != "cpu"):
-            self._pages = SharedPages(self._device, self._rank)
-        if self._rank != ROOT:
+        if route == "ipc" and self._shared_buffers is None and (self._rank == ROOT_RANK or self._device != "cpu"):
+            self._shared_buffers = SharedBuffers(self._device, self._rank)
+        if self._rank != ROOT_RANK:
             return
         if route == "broadcast":
-            self._group = BroadcastGroup(address, ROOT, world_size, self._device, timeout_s)
+            self._group = BroadcastGroup(address, ROOT_RANK, world_size, self._device, timeout_s)
         elif route == "checkpoint":
             self._folder = BucketFolder(address)
 
-    def manifest(self, version: int, altered: bool = False) -> Manifest:
+    def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:
         """Begin a sync: names, shapes, wire dtypes, fingerprints and non-finite tensors. Ends an earlier sync.
 
         With `altered`, for a self-test, every weight is sent multiplied by ALTERED_FACTOR; with a separate adapter only
         its tensors are altered, as the probe must notice changes of the trained weights.
         """
-        self._altered = altered
-        follows = self._delivered if (self._weight_sync_only_changed or self._separate) and not altered else None
-        specs, non_finite = self._specs_of(self._stream(follows is not None))
+        self._perturbed = perturbed
+        follows = self._delivered if (self._weight_sync_only_changed or self._adapter_source) and not perturbed else None
+        specs, non_finite = self._build_specs(self._iterate_parameters(follows is not None))
         base = None
         if follows is not None:
             base, known = follows
             if self._weight_sync_only_changed:
                 specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
-        bucket_bytes = min(self._bucket_bytes, CPU_BUCKET) if on_cpu else self._bucket_bytes
-        adapter = self._separate.adapter if self._separate is not None else None
-        manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, altered, adapter, self._updates())
+        bucket_bytes = min(self._bucket_bytes, MAX_CPU_BUCKET_BYTES) if on_cpu else self._bucket_bytes
+        adapter = self._adapter_source.adapter if self._adapter_source is not None else None
+        manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, perturbed, adapter, self._num_optimizer_steps())
         by_name = {spec.name: spec for spec in specs}
-        stream, planned = self._stream(follows is not None), buckets(manifest)
+        stream, planned = self._iterate_parameters(follows is not None), plan_buckets(manifest)
         largest = max((buffer_bytes([by_name[name] for name in bucket.names]) for bucket in planned), default=0)
         self._sync = _Sync(manifest, planned, by_name, stream, self._buffers, largest)
         return manifest
 
-    def delivered(self, version: int) -> None:
+    def mark_delivered(self, version: int) -> None:
         """Note that every engine has all tensors of the last manifest."""
         manifest = self._sync.manifest if self._sync is not None else None
         if manifest is None or manifest.version != version:
@@ -179,11 +179,11 @@ class WeightSender:
             expected = "no manifest" if sync is None else f"bucket {sync.next} of a manifest"
             raise WeightSyncError(f"bucket {index} was asked for, but {expected} comes next.")
         sync.next += 1
-        bucket = sync.planned[index]
+        bucket = sync.buckets[index]
         if self._route == "broadcast":
             return self._broadcast(sync, bucket)
         buffer = self._gather(sync, bucket)
-        return None if buffer is None else self._hand_over(sync, bucket, buffer)
+        return None if buffer is None else self._attach_payload(sync, bucket, buffer)
 
     def disconnect(self) -> None:
         """Leave the transfer group, e.g. after a failed sync; connect again before the next one.
@@ -194,7 +194,7 @@ class WeightSender:
         group, self._group = self._group, None
         folder, self._folder = self._folder, None
         self._sync = None
-        self._buffers = AlternatingBuffers()
+        self._buffers = DoubleBuffer()
         self._delivered = None
         for resource in (group, folder):
             if resource is not None:
@@ -203,11 +203,11 @@ class WeightSender:
     def close(self) -> None:
         """Disconnect, and free what was shared."""
         self.disconnect()
-        pages, self._pages = self._pages, None
+        pages, self._shared_buffers = self._shared_buffers, None
         if pages is not None:
             pages.close()
 
-    def _specs_of(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
+    def _build_specs(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """What every tensor is on the wire, and the names of those that hold NaN or infinity."""
         announced: list[tuple[str, tuple[int, ...], str]] = []
 
@@ -216,11 +216,11 @@ class WeightSender:
                 on_wire = self._to_wire(name, tensor)
                 local = on_wire.local
                 announced.append((name, tuple(on_wire.shape), dtype_name(local.dtype)))
-                yield on_wire.elements if on_wire.counts else local.new_empty(0), on_wire.start * local.itemsize
+                yield on_wire.elements if on_wire.is_first_replica else local.new_empty(0), on_wire.start * local.itemsize
 
-        bits, non_finite = torch.tensor(inspect_parts(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
+        bits, non_finite = torch.tensor(scan_shards(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
         # In halves, as sums of whole words over ranks could overflow.
-        sums = self._sum_over_ranks(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
+        sums = self._all_reduce_sum(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()
         wrong = sums[2].tolist()
         specs = [TensorSpec(*what, total) for what, total in zip(announced, totals, strict=True)]
@@ -232,16 +232,16 @@ class WeightSender:
         A broadcast of a single tensor reads it in place.
         """
         specs = [sync.specs[name] for name in bucket.names]
-        wholes = self._wholes(sync, specs)
+        wholes = self._full_tensors(sync, specs)
         try:
-            return self._packed(sync, bucket.index, specs, wholes)
+            return self._pack_bucket(sync, bucket.index, specs, wholes)
         finally:
             for _ in wholes:  # those not taken: the other ranks wait for this one, even if it has no memory left
                 pass
-            if bucket.index == len(sync.planned) - 1:
-                sync.stream = iter(())  # it would hold the last parameter's memory, also while the model is offloaded
+            if bucket.index == len(sync.buckets) - 1:
+                sync.parameter_stream = iter(())  # it would hold the last parameter's memory, also while the model is offloaded
 
-    def _packed(self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]) -> Tensor | None:
+    def _pack_bucket(self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]) -> Tensor | None:
         buffer = self._buffer(sync, index, specs)
         if buffer is None:
             return None
@@ -253,31 +253,31 @@ class WeightSender:
         pack(buffer, specs, wholes)
         return buffer
 
-    def _wholes(self, sync: _Sync, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    def _full_tensors(self, sync: _Sync, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
         """The next tensors of the stream of parameters, as they are sent; a collective."""
         for spec in specs:
-            name, tensor = next(sync.stream, ("nothing", None))
+            name, tensor = next(sync.parameter_stream, ("nothing", None))
             while sync.manifest.base_version is not None and tensor is not None and name != spec.name:
-                name, tensor = next(sync.stream, ("nothing", None))  # skips unchanged tensors
+                name, tensor = next(sync.parameter_stream, ("nothing", None))  # skips unchanged tensors
             if name != spec.name or tensor is None or tuple(tensor.shape) != spec.shape:
                 raise WeightSyncError(f"{spec.name} was announced, {name} came: the parameters changed during a sync.")
-            yield self._to_wire(name, tensor).whole()
+            yield self._to_wire(name, tensor).full_tensor()
 
     def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
-        if self._route == "ipc" and self._pages is not None:
-            return self._pages.page(index, buffer_bytes(specs), sync.largest)
-        if self._rank != ROOT:
+        if self._route == "ipc" and self._shared_buffers is not None:
+            return self._shared_buffers.buffer(index, buffer_bytes(specs), sync.largest)
+        if self._rank != ROOT_RANK:
             return None
         device = self._group.device if self._group else "cpu"
         if self._route == "in_process":  # engines may still read it while the next one is made
-            return empty_buffer(specs, device)
+            return zeroed_buffer(specs, device)
         return sync.buffers.take(index, buffer_bytes(specs), device)
 
     def _broadcast(self, sync: _Sync, bucket: Bucket) -> Bucket | None:
         """Rank 0 sends the bucket; meanwhile all ranks gather the next one."""
         group, version = self._group, sync.manifest.version
         buffer = sync.gathered if bucket.index else self._gather(sync, bucket)
-        following = sync.planned[bucket.index + 1 : bucket.index + 2]
+        following = sync.buckets[bucket.index + 1 : bucket.index + 2]
 
         def gather_next() -> None:
             sync.gathered = self._gather(sync, following.pop()) if following else sync.gathered
@@ -292,36 +292,36 @@ class WeightSender:
         finally:
             gather_next()  # even if sending failed: the other ranks are in it, and would wait for this one
 
-    def _hand_over(self, sync: _Sync, bucket: Bucket, buffer: Tensor) -> Bucket:
+    def _attach_payload(self, sync: _Sync, bucket: Bucket, buffer: Tensor) -> Bucket:
         if self._route == "ipc":
-            assert self._pages is not None
-            return replace(bucket, handles=(self._pages.handle(bucket.index, buffer.numel()),))
+            assert self._shared_buffers is not None
+            return replace(bucket, handles=(self._shared_buffers.handle(bucket.index, buffer.numel()),))
         if self._route == "checkpoint":
             assert self._folder is not None
-            named = zip(bucket.names, views(buffer, [sync.specs[name] for name in bucket.names]), strict=True)
+            named = zip(bucket.names, tensor_views(buffer, [sync.specs[name] for name in bucket.names]), strict=True)
             return replace(bucket, file=self._folder.write(sync.manifest.version, bucket.index, list(named)))
         return replace(bucket, payload=buffer)
 
-    def _stream(self, follows: bool) -> Iterator[tuple[str, ShardedTensor]]:
+    def _iterate_parameters(self, incremental: bool) -> Iterator[tuple[str, ShardedTensor]]:
         """The parameters that a sync reads; `follows`: it follows a complete sync."""
-        stream = self._parameters() if self._separate is None else self._separate.parameters(follows)
+        stream = self._parameters() if self._adapter_source is None else self._adapter_source.parameters(incremental)
         # A plain tensor is that of a trainer with one rank.
         return ((name, replicated(one.detach(), 0) if isinstance(one, Tensor) else one) for name, one in stream)
 
     def _to_wire(self, name: str, tensor: ShardedTensor) -> ShardedTensor:
         def cast(held: Tensor) -> Tensor:
-            return (self._alter(name, held) if self._altered else held).to(self._wire_dtype)
+            return (self._perturb(name, held) if self._perturbed else held).to(self._wire_dtype)
 
-        as_it_is = not self._altered and tensor.local.dtype == self._wire_dtype
+        as_it_is = not self._perturbed and tensor.local.dtype == self._wire_dtype
         return tensor if as_it_is or not tensor.local.is_floating_point() else tensor.map(cast)
 
-    def _alter(self, name: str, tensor: Tensor) -> Tensor:
-        if self._separate is None:
-            return tensor * ALTERED_FACTOR
-        return tensor + ALTERED_ADAPTER_BY if name.endswith(adapter_names("")) else tensor
+    def _perturb(self, name: str, tensor: Tensor) -> Tensor:
+        if self._adapter_source is None:
+            return tensor * PERTURB_FACTOR
+        return tensor + PERTURB_ADAPTER_BY if name.endswith(adapter_names("")) else tensor
 
 
-class SendingRank:
+class WeightSenderMixin:
     """The calls that `WeightSync` makes on a trainer rank, in this order, each answered by the rank's `sender`."""
 
     sender: WeightSender
@@ -332,17 +332,17 @@ class SendingRank:
         """Join the engines' transfer group: see WeightSender.connect."""
         self.sender.connect(route, address, world_size, timeout_s, adapter_only)
 
-    def manifest(self, version: int, altered: bool = False) -> Manifest:
+    def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:
         """Return what a sync of `version` will send."""
-        return self.sender.manifest(version, altered)
+        return self.sender.prepare_manifest(version, perturbed)
 
     def send_weights(self, index: int) -> Bucket | None:
         """Send bucket `index` of the manifest, or return it; None on ranks that have nothing to hand to the engines."""
         return self.sender.send(index)
 
-    def weights_delivered(self, version: int) -> None:
+    def mark_weights_delivered(self, version: int) -> None:
         """Note that every engine has confirmed that version."""
-        self.sender.delivered(version)
+        self.sender.mark_delivered(version)
 
     def disconnect_weights(self) -> None:
         """Leave the transfer group after a failure."""

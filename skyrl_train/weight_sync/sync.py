@@ -19,23 +19,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
-from skyrl_train.tasks import gather_all
-from skyrl_train.weight_sync.broadcast import call_off
-from skyrl_train.weight_sync.buckets import buckets, num_bytes
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.aio import gather_all
+from skyrl_train.weight_sync.broadcast import abort_group
+from skyrl_train.weight_sync.buckets import plan_buckets, num_bytes
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
 """In nats, for float32 on both sides; half-precision engines need a larger one."""
-_CLOSES_S = 1.0
+_DISCONNECT_POLL_S = 1.0
 """A rank that waits for nobody has left a group within this time."""
-_ANSWER_S = 5.0
+_HEALTH_TIMEOUT_S = 5.0
 """A living engine answers a health check within this time."""
 
 
 class TrainerRanks(Protocol):
     """All ranks of the trainer's policy. Each has `address() -> (host, free port)` and the calls of a `SendingRank`."""
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on every rank concurrently; results are in rank order."""
 
 
@@ -44,7 +44,7 @@ class Probe:
     """After a sync every engine must return the trainer's log-probs for these tokens."""
 
     token_ids: Sequence[Sequence[int]]
-    trainer_score: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
+    compute_trainer_logprobs: Callable[[Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     """Log-probs (nats) of all tokens but the first of each sequence, at temperature 1."""
     tolerance: float = PROBE_TOLERANCE
     """Allowed of a token's difference: in nats of a token whose log-prob is above -1, else as a share of that."""
@@ -54,11 +54,11 @@ class Probe:
     """False: after the first sync alone, which shows whether engine and trainer compute the same."""
     self_test: bool = False
     """Before the first sync, altered weights are sent, which the probe must notice: see `WeightSync.self_test`."""
-    engines_alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    offload_trainer: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     """Engines score inside this context, which on a shared accelerator takes the trainer out of their way."""
 
 
-class _Gap(NamedTuple):
+class _LogprobDiff(NamedTuple):
     """The difference between an engine's log-probs and the trainer's, in nats."""
 
     largest: float
@@ -113,7 +113,7 @@ class WeightSync:
         """What a sync is at, for the error if its deadline passes."""
         self._self_test_due = probe is not None and probe.self_test
         self._probe_passed = False
-        self._made_by: tuple[int, int] | None = None
+        self._announced_version: tuple[int, int] | None = None
         """A version that was announced, and the optimizer steps that made it."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last sync that succeeded."""
@@ -144,9 +144,9 @@ class WeightSync:
         """
         assert self._probe is not None and self._probe.every_sync, "it tests a probe of every sync"
         engines = list(self._engines())
-        async with self._all_or_nothing(version, engines):
-            await self._transfer(version, engines, altered=True)
-            gaps = await self._probe_gaps(self._probe, engines)
+        async with self._sync_scope(version, engines):
+            await self._transfer(version, engines, perturbed=True)
+            gaps = await self._measure_probe_diffs(self._probe, engines)
         metrics = await self._sync(version, engines)
         parity, mean = metrics["weights/probe_gap"], metrics["weights/probe_gap_mean"]
         for name, gap in gaps.items():
@@ -160,9 +160,9 @@ class WeightSync:
         return self.metrics
 
     async def _sync(self, version: int, engines: list[Any]) -> dict[str, float]:
-        async with self._all_or_nothing(version, engines):
+        async with self._sync_scope(version, engines):
             manifest, num_buckets = await self._transfer(version, engines)
-            gap = await self.check(version, engines)
+            gap = await self.verify(version, engines)
         self.metrics = {
             "weights/version": float(version),
             "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
@@ -173,7 +173,7 @@ class WeightSync:
         return self.metrics
 
     @asynccontextmanager
-    async def _all_or_nothing(self, version: int, engines: Sequence[Any]) -> AsyncIterator[None]:
+    async def _sync_scope(self, version: int, engines: Sequence[Any]) -> AsyncIterator[None]:
         """Bound a sync by the deadline, disconnect the trainer if it fails, and name an engine that was lost."""
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
@@ -182,41 +182,41 @@ class WeightSync:
             await self._disconnect()
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise DeadlineExceeded(f"weight sync of version {version}: {self._phase}", self._deadline_s) from error
-            if isinstance(error, WeightSyncError) and (lost := await _lost(engines)):
+            if isinstance(error, WeightSyncError) and (lost := await _find_lost_engine(engines)):
                 raise EngineError(f"engine {lost!r} was lost at {self._phase}: {error}") from error
             raise
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    async def _transfer(self, version: int, engines: list[Any], altered: bool = False) -> tuple[Manifest, int]:
+    async def _transfer(self, version: int, engines: list[Any], perturbed: bool = False) -> tuple[Manifest, int]:
         """Send the weights, or altered ones for a self-test; returns the manifest and the number of buckets."""
         if not engines:
             raise WeightSyncError("no inference engine is alive: there is nobody to send weights to.")
         await self._connect(engines)
         self._phase = "the trainer's manifest"
-        manifest: Manifest = (await self._trainer.all("manifest", version, altered))[0]
-        self._check_trainer(manifest)
+        manifest: Manifest = (await self._trainer.call_all("prepare_manifest", version, perturbed))[0]
+        self._check_manifest(manifest)
         self._phase = "engines checking the manifest"
         await gather_all(engine.begin_weights(manifest) for engine in engines)
-        planned = buckets(manifest)
-        await (self._broadcast(planned, engines) if self._route == "broadcast" else self._hand_over(planned, engines))
+        planned = plan_buckets(manifest)
+        await (self._broadcast(planned, engines) if self._route == "broadcast" else self._send_buckets_by_handle(planned, engines))
         self._phase = "engines checking what they hold"
         await gather_all(engine.commit_weights(version) for engine in engines)
-        await self._trainer.all("weights_delivered", version)
+        await self._trainer.call_all("mark_weights_delivered", version)
         return manifest, len(planned)
 
-    def _check_trainer(self, manifest: Manifest) -> None:
+    def _check_manifest(self, manifest: Manifest) -> None:
         """Raises WeightSyncError for weights that are not finite, or not those that this version had before."""
         version, updates = manifest.version, manifest.updates
         if manifest.non_finite:
             names = ", ".join(manifest.non_finite[:3]) + (", ..." if len(manifest.non_finite) > 3 else "")
             raise NonFiniteWeights(f"{names} holds NaN or infinity in version {version} of the trainer's weights.")
-        if self._made_by is not None and self._made_by[0] == version and self._made_by[1] != updates:
+        if self._announced_version is not None and self._announced_version[0] == version and self._announced_version[1] != updates:
             raise WeightSyncError(
                 f"the trainer's weights were changed while they were called version {version}: {updates} optimizer "
-                f"steps made them, {self._made_by[1]} when that version was first sent. No engine was given them."
+                f"steps made them, {self._announced_version[1]} when that version was first sent. No engine was given them."
             )
-        self._made_by = version, updates
+        self._announced_version = version, updates
 
     async def _broadcast(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
         """Trainer and engines take part in a collective for every bucket; nobody waits for others between them."""
@@ -225,35 +225,35 @@ class WeightSync:
         async def take_part(who: int, act: Callable[[Bucket], Awaitable[Any]]) -> None:
             for bucket in planned:
                 under_way[who] = bucket.index
-                self._name_bucket(planned[min(under_way.values())], planned)  # the slowest one's
+                self._set_bucket_phase(planned[min(under_way.values())], planned)  # the slowest one's
                 await act(bucket)
             del under_way[who]
 
         def send(bucket: Bucket) -> Awaitable[Any]:
-            return self._trainer.all("send_weights", bucket.index)
+            return self._trainer.call_all("send_weights", bucket.index)
 
         acts = [send, *(engine.receive_weights for engine in engines)]
         await gather_all(take_part(who, act) for who, act in enumerate(acts))
 
-    async def _hand_over(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
+    async def _send_buckets_by_handle(self, planned: Sequence[Bucket], engines: Sequence[Any]) -> None:
         """The trainer's answer contains a bucket or its location; it prepares the next one while engines load it."""
-        offers = asyncio.ensure_future(self._offer(planned[0])) if planned else None
+        offers = asyncio.ensure_future(self._prepare_bucket(planned[0])) if planned else None
         try:
             for bucket, following in zip(planned, [*planned[1:], None], strict=True):
-                self._name_bucket(bucket, planned)
+                self._set_bucket_phase(bucket, planned)
                 assert offers is not None
                 offered = await offers
-                offers = asyncio.ensure_future(self._offer(following)) if following else None
+                offers = asyncio.ensure_future(self._prepare_bucket(following)) if following else None
                 await gather_all(engine.receive_weights(offered) for engine in engines)
         finally:
             if offers is not None:
                 offers.cancel()
 
-    async def _offer(self, bucket: Bucket) -> Bucket:
-        answers = [answer for answer in await self._trainer.all("send_weights", bucket.index) if answer is not None]
+    async def _prepare_bucket(self, bucket: Bucket) -> Bucket:
+        answers = [answer for answer in await self._trainer.call_all("send_weights", bucket.index) if answer is not None]
         return replace(answers[0], handles=tuple(handle for answer in answers for handle in answer.handles))
 
-    def _name_bucket(self, bucket: Bucket, planned: Sequence[Bucket]) -> None:
+    def _set_bucket_phase(self, bucket: Bucket, planned: Sequence[Bucket]) -> None:
         self._phase = f"bucket {bucket.index + 1} of {len(planned)} ({bucket.names[0]}...)"
 
     async def _connect(self, engines: list[Any]) -> None:
@@ -264,12 +264,12 @@ class WeightSync:
         address, world_size = self._folder, sum(sizes) + 1
         if self._route == "broadcast":
             others = any(engine.capabilities.other_machine for engine in engines)
-            host, port = (await self._trainer.all("address", others))[0]
+            host, port = (await self._trainer.call_all("address", others))[0]
             address = self._address = f"{host}:{port}"
         timeout = self._deadline_s
         await gather_all(
             [
-                self._trainer.all("connect_weights", self._route, address, world_size, timeout, self._adapter_only),
+                self._trainer.call_all("connect_weights", self._route, address, world_size, timeout, self._adapter_only),
                 *(
                     e.connect_weights(self._route, address, rank, world_size, timeout)
                     for rank, e in zip(accumulate([1, *sizes]), engines, strict=False)
@@ -281,21 +281,21 @@ class WeightSync:
     async def _disconnect(self) -> None:
         """Disconnect the trainer, so that no engine waits for it in vain; its errors do not matter to the caller."""
         self._connected = []
-        closing = asyncio.ensure_future(self._trainer.all("disconnect_weights"))
+        closing = asyncio.ensure_future(self._trainer.call_all("disconnect_weights"))
         address, self._address = self._address, ""
         deadline = time.monotonic() + self._deadline_s
-        done, _ = await asyncio.wait([closing], timeout=_CLOSES_S)
+        done, _ = await asyncio.wait([closing], timeout=_DISCONNECT_POLL_S)
         # A rank that waits for a peer takes no other call. A busy machine may not take the first connection in time.
         while not done and address and time.monotonic() < deadline:
-            await asyncio.to_thread(call_off, address)
-            done, _ = await asyncio.wait([closing], timeout=_CLOSES_S)
+            await asyncio.to_thread(abort_group, address)
+            done, _ = await asyncio.wait([closing], timeout=_DISCONNECT_POLL_S)
         done, _ = await asyncio.wait([closing], timeout=deadline - time.monotonic())
         for task in done:
             task.exception()
 
     # -- verifying ---------------------------------------------------------------------------------------------------
 
-    async def check(self, version: int, engines: Sequence[Any]) -> _Gap | None:
+    async def verify(self, version: int, engines: Sequence[Any]) -> _LogprobDiff | None:
         """Check that these engines serve `version` completely, and compare log-probs if the probe is due.
 
         Returns the largest gaps that the probe found. Raises WeightSyncError naming an engine that differs.
@@ -310,43 +310,43 @@ class WeightSync:
         probe = self._probe
         if probe is None or (self._probe_passed and not probe.every_sync):
             return None
-        gaps = await self._probe_gaps(probe, engines)
+        gaps = await self._measure_probe_diffs(probe, engines)
         for name, gap in gaps.items():
-            _check_gap(name, gap, probe, version)
+            _check_logprob_diff(name, gap, probe, version)
         self._probe_passed = True
-        return _Gap(*(max(found) for found in zip(*gaps.values(), strict=True)))
+        return _LogprobDiff(*(max(found) for found in zip(*gaps.values(), strict=True)))
 
-    async def _probe_gaps(self, probe: Probe, engines: Sequence[Any]) -> dict[str, _Gap]:
+    async def _measure_probe_diffs(self, probe: Probe, engines: Sequence[Any]) -> dict[str, _LogprobDiff]:
         """Return the gap of each engine, by its name."""
         self._phase = "the log-prob probe"
         names = [health.name for health in await gather_all(engine.health() for engine in engines)]
-        expected = await probe.trainer_score(probe.token_ids)
-        async with probe.engines_alone():
+        expected = await probe.compute_trainer_logprobs(probe.token_ids)
+        async with probe.offload_trainer():
             answers = await gather_all(engine.score(probe.token_ids) for engine in engines)
-        return {name: _gap(expected, answer) for name, answer in zip(names, answers, strict=True)}
+        return {name: _logprob_diff(expected, answer) for name, answer in zip(names, answers, strict=True)}
 
 
-async def _lost(engines: Sequence[Any]) -> str | None:
+async def _find_lost_engine(engines: Sequence[Any]) -> str | None:
     """The name of an engine that does not answer: in a collective its peers fail first, and do not know which it is."""
     answers = asyncio.gather(*(engine.health() for engine in engines), return_exceptions=True)
     with suppress(TimeoutError):
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
             for engine, answer in zip(engines, await answers, strict=True):
                 if isinstance(answer, EngineError):
                     return str(engine.capabilities.name)
     return None
 
 
-def _gap(expected: list[list[float]], found: list[list[float]]) -> _Gap:
+def _logprob_diff(expected: list[list[float]], found: list[list[float]]) -> _LogprobDiff:
     """A NaN anywhere makes both NaN, which no tolerance allows."""
     pairs = [pair for mine, theirs in zip(expected, found, strict=True) for pair in zip(mine, theirs, strict=True)]
     trainers, engines = np.array(pairs).T
     differences = np.abs(trainers - engines)
     relative = differences / np.maximum(np.abs(trainers), 1)
-    return _Gap(float(differences.max()), float(differences.mean()), float(relative.max()))
+    return _LogprobDiff(float(differences.max()), float(differences.mean()), float(relative.max()))
 
 
-def _check_gap(name: str, gap: _Gap, probe: Probe, version: int) -> None:
+def _check_logprob_diff(name: str, gap: _LogprobDiff, probe: Probe, version: int) -> None:
     """Raises WeightSyncError for a gap that the probe does not allow."""
     if not gap.relative <= probe.tolerance:
         raise WeightSyncError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyrl_train.config import choices
 from skyrl_train.registry import load_object
-from tests.support.each import check_each
+from tests.support.table_cases import check_each
 
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 TABLES = {name: value for name, value in vars(choices).items() if name.isupper() and isinstance(value, dict)}
@@ -47,7 +47,7 @@ def test_every_choice_loads_a_callable():
     check_each(ENTRIES, loads_callable)
 
 
-def test_what_registers_itself_is_in_a_table_under_that_name():
+def test_decorated_objects_are_listed_in_choices():
     assert set(decorated()) <= {(name, target) for _, name, target in ENTRIES}
 
 

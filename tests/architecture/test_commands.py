@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.config.documentation import help_text
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.key_help import format_help
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.entrypoints import cli
-from tests.support.each import check_each
-from tests.support.pages import REPOSITORY, Command, blocks, commands, commands_of
+from tests.support.table_cases import check_each
+from tests.support.doc_pages import REPOSITORY, Command, fenced_blocks, commands, commands_of
 
 OWN_FLAGS = {"--plan", "--probe", "--elsewhere", "--resolve"}
 PLACEHOLDERS = {"key=value", "..."}
@@ -27,7 +27,7 @@ Check = Callable[[Command], None]
 CONFIGURATIONS = "tests/unit/entrypoints/test_documented_commands.py"
 
 
-def keys(command: Command) -> None:
+def check_config_keys(command: Command) -> None:
     """The arguments of an entrypoint compose, and nothing is wrong with them but what is missing on this machine."""
     programs = re.compile(r"skyrl-train$|skyrl_train\.|examples\.|integrations\.")
     start = next(at for at, word in enumerate(command.words) if programs.match(word))
@@ -35,26 +35,26 @@ def keys(command: Command) -> None:
     if command.words[start] == "skyrl-train":
         assert words.pop(0) in cli.main.commands
     if "--help" in words:
-        assert help_text([word for word in words if word != "--help"], 120)
+        assert format_help([word for word in words if word != "--help"], 120)
     else:
-        prepare(words)
+        prepare_config(words)
 
 
-def submitted(command: Command) -> None:
+def check_job_submit(command: Command) -> None:
     """What `ray job submit` is given after `--`, in a folder like the page's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY / "examples" / "gsm8k")
-        keys(Command(command.page, command.words[command.words.index("--") + 1 :]))
+        check_config_keys(Command(command.page, command.words[command.words.index("--") + 1 :]))
 
 
-def preset(command: Command) -> None:
+def check_preset(command: Command) -> None:
     """A script that starts a preset: the preset with the arguments given."""
     script, *words = command.words
     text = (REPOSITORY / script).read_text()
     found = re.search(r"--config-name (\w+)", text)
     name = found[1] if found else words.pop(0)
     own = ["trainer.policy.model.path=model"] if not found else []
-    prepare(["--config-dir", str((REPOSITORY / script).parent), "--config-name", name, *own, *words], True)
+    prepare_config(["--config-dir", str((REPOSITORY / script).parent), "--config-name", name, *own, *words], True)
 
 
 def files_and_options(command: Command) -> None:
@@ -101,7 +101,7 @@ def extra(command: Command) -> None:
     assert re.findall(r"\[(\w+)\]", str(command))[0] in project["optional-dependencies"]
 
 
-def of_a_run(command: Command) -> None:
+def check_run_command(command: Command) -> None:
     """A command over the folders of runs: it exists, with these options, and tests start it."""
     name = command.words[1]
     assert name in cli.main.commands
@@ -111,7 +111,7 @@ def of_a_run(command: Command) -> None:
     assert any(started.search(path.read_text()) for path in (REPOSITORY / "tests").rglob("test_*.py"))
 
 
-def run_by(test: str) -> Check:
+def covered_by(test: str) -> Check:
     """Run by a test that takes it from its page, by the page's name or by how it begins, or that writes its words."""
 
     def check(command: Command) -> None:
@@ -120,17 +120,17 @@ def run_by(test: str) -> Check:
         page = command.page if command.page.endswith("README.md") else Path(command.page).name
         reads = page in source and re.search(r"\b(blocks|snippets|read_text)\(", source)
         if not reads and not any(re.match(start, str(command)) for start in begins):
-            missing = [word for word in _telling(command) if word not in source]
+            missing = [word for word in _distinguishing_words(command) if word not in source]
             assert missing == [], f"{test} neither reads {command.page} nor has these words; is it only alike?"
 
     return check
 
 
-def alike(test: str, differs: str) -> Check:
+def same_program_as(test: str, differs: str) -> Check:
     """Not run itself: the test runs the same program, in the way that is said."""
 
     def check(command: Command) -> None:
-        program = _telling(command)[0]
+        program = _distinguishing_words(command)[0]
         assert differs and program in _test(test), f"{test} does not name {program}"
 
     return check
@@ -144,7 +144,7 @@ def _test(test: str) -> str:
     return source
 
 
-def _telling(command: Command) -> list[str]:
+def _distinguishing_words(command: Command) -> list[str]:
     """The program, then its options and keys without their values."""
     first, *rest = command.words
     if first in ("python", "skyrl-train"):
@@ -153,83 +153,83 @@ def _telling(command: Command) -> list[str]:
     return [Path(first).name, *(name for name in names if name not in PLACEHOLDERS and name != "key")]
 
 
-def nowhere(reason: str) -> Check:
+def untested(reason: str) -> Check:
     """Not run by any test, for this reason."""
     return lambda command: None
 
 
 COMMANDS: dict[str, tuple[Check, ...]] = {
-    r"(export|cd|mkdir|\.) ": (nowhere("of the shell"),),
-    "cp -r runs/first/": (run_by("tests/integration/quickstart/test_quickstart.py"),),
+    r"(export|cd|mkdir|\.) ": (untested("of the shell"),),
+    "cp -r runs/first/": (covered_by("tests/integration/quickstart/test_quickstart.py"),),
     "pip install 'skyrl-train": (extra,),
     r"scripts/test\b|scripts/lint\b|\.ci/run": (files_and_options,),  # what runs the tests
-    "scripts/viewer": (files_and_options, alike("tests/unit/report/test_page_files.py", "with its npm")),
+    "scripts/viewer": (files_and_options, same_program_as("tests/unit/report/test_viewer_page.py", "with its npm")),
     r"scripts/(bootstrap|cpu_engines|docs)\b": (
         files_and_options,
-        nowhere("scripts/test begins with it, or builds as it"),
+        untested("scripts/test begins with it, or builds as it"),
     ),
-    "scripts/quickstart": (files_and_options, run_by("tests/integration/quickstart/test_quickstart.py")),
-    "scripts/chaos": (files_and_options, run_by("tests/integration/runs/test_chaos.py")),
-    "scripts/gpu_check": (files_and_options, run_by("tests/integration/gpu_check/test_gpu_check.py")),
-    "python -m pytest tests/gpu": (files_and_options, nowhere("needs a GPU")),
-    "scripts/from_skyrl": (files_and_options, run_by("tests/unit/entrypoints/test_from_skyrl.py")),
-    "scripts/check_cuda_wheels": (files_and_options, nowhere("downloads 18 GB")),
-    "python scripts/recordings/record.py ": (files_and_options, run_by("tests/unit/report/test_recorded_runs.py")),
-    "python scripts/recordings/record.py$": (files_and_options, nowhere("takes an hour; with a name it is run")),
-    "python make_rows.py": (run_by("tests/integration/quickstart/test_your_environment.py"),),
-    "python examples/quickstart/tool.py": (files_and_options, run_by("tests/integration/quickstart/test_tool.py")),
+    "scripts/quickstart": (files_and_options, covered_by("tests/integration/quickstart/test_quickstart.py")),
+    "scripts/chaos": (files_and_options, covered_by("tests/integration/runs/test_chaos.py")),
+    "scripts/gpu_check": (files_and_options, covered_by("tests/integration/gpu_check/test_gpu_check.py")),
+    "python -m pytest tests/gpu": (files_and_options, untested("needs a GPU")),
+    "scripts/from_skyrl": (files_and_options, covered_by("tests/unit/entrypoints/test_from_skyrl.py")),
+    "scripts/check_cuda_wheels": (files_and_options, untested("downloads 18 GB")),
+    "python scripts/recordings/record.py ": (files_and_options, covered_by("tests/unit/report/test_recorded_runs.py")),
+    "python scripts/recordings/record.py$": (files_and_options, untested("takes an hour; with a name it is run")),
+    "python make_rows.py": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
+    "python examples/quickstart/tool.py": (files_and_options, covered_by("tests/integration/quickstart/test_tool.py")),
     "python examples/tensordict_grpo/": (
         files_and_options,
-        alike("tests/integration/tensordict/test_grpo_example.py", "its train(), as its main calls it"),
+        same_program_as("tests/integration/tensordict/test_grpo_example.py", "its train(), as its main calls it"),
     ),
     r"python (-m )?examples[/.]\w+[/.]\w+_dataset": (
         files_and_options,
-        run_by("tests/integration/environments/test_dataset_scripts.py"),
+        covered_by("tests/integration/environments/test_dataset_scripts.py"),
     ),
-    r"examples/\w+/run\w*\.sh": (preset, run_by("tests/unit/config/test_examples.py")),
-    "python -m skyrl_train.environments.tools.bm25": (run_by("tests/unit/environments/tools/test_search_tool.py"),),
-    r"python -m skyrl_train\.entrypoints\.serve": (keys, run_by("tests/integration/runs/test_documented_runs.py")),
-    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train plan(?! --probe)": (keys, run_by(CONFIGURATIONS)),
-    r"python -m skyrl_train\.entrypoints\.main_base .*--cfg|skyrl-train train --help": (keys, run_by(CONFIGURATIONS)),
-    "skyrl-train plan --probe": (keys, run_by("tests/integration/runs/test_probe.py")),
-    r"python -m integrations\.verifiers": (nowhere("needs the verifiers library, which pins other versions"),),
+    r"examples/\w+/run\w*\.sh": (check_preset, covered_by("tests/unit/config/test_examples.py")),
+    "python -m skyrl_train.environments.tools.bm25": (covered_by("tests/unit/environments/tools/test_search_tool.py"),),
+    r"python -m skyrl_train\.entrypoints\.serve": (check_config_keys, covered_by("tests/integration/runs/test_documented_runs.py")),
+    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train plan(?! --probe)": (check_config_keys, covered_by(CONFIGURATIONS)),
+    r"python -m skyrl_train\.entrypoints\.main_base .*--cfg|skyrl-train train --help": (check_config_keys, covered_by(CONFIGURATIONS)),
+    "skyrl-train plan --probe": (check_config_keys, covered_by("tests/integration/runs/test_probe.py")),
+    r"python -m integrations\.verifiers": (untested("needs the verifiers library, which pins other versions"),),
     r"skyrl-train train '?trainer\.logger=": (
-        keys,
-        alike("tests/integration/runs/test_tracker_libraries.py", "main_base, in an environment with the library"),
+        check_config_keys,
+        same_program_as("tests/integration/runs/test_tracker_libraries.py", "main_base, in an environment with the library"),
     ),
-    r"skyrl-train train '?trainer\.plugins=": (keys, run_by("tests/integration/quickstart/test_your_environment.py")),
+    r"skyrl-train train '?trainer\.plugins=": (check_config_keys, covered_by("tests/integration/quickstart/test_your_environment.py")),
     r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:": (
-        keys,
-        run_by("tests/integration/runs/test_storage.py"),
+        check_config_keys,
+        covered_by("tests/integration/runs/test_storage.py"),
     ),
     r"python -m skyrl_train\.entrypoints\.|skyrl-train train ": (
-        keys,
-        run_by("tests/integration/runs/test_documented_runs.py"),
+        check_config_keys,
+        covered_by("tests/integration/runs/test_documented_runs.py"),
     ),
     r"python -m (examples\.\w*async|integrations\.openenv)\.": (
-        keys,
-        run_by("tests/integration/runs/test_documented_runs.py"),
+        check_config_keys,
+        covered_by("tests/integration/runs/test_documented_runs.py"),
     ),
-    r"python -m (examples|integrations)\.": (run_by("tests/integration/runs/test_documented_runs.py"),),
-    "skyrl-train doctor": (run_by("tests/unit/entrypoints/test_doctor.py"),),
-    "skyrl-train engines": (run_by("tests/unit/entrypoints/test_engines.py"),),
-    "skyrl-train env try show_work": (run_by("tests/integration/quickstart/test_your_environment.py"),),
-    "skyrl-train env try": (run_by("tests/integration/environments/test_env_try.py"),),
-    r"skyrl-train (report|watch)": (of_a_run, run_by("tests/unit/entrypoints/test_report_and_watch.py")),
-    "skyrl-train export": (of_a_run, run_by("tests/unit/experiment/test_export.py")),
-    "curl ": (run_by("tests/unit/engines/test_serving_page.py"),),
-    r"python -m vllm\.": (native_flags, run_by("tests/integration/runs/test_documented_runs.py")),
+    r"python -m (examples|integrations)\.": (covered_by("tests/integration/runs/test_documented_runs.py"),),
+    "skyrl-train doctor": (covered_by("tests/unit/entrypoints/test_doctor.py"),),
+    "skyrl-train engines": (covered_by("tests/unit/entrypoints/test_engines.py"),),
+    "skyrl-train env try show_work": (covered_by("tests/integration/quickstart/test_your_environment.py"),),
+    "skyrl-train env try": (covered_by("tests/integration/environments/test_env_try.py"),),
+    r"skyrl-train (report|watch)": (check_run_command, covered_by("tests/unit/entrypoints/test_report_and_watch.py")),
+    "skyrl-train export": (check_run_command, covered_by("tests/unit/experiment/test_export.py")),
+    "curl ": (covered_by("tests/unit/engines/test_serving_page.py"),),
+    r"python -m vllm\.": (native_flags, covered_by("tests/integration/runs/test_documented_runs.py")),
     r"python -m sglang\.": (
         native_flags,
-        alike("tests/support/native_servers.py", "with all of its options, which native_flags compares"),
+        same_program_as("tests/support/native_servers.py", "with all of its options, which native_flags compares"),
     ),
-    "ray job submit": (submitted, run_by("tests/integration/runs/test_jobs.py")),
-    "ray ": (alike("tests/integration/runs/test_jobs.py", "a head, on free ports"),),
-    "sbatch ": (nowhere("needs SLURM; tests/integration/runs/test_clusters.py runs the script under a stand-in"),),
-    "kubectl ": (nowhere("needs Kubernetes; the manifest is held by tests/integration/runs/test_clusters.py"),),
-    "nft ": (nowhere("changes the machine's firewall"),),
-    r"docker .*(skyrl-train \.$|skyrl-train doctor)": (run_by("tests/integration/quickstart/test_image.py"),),
-    "docker ": (nowhere("needs an accelerator of NVIDIA's; the Dockerfile is linted by scripts/lint"),),
+    "ray job submit": (check_job_submit, covered_by("tests/integration/runs/test_jobs.py")),
+    "ray ": (same_program_as("tests/integration/runs/test_jobs.py", "a head, on free ports"),),
+    "sbatch ": (untested("needs SLURM; tests/integration/runs/test_clusters.py runs the script under a stand-in"),),
+    "kubectl ": (untested("needs Kubernetes; the manifest is held by tests/integration/runs/test_clusters.py"),),
+    "nft ": (untested("changes the machine's firewall"),),
+    r"docker .*(skyrl-train \.$|skyrl-train doctor)": (covered_by("tests/integration/quickstart/test_image.py"),),
+    "docker ": (untested("needs an accelerator of NVIDIA's; the Dockerfile is linted by scripts/lint"),),
 }
 """How a command begins -> what is asked of it, and what runs it. The first row that fits counts."""
 
@@ -238,7 +238,7 @@ SNIPPETS = {
     "docs/api.md": "tests/integration/api/test_scripts.py",
     "docs/architecture.md": "tests/unit/algorithms/test_algorithms_page.py",
     "docs/environments.md": "tests/unit/environments/test_environments_page.py",
-    "docs/foreign_environments.md": "tests/unit/environments/foreign/test_page.py",
+    "docs/foreign_environments.md": "tests/unit/environments/integrations/test_page.py",
     "docs/from_skyrl.md": "tests/integration/runs/test_skyrl_scripts.py",
     "docs/getting_started.md": "tests/unit/test_getting_started.py",
     "docs/rollouts.md": "tests/unit/test_api.py",
@@ -259,7 +259,7 @@ def row(command: Command) -> str | None:
     return next((start for start in COMMANDS if re.match(start, str(command))), None)
 
 
-def test_every_command_has_a_row_and_every_row_a_command():
+def test_commands_and_table_rows_match():
     without = [f"{command.page}: {command}" for command in commands() if row(command) is None]
     assert without == [], "say in COMMANDS which test runs it, or why none can"
     assert set(COMMANDS) - {row(command) for command in commands()} == set()
@@ -274,13 +274,13 @@ def test_every_command_passes_the_checks_of_its_row(monkeypatch: pytest.MonkeyPa
     check_each({command.words: command for command in commands()}.values(), passes)
 
 
-def test_a_page_with_python_is_run_by_a_test_that_reads_it():
-    assert {page for page, _ in blocks("python")} == set(SNIPPETS), "say in SNIPPETS which test runs it"
+def test_python_pages_are_executed_by_tests():
+    assert {page for page, _ in fenced_blocks("python")} == set(SNIPPETS), "say in SNIPPETS which test runs it"
     for page, test in SNIPPETS.items():
         assert Path(page).name in (REPOSITORY / test).read_text(), f"{test} does not read {page}"
 
 
-def test_what_is_fenced_is_of_a_kind_that_is_held():
+def test_fenced_languages_are_known():
     found = {language for page in ("",) for language in _languages()}
     assert found <= {"bash", "python", "yaml", "json", "text"}, "hold it here, or call it text"
 
@@ -290,13 +290,13 @@ def _languages() -> set[str]:
     return {language for text in pages for language in re.findall(r"^```(\w*)\n.*?^```", text, re.M | re.S)}
 
 
-@pytest.mark.parametrize(("page", "text"), blocks("yaml"))
-def test_yaml_of_a_configuration_is_a_good_one(page: str, text: str, tmp_path: Path):
+@pytest.mark.parametrize(("page", "text"), fenced_blocks("yaml"))
+def test_yaml_snippets_are_valid_configurations(page: str, text: str, tmp_path: Path):
     content = yaml.safe_load(text)
     first = next(iter(content))
     if first.partition(".")[0] in ("trainer", "generator", "environment", "data"):
         (tmp_path / "page.yaml").write_text(f"defaults: [ppo_base_config, _self_]\n{_nested(text, first)}")
-        prepare(["--config-dir", str(tmp_path), "--config-name", "page"])
+        prepare_config(["--config-dir", str(tmp_path), "--config-name", "page"])
     else:
         assert (page, first) in {("docs/metrics.md", "scrape_configs"), ("docs/web_tools.md", "servers")}
 
@@ -310,7 +310,7 @@ def _nested(text: str, first: str) -> str:
 
 
 def test_json_is_json():
-    check_each(blocks("json"), lambda block: json.loads(block[1]))
+    check_each(fenced_blocks("json"), lambda block: json.loads(block[1]))
 
 
 def test_commands_are_read_as_a_shell_would():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.marks import all_claims, claims
+from tests.support.marker_scan import all_marked_tests, marked_tests
 
 TESTS = Path(__file__).resolve().parents[1]
 IDS = re.findall(r"^\| (?!id \|)(\w[\w-]*) \| .+ \|$", Path(__file__).with_name("defects.md").read_text(), re.MULTILINE)
 OF_TORCHRL = [f"D{number:02}" for number in range(1, 42)]
 
 
-def test_a_test_that_may_be_skipped_holds_nothing():
+def test_skipped_tests_do_not_count():
     source = """
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="x")
 always = pytest.mark.parametrize("x", [1])
@@ -30,9 +30,9 @@ async def test_inside():
     if windows():
         pytest.skip("x")
 """
-    assert list(claims(source, "defect")) == [("D02", "test_kept")]
+    assert list(marked_tests(source, "defect")) == [("D02", "test_kept")]
     for whole in ("pytest.importorskip('mcp')\n", "mcp = pytest.importorskip('mcp')\n"):
-        assert list(claims(whole + source, "defect")) == []
+        assert list(marked_tests(whole + source, "defect")) == []
 
 
 def test_table_names_every_defect_once():
@@ -41,7 +41,7 @@ def test_table_names_every_defect_once():
 
 
 def test_every_torchrl_defect_has_unskipped_test():
-    missing = sorted(set(OF_TORCHRL) - all_claims(TESTS, "defect").keys())
+    missing = sorted(set(OF_TORCHRL) - all_marked_tests(TESTS, "defect").keys())
     assert not missing, f"no test that always runs carries @pytest.mark.defect(id) for {', '.join(missing)}"
 
 
@@ -53,5 +53,5 @@ def test_every_defect_has_test():
 
 
 def test_every_marked_defect_is_in_table():
-    unknown = sorted(all_claims(TESTS, "defect").keys() - set(IDS))
+    unknown = sorted(all_marked_tests(TESTS, "defect").keys() - set(IDS))
     assert not unknown, f"defects.md has no row for {', '.join(unknown)}"

@@ -6,8 +6,8 @@ import ast
 import pkgutil
 import re
 
-from tests.support.each import check_each
-from tests.support.pages import FENCE, PAGES, REPOSITORY, blocks
+from tests.support.table_cases import check_each
+from tests.support.doc_pages import FENCE, PAGES, REPOSITORY, fenced_blocks
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 NAME = re.compile(r"(?<![\w.])skyrl_train(?:\.[A-Za-z_]\w*)+")
@@ -30,7 +30,7 @@ def run_imports(block: tuple[str, str]) -> None:
 
 
 def test_documented_python_imports_what_exists():
-    check_each(blocks("python"), run_imports)
+    check_each(fenced_blocks("python"), run_imports)
 
 
 def test_documented_names_of_this_package_exist():

@@ -135,7 +135,7 @@ def test_every_form_of_import_is_seen(source: str):
     assert any(module.startswith("skyrl_train.trainer") for _, module in imported(source, "skyrl_train.data"))
 
 
-def test_the_table_of_the_architecture_page_is_this_one():
+def test_architecture_page_lists_these_layers():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (`[^|]+`) \|", page, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(LAYERS) + 1))
@@ -156,7 +156,7 @@ def test_imports_never_go_up():
     assert wrong == []
 
 
-def test_packages_do_not_import_each_other_in_a_circle():
+def test_no_import_cycles_between_packages():
     graph: dict[str, set[str]] = {}
     for _, layer, _, module in imports_between_packages():
         graph.setdefault(layer, set()).add(module.split(".")[1])
@@ -184,7 +184,7 @@ def test_the_core_never_imports_tensordict():
     assert wrong == []
 
 
-def test_only_tests_and_docs_import_what_ships_for_testing():
+def test_package_does_not_import_testing():
     wrong = [
         f"{n}:{line}"
         for n, layer, line, m in all_imports()
@@ -237,7 +237,7 @@ assert not heavy, heavy
 
 
 @pytest.mark.parametrize("package", ["config", "environments", "report"])
-def test_importing_every_module_of_a_light_package_loads_no_heavy_library(package: str):
+def test_light_packages_import_no_heavy_library(package: str):
     code = LOADED.format(package=package)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -21,7 +21,7 @@ def test_tidy_again(): subprocess.run(["true"])
 """
 
 
-def test_a_daemon_a_port_and_a_shared_file_are_each_reported(tmp_path: Path):
+def test_leak_check_reports_each_leak(tmp_path: Path):
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     result = subprocess.run(

@@ -57,7 +57,7 @@ def test_no_path_of_one_machine_is_named():
     assert found == []
 
 
-def test_texts_refer_to_nothing_that_a_reader_cannot_open():
+def test_texts_do_not_reference_internal_tracker():
     assert [(name, m.group()) for name, text in texts() for m in TRACKER_REFERENCE.finditer(text)] == []
 
 

@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from skyrl_train.listening import API_KEY
+from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.chaos.campaign import Campaign, Miss
 from tests.chaos.elsewhere import TOKEN, engine_elsewhere
@@ -31,7 +31,7 @@ def main() -> int:
         model = save_tiny_model(root / "model")
         proxy = None
         if given.kind == "engine_elsewhere":
-            os.environ[API_KEY] = TOKEN
+            os.environ[API_KEY_ENV] = TOKEN
             proxy = stack.enter_context(engine_elsewhere(model))
         overrides = overrides_of(given.kind, problems(root), model, proxy.address if proxy else "")
         campaign = Campaign(

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 from skyrl_train.report.jsonl import read_jsonl
 from skyrl_train.trainer.batch_dump import read_batch
-from skyrl_train.trainer.checkpoints import Checkpoints, verify
+from skyrl_train.trainer.checkpoints import CheckpointStore, find_checkpoint_damage
 from tests.chaos.elsewhere import Proxy
 from tests.chaos.faults import ENVIRONMENT_CODE, MISCHIEF, Fault, Victim
-from tests.support.others_processes import lives
+from tests.support.process_state import is_running
 
 STEPS = 10
 PROMPTS = 24
@@ -169,7 +169,7 @@ class Campaign:
     def _check_end(self, folder: Path, last: Fault | None, known: set[psutil.Process], took_steps: bool) -> None:
         name = last.name if last else "nothing"
         _, left = psutil.wait_procs([one for one in known if one.is_running()], timeout=60)
-        left = [one for one in left if lives(one.pid)]
+        left = [one for one in left if is_running(one.pid)]
         if left:
             raise Miss(f"after {name} there is still {[(one.pid, one.name()) for one in left]}")
         steps = [row["step"] for row in read_jsonl(folder / "ckpts" / "metrics.jsonl")] if _rows(folder) else []
@@ -184,8 +184,8 @@ class Campaign:
             raise Miss(f"after {name} the run does not say {says}: {_tail(folder)}")
         if re.search(r"^Traceback|please report it", (folder / "log").read_text()[-6000:], re.MULTILINE):
             raise Miss(f"after {name} the run ends with a traceback: {_tail(folder)}")
-        checkpoints = Checkpoints(folder / "ckpts")
-        saved = [step for step in checkpoints.steps() if verify(folder / "ckpts" / f"global_step_{step}") is None]
+        checkpoints = CheckpointStore(folder / "ckpts")
+        saved = [step for step in checkpoints.steps() if find_checkpoint_damage(folder / "ckpts" / f"global_step_{step}") is None]
         done = max(steps, default=0)
         # Steps that were taken again are recorded only then, and a fault may strike while a checkpoint is written.
         saves = last.saves and took_steps

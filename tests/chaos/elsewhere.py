@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.listening import API_KEY
-from tests.support.served import serving
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.listeners import API_KEY_ENV
+from tests.support.serve_process import serving
 
 TOKEN = "a-token-for-chaos"
 _HOST = "127.0.0.1"
@@ -72,5 +72,5 @@ def engine_elsewhere(model: str) -> Iterator[Proxy]:
     _, port = free_address(_HOST)
     keys = [f"trainer.policy.model.path={model}", f"generator.http_endpoint_port={port}", "data.train_data=[none]"]
     command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *keys]
-    with serving(command, **{API_KEY: TOKEN}), closing(Proxy(port)) as proxy:
+    with serving(command, **{API_KEY_ENV: TOKEN}), closing(Proxy(port)) as proxy:
         yield proxy

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.elsewhere import Proxy
-from tests.support.handlers import catches
+from tests.support.signal_handlers import handles_signal
 
 MISCHIEF = "mischief"
 """A file in a run's folder that tells its environments how to misbehave."""
@@ -91,7 +91,7 @@ def _hit(pattern: str, number: signal.Signals) -> Callable[[Victim], bool]:
 
 def _signal(*numbers: signal.Signals) -> Callable[[Victim], bool]:
     def strike(victim: Victim) -> bool:
-        if not catches(victim.driver.pid, signal.SIGTERM):  # it has not come to our first line
+        if not handles_signal(victim.driver.pid, signal.SIGTERM):  # it has not come to our first line
             return False
         for number in numbers:
             victim.driver.send_signal(number)

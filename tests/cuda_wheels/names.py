@@ -211,7 +211,7 @@ SGLANG = {
     "engines/sglang/engine.py": """
         sglang.srt.managers.tokenizer_manager.TokenizerManager.max_req_input_len
     """,
-    "engines/sglang/host.py": """
+    "engines/sglang/processes.py": """
         sglang.srt.entrypoints.engine.Engine.run_scheduler_process_func
         sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses
         sglang.srt.entrypoints.engine.Engine.tokenizer_manager
@@ -228,7 +228,7 @@ SGLANG = {
         sglang.srt.managers.io_struct.ShutdownReq()
         sglang.srt.environ.envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
     """,
-    "engines/sglang/traffic.py": """
+    "engines/sglang/requests.py": """
         sglang.srt.managers.io_struct.GenerateReqInput(..., rid=_, input_ids=_, sampling_params=_, return_logprob=_)
         sglang.srt.managers.io_struct.GenerateReqInput(..., logprob_start_len=_, return_sampling_mask=_, lora_path=_)
         sglang.srt.managers.io_struct.ContinueGenerationReqInput(torch_empty_cache=_)
@@ -397,7 +397,7 @@ TORCH = {
         torch._foreach_mul_
         torch._foreach_norm
     """,
-    "strategies/shards.py": """
+    "strategies/checkpoint_shards.py": """
         torch.distributed.tensor._utils.compute_local_shape_and_global_offset(global_shape, mesh, placements)
     """,
     "report/profiling.py": """
@@ -425,13 +425,13 @@ TORCH = {
     "engines/sglang/weight_store.py": """
         torch.UntypedStorage._new_shared(size)
     """,
-    "engines/transformers/model.py": """
+    "engines/transformers/model_runner.py": """
         torch.ops.mkldnn._linear_pointwise
     """,
 }
 
 TRANSFORMERS = {
-    "engines/sglang/host.py": """
+    "engines/sglang/processes.py": """
         transformers.models.auto.configuration_auto.CONFIG_MAPPING._extra_content
         transformers.PreTrainedConfig.standardize_rope_params
     """,
@@ -470,7 +470,7 @@ TRANSFORMERS = {
     "models/loading.py": """
         transformers.core_model_loading.revert_weight_conversion(model, state_dict)
     """,
-    "models/saved_weights.py": """
+    "models/pretrained_weights.py": """
         transformers.PreTrainedModel.initialize_weights(self)
         transformers.conversion_mapping.get_model_conversion_mapping(model)
         transformers.core_model_loading.dot_natural_key(s)
@@ -499,7 +499,7 @@ CUDA = {
         torch.distributed.ProcessGroupNCCL.broadcast(self, tensors, opts)
         torch.distributed.ProcessGroupNCCL.abort(self)
     """,
-    "strategies/host_copies.py": """
+    "strategies/cpu_offload.py": """
         torch._C._cudart.cudaHostRegister
         torch._C._cudart.cudaHostUnregister
     """,
@@ -508,9 +508,9 @@ CUDA = {
 
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 REPLACED = {
-    "skyrl_train.engines.sglang.sampler._made": f"{_BATCH_INFO}.adjusted_from_schedule_batch",
-    "skyrl_train.engines.sglang.sampler._merged": f"{_BATCH_INFO}.adjusted_merge_batch",
-    "skyrl_train.engines.sglang.sampler._filtered": f"{_BATCH_INFO}.adjusted_filter_batch",
-    "skyrl_train.engines.sglang.sampler._finish": "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+    "skyrl_train.engines.sglang.sampler._on_create_batch": f"{_BATCH_INFO}.adjusted_from_schedule_batch",
+    "skyrl_train.engines.sglang.sampler._on_merge_batch": f"{_BATCH_INFO}.adjusted_merge_batch",
+    "skyrl_train.engines.sglang.sampler._on_filter_batch": f"{_BATCH_INFO}.adjusted_filter_batch",
+    "skyrl_train.engines.sglang.sampler._update_finish_state": "sglang.srt.managers.schedule_batch.Req.update_finish_state",
 }
 """Functions of ours that are put in the place of others."""

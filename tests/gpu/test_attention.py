@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skyrl_train.models import flash_attention
 from skyrl_train.models.flash_attention import FlashKernel
-from skyrl_train.models.packing import Packing
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 
 pytestmark = pytest.mark.gpu
@@ -25,19 +25,19 @@ def kernels(head_size: int) -> list[FlashKernel]:
         pytest.skip("needs compute capability 8.0")
     found = [flash_attention.torch_varlen(varlen_attn)]
     if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
-        chosen = flash_attention.choose((9, 0), min(head_size, 128))
+        chosen = flash_attention.choose_flash_kernel((9, 0), min(head_size, 128))
         assert chosen is not None and chosen.name == "FlashAttention-3", "it is installed and does not load"
         found.append(chosen)
     return found
 
 
-def packing(shared: bool) -> Packing:
+def packing(shared: bool) -> SharedPromptLayout:
     offsets = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0)
     if not shared:
-        return Packing.of(offsets, None)
+        return SharedPromptLayout.from_offsets(offsets, None)
     groups = torch.tensor([0, 600, 600, 0, 100, 100], device="cuda")  # two groups, of 3 sequences each
     lengths = torch.tensor([0, 700, 601, 857, 164, 800, 103], device="cuda")
-    return Packing.of(lengths.cumsum(0), groups)
+    return SharedPromptLayout.from_offsets(lengths.cumsum(0), groups)
 
 
 def attend(inputs: list[Tensor], weights: Tensor, segments: Segments, window: int | None) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
     place = packing(shared)
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = [
-        torch.randn(len(place.tokens), count, head_size, generator=generator, device="cuda").bfloat16()
+        torch.randn(len(place.token_indices), count, head_size, generator=generator, device="cuda").bfloat16()
         for count in (heads, kv_heads, kv_heads)
     ]
     weights = torch.randn(inputs[0].shape, generator=generator, device="cuda")
@@ -74,12 +74,12 @@ def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
         inputs.append(torch.linspace(-2.0, 3.0, heads, device="cuda").bfloat16())
     exact = attend([x.float() for x in inputs], weights, place.segments, window)
     with monkeypatch.context() as patch:
-        patch.setattr("skyrl_train.models.ragged_attention.flash_kernel", lambda query, value, with_sinks: None)
+        patch.setattr("skyrl_train.models.ragged_attention.get_flash_kernel", lambda query, value, with_sinks: None)
         plain = attend(inputs, weights, place.segments, window)
     for kernel in kernels(head_size)[: 1 if with_sinks else None]:  # torch's is the first
         with monkeypatch.context() as patch:
             patch.setattr(
-                "skyrl_train.models.ragged_attention.flash_kernel", lambda query, value, with_sinks, k=kernel: k
+                "skyrl_train.models.ragged_attention.get_flash_kernel", lambda query, value, with_sinks, k=kernel: k
             )
             fused = attend(inputs, weights, place.segments, window)
         for wanted, reference, got in zip(exact, plain, fused, strict=True):
@@ -92,7 +92,7 @@ def test_a_fused_kernel_is_as_close_to_float32_as_scaled_dot_product_attention(
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_gradients_are_the_same_bits_every_time(head_size: int) -> None:
     place = packing(shared=True)
-    inputs = [torch.randn(len(place.tokens), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
+    inputs = [torch.randn(len(place.token_indices), n, head_size, device="cuda").bfloat16() for n in (8, 2, 2)]
     weights = torch.randn(inputs[0].shape, device="cuda")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # which learners do not: a program may

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from skyrl_train.models import sampled_logprobs as module
-from skyrl_train.models.logit_chunks import LogitShape
+from skyrl_train.models.logits import LogitTransform
 from skyrl_train.models.sampled_logprobs import sampled_logprobs
 
 pytestmark = pytest.mark.gpu
 ROWS, SIZE, VOCABULARY = 300, 256, 151_936
-SHAPES = [LogitShape(), LogitShape(factor=0.3), LogitShape(factor=1.5, softcap=30.0)]
+SHAPES = [LogitTransform(), LogitTransform(factor=0.3), LogitTransform(factor=1.5, softcap=30.0)]
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -25,7 +25,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, targets, 0.5 + torch.rand(ROWS, generator=generator, device="cuda")
 
 
-def outcome(given: tuple[Tensor, ...], shape: LogitShape, rows: int, kept: int, dtype: torch.dtype) -> list[Tensor]:
+def outcome(given: tuple[Tensor, ...], shape: LogitTransform, rows: int, kept: int, dtype: torch.dtype) -> list[Tensor]:
     """Log-probs, entropies, and the gradients of states and weight, in float64."""
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in given[:2])
     divisor = given[3].to(torch.promote_types(dtype, torch.float32))
@@ -44,12 +44,12 @@ def errors(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_and_gradients_are_those_of_double_precision(
-    dtype: torch.dtype, shape: LogitShape, rows: int, kept: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, shape: LogitTransform, rows: int, kept: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = inputs(dtype)
     exact = outcome(given, shape, 64, 0, torch.float64)
     if fused:
-        assert module.fused_for(given[0], given[1]) is not None, "Triton does not work here"
+        assert module.get_fused_kernel(given[0], given[1]) is not None, "Triton does not work here"
     else:
         monkeypatch.setattr(module, "fused_for", lambda hidden, weight: None)
     logprobs, entropy, d_hidden, d_weight = errors(outcome(given, shape, rows, kept, dtype), exact)
@@ -67,7 +67,7 @@ def test_an_update_needs_few_chunks_of_memory_and_gives_the_same_bits_every_time
         states, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        logprobs, entropy = sampled_logprobs(states, head, None, targets, divisor, LogitShape(), rows, True, 1)
+        logprobs, entropy = sampled_logprobs(states, head, None, targets, divisor, LogitTransform(), rows, True, 1)
         gradients = torch.autograd.grad((logprobs + entropy).sum(), (states, head))
         peak = torch.cuda.max_memory_allocated() - before
         chunk, of_weight = 4 * rows * VOCABULARY, 6 * weight.numel()  # its gradient, in float32 and in bfloat16

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import Mask, RowSampler, uniforms
+from skyrl_train.engines.token_sampler import TruncationMask, RowSampler, random_uniform
 
 pytestmark = pytest.mark.gpu
 ROWS, VOCABULARY = 256, 151_936
@@ -41,7 +41,7 @@ def without_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def kernel_of_vllm() -> Mask:
+def kernel_of_vllm() -> TruncationMask:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     with warnings.catch_warnings(action="ignore"):  # torch's own, of what it deprecates
@@ -59,7 +59,7 @@ def logits(seed: int) -> torch.Tensor:
 def test_random_numbers_are_the_cpus_bit_for_bit() -> None:
     seeds = torch.tensor([seed - (seed >= 2**63) * 2**64 for seed in [*SEEDS, 2**63 - 1, 2**63, 2**64 - 1]])
     positions = torch.arange(3000).unsqueeze(1)
-    assert torch.equal(uniforms(seeds.to(CUDA), positions.to(CUDA)).to(CPU), uniforms(seeds, positions))
+    assert torch.equal(random_uniform(seeds.to(CUDA), positions.to(CUDA)).to(CPU), random_uniform(seeds, positions))
 
 
 @pytest.mark.parametrize("truncation", ["host", "kernel"])

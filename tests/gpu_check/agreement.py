@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from skyrl_train.config.choices import ENGINES, STRATEGIES
-from skyrl_train.data.arrays import token_array
-from skyrl_train.data.batch import Demonstration, demonstration_batch
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.data.batch import SFTExample, collate_sft_examples
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.learner.worker import LearnerWorker
 from tests.gpu_check.decoding import elsewhere, prompts
@@ -89,7 +89,7 @@ def sample(where: str, path: str, device: str, invariant: bool, count: int, new:
 
     def requests(run: int) -> list[SampleRequest]:
         given = enumerate(prompts(count, run))
-        return [SampleRequest(str(next(named)), token_array(ids), sampling, seed) for seed, ids in given]
+        return [SampleRequest(str(next(named)), to_token_array(ids), sampling, seed) for seed, ids in given]
 
     with asyncio.Runner() as runner:
         runner.run(engine.generate(requests(0)))  # warms up
@@ -126,10 +126,10 @@ def from_trainer(path: str, device: str, sampled: Sampled) -> list[float]:
     worker = LearnerWorker(tiny_spec(path, strategy=STRATEGIES["fsdp2"], device=device, dtype="bfloat16"), 0, 1)
     try:
         worker.setup(*worker.address())
-        found = [Demonstration(ids, [False] * prompt + [True] * (len(ids) - prompt)) for ids, prompt, _ in sampled.rows]
-        batch = demonstration_batch(found)
-        parts = batch.split(max_sequences=AT_ONCE)
-        scores, ends = worker.score(parts, len(parts)).tolist(), pairwise(batch.offsets.tolist())
+        found = [SFTExample(ids, [False] * prompt + [True] * (len(ids) - prompt)) for ids, prompt, _ in sampled.rows]
+        batch = collate_sft_examples(found)
+        parts = batch.split_micro_batches(max_sequences=AT_ONCE)
+        scores, ends = worker.forward(parts, len(parts)).tolist(), pairwise(batch.offsets.tolist())
     finally:
         worker.close()
         del worker

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from skyrl_train.models.packing import Packing
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 from tests.gpu_check.report import Report, Setting
 
@@ -87,11 +87,11 @@ def results(case: Case, inputs: list[Tensor], *, packed: bool) -> Results:
     offsets = torch.tensor([0, *case.lengths], device=query.device).cumsum(0)
     repeated = torch.tensor(case.shared, device=query.device) if case.shared else None
     if packed and repeated is not None:
-        packing = Packing.of(offsets, repeated)
-        q, k, v = (tensor[packing.tokens] for tensor in (query, key, value))
-        output = ragged_attention(q, k, v, packing.segments, sliding_window=case.window)[packing.places]
+        packing = SharedPromptLayout.from_offsets(offsets, repeated)
+        q, k, v = (tensor[packing.token_indices] for tensor in (query, key, value))
+        output = ragged_attention(q, k, v, packing.segments, sliding_window=case.window)[packing.inverse_indices]
     elif packed:
-        output = ragged_attention(query, key, value, Segments.of(offsets), sliding_window=case.window)
+        output = ragged_attention(query, key, value, Segments.from_offsets(offsets), sliding_window=case.window)
     else:
         output = one_by_one(query, key, value, case)
     output.backward(inputs[3].to(output.dtype))
@@ -106,8 +106,8 @@ def summed(gradient: Tensor, offsets: Tensor, repeated: Tensor | None) -> Tensor
     """Gradients of a shared token's copies, summed at its first one: there is one such token for the packed way."""
     if repeated is None:
         return gradient
-    packing = Packing.of(offsets, repeated)
-    return gradient.new_zeros(len(packing.tokens), *gradient.shape[1:]).index_add_(0, packing.places, gradient)
+    packing = SharedPromptLayout.from_offsets(offsets, repeated)
+    return gradient.new_zeros(len(packing.token_indices), *gradient.shape[1:]).index_add_(0, packing.inverse_indices, gradient)
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from tests.gpu_check.decoding import prompts
 from tests.gpu_check.engines import load_engine
@@ -62,7 +62,7 @@ def serve(connection: Connection, path: str, setting: Setting) -> None:
 
     def requests(run: int) -> list[SampleRequest]:
         return [
-            SampleRequest(f"{run}-{seed}", token_array(ids), sampling, seed)
+            SampleRequest(f"{run}-{seed}", to_token_array(ids), sampling, seed)
             for seed, ids in enumerate(prompts(REQUESTS, run))
         ]
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.registry import load_object
 from tests.gpu_check.report import Missing, Report, Setting
@@ -132,7 +132,7 @@ def of_engine(where: str, path: str, device: str, sizes: Sequence[int], new: int
 
         def generate(given: list[list[int]]) -> int:
             requests = [
-                SampleRequest(str(next(named)), token_array(ids), sampling, seed) for seed, ids in enumerate(given)
+                SampleRequest(str(next(named)), to_token_array(ids), sampling, seed) for seed, ids in enumerate(given)
             ]
             return sum(len(one.full_logprobs) for one in runner.run(engine.generate(requests)))
 
@@ -161,11 +161,11 @@ def bare(path: str, device: str, sizes: Sequence[int], new: int, *, seeded: bool
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     import vllm
 
-    from skyrl_train.engines.vllm.arguments import bind_threads, engine_arguments
+    from skyrl_train.engines.vllm.arguments import configure_threads, engine_arguments
 
     arguments = engine_arguments(path, device == "cpu", 0, start_arguments(device, sizes))
     del arguments["worker_extension_cls"]
-    bind_threads(None, 1, device == "cpu")
+    configure_threads(None, 1, device == "cpu")
     llm = vllm.LLM(**arguments)
 
     def generate(given: list[list[int]]) -> int:

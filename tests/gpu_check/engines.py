@@ -16,7 +16,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from tests.gpu_check.report import Missing, Report, Setting
-from tests.support.engine_bench import BackgroundLoop, Bench
+from tests.support.engine_harness import BackgroundLoop, EngineHarness
 from tests.support.reference_sampler import Reference
 
 HIDDEN = 256
@@ -77,7 +77,7 @@ def check(engine_class: str, setting: Setting, report: Report, dtype: str, **arg
         )
         report.note(f"{dtype}: started, s", time.perf_counter() - start)
         try:
-            Conformance(Bench(engine, model, loop, folder), setting, report, dtype).run()
+            Conformance(EngineHarness(engine, model, loop, folder), setting, report, dtype).run()
         finally:
             loop.run(engine.close())
             loop.close()
@@ -100,7 +100,7 @@ def load_engine(engine_class: str) -> Callable[..., Any]:
 class Conformance:
     """What every engine must do, a row each."""
 
-    def __init__(self, bench: Bench, setting: Setting, report: Report, dtype: str):
+    def __init__(self, bench: EngineHarness, setting: Setting, report: Report, dtype: str):
         self._bench, self._report, self._dtype = bench, report, dtype
         self._exact_nats = 1e-4 if setting.toy else FLOAT32_NATS
 
@@ -118,7 +118,7 @@ class Conformance:
             model = tiny_model("qwen3", hidden_size=HIDDEN, seed=seed)
             bench.run(bench.publish(model, route))
             # By ipc through the host's memory: the device's own cannot be shared within a process, see part 4.
-            self.logprobs(f"after a sync by {route or bench.easiest_route}", model)
+            self.logprobs(f"after a sync by {route or bench.cheapest_route}", model)
         bench.run(bench.engine.sleep(2))
         bench.run(bench.engine.wake_up(["weights"]))
         model = tiny_model("qwen3", hidden_size=HIDDEN, seed=9)
@@ -172,7 +172,7 @@ class Conformance:
 
         async def interrupted() -> list[Completion]:
             running = bench.start(*self.requests(max_tokens=128))
-            await bench.until_running()
+            await bench.wait_until_running()
             await bench.engine.pause(bench.pause_mode)
             await bench.engine.resume()
             return await running

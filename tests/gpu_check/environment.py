@@ -29,7 +29,7 @@ PACKAGES = (
     "flash-attn-3",
     "deepspeed",
 )
-NEED_OTHERS = ("skyrl_train.engines.sglang.stand_ins.", "skyrl_train.tensordict.wrappers.torchrl")
+NEED_OTHERS = ("skyrl_train.engines.sglang.stubs.", "skyrl_train.tensordict.wrappers.torchrl")
 """Modules that stand in for others, or exist for what need not be installed."""
 OPTIONAL = {"vllm", "wandb", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
 """What a module may fail to find without being broken."""

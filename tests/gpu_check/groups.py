@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup, _reach, _store
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup, _wait_for_root, _store
 from tests.gpu_check.report import Report, Setting
 
 SLACK_S = 3.0
@@ -40,7 +40,7 @@ def run(setting: Setting, report: Report) -> None:
 def comes_and_hangs(address: str) -> Any:
     """Do what rank 1 does before the backend connects, and no more. The store must live as long as the others wait."""
     host, _, port = address.rpartition(":")
-    _reach(host, int(port), 30.0)
+    _wait_for_root(host, int(port), 30.0)
     store = _store(address, timedelta(seconds=30))
     store.set("rank 1", "")
     return store
@@ -49,7 +49,7 @@ def comes_and_hangs(address: str) -> Any:
 def refused(name: str, address: str, device: str, deadline: float, report: Report) -> None:
     start = time.perf_counter()
     try:
-        BroadcastGroup(address, ROOT, 2, device, deadline)
+        BroadcastGroup(address, ROOT_RANK, 2, device, deadline)
         report.note(name, "no error", "WeightSyncError", False)
     except WeightSyncError as error:
         report.note(name, str(error)[:160], "WeightSyncError")
@@ -58,7 +58,7 @@ def refused(name: str, address: str, device: str, deadline: float, report: Repor
 
 def alone(device: str, report: Report) -> None:
     start = time.perf_counter()
-    group = BroadcastGroup(address(), ROOT, 1, device, 60.0)
+    group = BroadcastGroup(address(), ROOT_RANK, 1, device, 60.0)
     report.at_most("one rank connects", time.perf_counter() - start, 30.0, "s")
     sent = torch.arange(1 << 16, device=device)
     group.broadcast(sent)

@@ -18,10 +18,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.buckets import buckets, fingerprint
-from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
+from skyrl_train.weight_sync.buckets import plan_buckets, fingerprint
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import Bucket
+from skyrl_train.weight_sync.protocol import Bucket
 from tests.gpu_check.report import Report, Setting
 
 LATE_CYCLES = 5_000_000
@@ -44,7 +44,7 @@ def zeros(shapes: Shapes, device: str) -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
 
 
-class CopiesLate(InPlace):
+class CopiesLate(InPlaceWeightStore):
     """An engine that queues copies of what it is given and cannot say what it has loaded, as vLLM's cannot."""
 
     def __init__(self, tensors: dict[str, Tensor], device: str):
@@ -55,7 +55,7 @@ class CopiesLate(InPlace):
         late(self._device, READER)
         super().load([(name, tensor.clone()) for name, tensor in tensors])
 
-    def held(self, name: str) -> None:
+    def loaded_tensor(self, name: str) -> None:
         return None
 
 
@@ -63,7 +63,7 @@ def serve(connection: Connection, shapes: Shapes, device: str, delayed: bool) ->
     """The engine's process: answers calls of its receiver until it is told None."""
     torch.set_num_threads(1)
     tensors = zeros(shapes, device)
-    store = CopiesLate(tensors, device) if delayed else InPlace(lambda: tensors)
+    store = CopiesLate(tensors, device) if delayed else InPlaceWeightStore(lambda: tensors)
     receiver = WeightReceiver(store, "engine", device)
     calls = {
         "fingerprints": lambda: {name: fingerprint(tensor) for name, tensor in tensors.items()},
@@ -140,11 +140,11 @@ class Trainer:
     def sync(self, engine: Engine) -> dict[str, int]:
         """Send the next version; returns the fingerprints that the engine must have."""
         self.version += 1
-        manifest = self.sender.manifest(self.version)
+        manifest = self.sender.prepare_manifest(self.version)
         engine.call("begin", manifest)
-        overlapped(buckets(manifest), self.sender.send, partial(engine.call, "receive"))
+        overlapped(plan_buckets(manifest), self.sender.send, partial(engine.call, "receive"))
         engine.call("commit", self.version)
-        self.sender.delivered(self.version)
+        self.sender.mark_delivered(self.version)
         return {spec.name: spec.fingerprint for spec in manifest.tensors}
 
 

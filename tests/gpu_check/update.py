@@ -97,14 +97,14 @@ def course(
     try:
         worker.setup(*worker.address())
         batch = policy_batch(lengths)
-        batch = batch.with_tokens(old_logprobs=None, ref_logprobs=worker.score([batch], 1))
-        before, norms = worker.score([batch], 1)[batch.loss_mask], []
+        batch = batch.with_tokens(old_logprobs=None, ref_logprobs=worker.forward([batch], 1))
+        before, norms = worker.forward([batch], 1)[batch.loss_mask], []
         for _ in range(UPDATES):
             metrics = Metrics()
-            parts = batch.split(max_sequences=ROWS)
+            parts = batch.split_micro_batches(max_sequences=ROWS)
             metrics.merge(worker.update(MiniBatch(parts, len(parts), int(batch.loss_mask.sum()))))
             norms.append(metrics.flush()["policy/grad_norm"])
-        after = worker.score([batch], 1)[batch.loss_mask]
+        after = worker.forward([batch], 1)[batch.loss_mask]
         if report is not None:
             move(worker, f"{dtype}, reduced {way}", after, batch, report)
         return Course(before, after, torch.tensor(norms))
@@ -121,5 +121,5 @@ def move(worker: LearnerWorker, what: str, after: Tensor, batch: TrainBatch, rep
     worker.onload()
     back = time.perf_counter() - start
     report.note(f"{what}: offload, onload, s; bytes", f"{away:.3g}, {back:.3g}; {freed:,}")
-    same = torch.equal(worker.score([batch], 1)[batch.loss_mask], after)
+    same = torch.equal(worker.forward([batch], 1)[batch.loss_mask], after)
     report.note(f"{what}: log-probs unchanged by it", same, "True", same)

@@ -10,7 +10,7 @@ import torch
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
@@ -59,7 +59,7 @@ def with_targets(batch: TrainBatch, seed: int = 0) -> TrainBatch:
     def noise(scale: float) -> torch.Tensor:
         return torch.randn(len(batch.input_ids), generator=generator) * scale * batch.loss_mask
 
-    return weigh(batch, partial(token_mean, max_seq_len=1)).with_tokens(
+    return assign_loss_weights(batch, partial(token_mean, max_seq_len=1)).with_tokens(
         advantages=noise(1.0),
         old_logprobs=noise(0.1) - 5.0,
         ref_logprobs=noise(0.1) - 5.0,

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers.optimization  # with peft, whose code a rank imports while it is set up  # noqa: F401
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.testing.tiny_models import save_tiny_model

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 import skyrl_train.engines
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 
 STAND_INS = Path(skyrl_train.engines.__file__).parent / "sglang" / "stand_ins"
 TOKEN = "a-token-of-the-tests"

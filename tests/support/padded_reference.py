@@ -44,8 +44,8 @@ def grouped_batch(
     batch = ragged_batch(lengths, seed=seed, vocab_size=vocab_size, temperatures=[temperature] * len(lengths))
     prompts = torch.tensor([prompt for prompt, responses in groups for _ in responses])
     group_ids = torch.repeat_interleave(torch.tensor([len(responses) for _, responses in groups]))
-    in_prompt = batch.position_ids < batch.per_token(prompts)
-    owner = batch.per_token(group_ids)
+    in_prompt = batch.position_ids < batch.expand_to_tokens(prompts)
+    owner = batch.expand_to_tokens(group_ids)
     shared = torch.randint(
         3, vocab_size, (len(groups), max(lengths)), generator=torch.Generator().manual_seed(seed + 1)
     )

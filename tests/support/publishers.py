@@ -10,18 +10,18 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.trainer.publisher import WeightPublisher
 
 
-class LearnerAtRest:
+class IdleLearner:
     """A learner that takes no optimizer steps, and whose ranks answer."""
 
     @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[int]:
+    async def hold_version(self) -> AsyncIterator[int]:
         yield 2
 
-    async def answers(self, within_s: float) -> bool:
+    async def is_responsive(self, timeout_s: float) -> bool:
         return True
 
 
-class Syncs:
+class FakeWeightSync:
     """A WeightSync that calls a function for each engine."""
 
     def __init__(self, client: EngineClient, sync: Callable[[Any], Awaitable[None]]):
@@ -47,8 +47,8 @@ def publisher_of(
     max_engine_restarts: int,
     pause_mode: str | None = None,
 ) -> WeightPublisher:
-    learner: Any = LearnerAtRest()
-    syncs: Any = Syncs(client, sync)
+    learner: Any = IdleLearner()
+    syncs: Any = FakeWeightSync(client, sync)
     return WeightPublisher(
         learner, client, syncs, restart, max_engine_restarts=max_engine_restarts, pause_mode=pause_mode
     )

@@ -75,7 +75,7 @@ class RankProcess:
         self._process.start()
         theirs.close()
 
-    def hold(self, make: Callable[..., Any], *args: Any) -> None:
+    def set_worker(self, make: Callable[..., Any], *args: Any) -> None:
         """Replace the worker by make(*args)."""
         self._call("hold", (make, *args))
 
@@ -88,11 +88,11 @@ class RankProcess:
 
         return call
 
-    def store(self, value: Any) -> Any:
+    def put(self, value: Any) -> Any:
         return value
 
-    async def call_stored(self, method: str, plan: Any, stored: Sequence[Any]) -> Any:
-        return await asyncio.to_thread(lambda: self._call(method, plan.arguments(*stored)))
+    async def call_with_refs(self, method: str, plan: Any, refs: Sequence[Any]) -> Any:
+        return await asyncio.to_thread(lambda: self._call(method, plan.arguments(*refs)))
 
     def end(self) -> None:
         """At once."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 from skyrl_train.models.ragged_model import RaggedModel
-from skyrl_train.models.saved_weights import SavedWeights
+from skyrl_train.models.pretrained_weights import PretrainedWeights
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
 from tests.support.tiny_adapters import fill_adapters
@@ -41,11 +41,11 @@ class RecordingFSDP2(_Recording, FSDP2Strategy):
     """`fsdp2`; gradients are gathered: all ranks must step at the same time."""
 
     def step(self) -> dict[str, float]:
-        self._add_up()
+        self._reduce_replicated_grads()
         return super().step()
 
     def _recorded(self, name: str, gradient: Tensor) -> Tensor:
-        return self._whole(name, super()._recorded(name, gradient))
+        return self._full_tensor(name, super()._recorded(name, gradient))
 
 
 class RecordingWorker(LearnerWorker):
@@ -64,13 +64,13 @@ class RecordingWorker(LearnerWorker):
         self._chunk_bytes = chunk_bytes
         torch.compiler.set_default_backend(backend)
 
-    def _scorer(self, model: PreTrainedModel, saved: SavedWeights) -> RaggedModel:
+    def _wrap_model(self, model: PreTrainedModel, pretrained: PretrainedWeights) -> RaggedModel:
         if self.adapters is not None:
             fill_adapters(model)
-        scorer = super()._scorer(model, saved)
+        ragged_model = super()._wrap_model(model, pretrained)
         if self._chunk_bytes is not None:
-            scorer.chunk_bytes = self._chunk_bytes  # type: ignore[assignment]
-        return scorer
+            ragged_model.chunk_bytes = self._chunk_bytes  # type: ignore[assignment]
+        return ragged_model
 
     def graphs(self) -> int:
         """How many torch.compile made in this process."""

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from skyrl_train.data.arrays import Tokens
+from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.engines.base import SamplingParams
 from tests.support.weight_targets import score
 

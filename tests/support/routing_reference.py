@@ -11,7 +11,7 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.models.routing import Routers
 
 
-def explicit_balance_loss(model: Any, batch: TrainBatch, coef: float) -> Tensor:
+def explicit_router_aux_loss(model: Any, batch: TrainBatch, coef: float) -> Tensor:
     """DeepSeek-V3, arXiv:2412.19437, equation 17; the mean over layers, and over sequences by their scored tokens."""
     seen: list[tuple[Any, Tensor, Tensor]] = []
 

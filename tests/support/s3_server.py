@@ -24,16 +24,16 @@ class S3Server:
     """A running server with the bucket BUCKET."""
 
     port: int
-    refused: str = ""
+    reject_pattern: str = ""
     """Requests whose "METHOD /path" matches it are answered with `refused_as`, as with a token that has expired."""
-    refused_as: str = "403 Forbidden"
-    refused_if: str = ""
+    reject_status: str = "403 Forbidden"
+    reject_condition: str = ""
     """Those with a header that begins so (`HTTP_IF_`) are, too."""
-    unheard: str = ""
+    lose_answer_pattern: str = ""
     """The first that matches it is done, and answered with 500, as if the answer had been lost."""
-    held: str = ""
+    block_pattern: str = ""
     """Those that match it wait until `let_go`."""
-    holding: threading.Event = field(default_factory=threading.Event)
+    is_blocking: threading.Event = field(default_factory=threading.Event)
     """Set once a request waits."""
     seen: list[str] = field(default_factory=list)
     _let_go: threading.Event = field(default_factory=threading.Event)
@@ -59,27 +59,27 @@ class S3Server:
 
         return next(backend["global"] for backend in s3_backends.values()).buckets[BUCKET].keys
 
-    def let_go(self) -> None:
-        self.held = ""
+    def unblock(self) -> None:
+        self.block_pattern = ""
         self._let_go.set()
 
     def empty(self) -> None:
         """Forget all objects, and what was asked of it."""
-        self.held = self.refused = self.refused_if = self.unheard = ""
-        self.refused_as = "403 Forbidden"
+        self.block_pattern = self.reject_pattern = self.reject_condition = self.lose_answer_pattern = ""
+        self.reject_status = "403 Forbidden"
         keys = self._keys()
         for key in [*keys]:
             keys.pop(key)  # which closes its file
         self.seen.clear()
-        self.holding, self._let_go = threading.Event(), threading.Event()
+        self.is_blocking, self._let_go = threading.Event(), threading.Event()
 
     def pass_through(self, request: str) -> bool:
         """Note a request, and hold it up if that was asked for; whether the server shall answer it."""
         self.seen.append(request)
-        if self.held and re.search(self.held, request):
-            self.holding.set()
+        if self.block_pattern and re.search(self.block_pattern, request):
+            self.is_blocking.set()
             self._let_go.wait()
-        return not (self.refused and re.search(self.refused, request))
+        return not (self.reject_pattern and re.search(self.reject_pattern, request))
 
 
 @contextmanager
@@ -95,12 +95,12 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
     def gate(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
-        conditional = state.refused_if and any(name.startswith(state.refused_if) for name in environ)
+        conditional = state.reject_condition and any(name.startswith(state.reject_condition) for name in environ)
         if not state.pass_through(request) or conditional:
-            start_response(state.refused_as, [("Content-Length", "0")])
+            start_response(state.reject_status, [("Content-Length", "0")])
             return []
-        if state.unheard and re.search(state.unheard, request):
-            state.unheard = ""
+        if state.lose_answer_pattern and re.search(state.lose_answer_pattern, request):
+            state.lose_answer_pattern = ""
             list(application(environ, lambda *answer: None))
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return []
@@ -119,7 +119,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         s3fs.S3FileSystem(use_listings_cache=False).mkdir(BUCKET)
         yield state
     finally:
-        state.let_go()
+        state.unblock()
         server.shutdown()
         thread.join()
         server.server_close()

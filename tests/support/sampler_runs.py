@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, Sampled
+from skyrl_train.engines.token_sampler import RowSampler, SampledTokens
 
 VOCABULARY = 700
 WAYS: list[dict[str, Any]] = [
@@ -35,13 +35,13 @@ WAYS: list[dict[str, Any]] = [
 ]
 SEEDS = (0, 7, 2**63 - 1, 2**63, 2**64 - 1)
 REQUESTS = [
-    SampleRequest(f"{way}.{number}", token_array((1, 2, 3)), SamplingParams(max_tokens=99, **options), seed)
+    SampleRequest(f"{way}.{number}", to_token_array((1, 2, 3)), SamplingParams(max_tokens=99, **options), seed)
     for number, seed in enumerate(SEEDS)
     for way, options in enumerate(WAYS)
 ]
 STEPS = 40
 """More than random numbers are made for at once."""
-Said = dict[str, list[tuple[int, float, float]]]
+ReportedTokens = dict[str, list[tuple[int, float, float]]]
 """By request: the id and the two log-probs of every token."""
 Plan = list[tuple[frozenset[int], frozenset[int]]]
 """Of every step: which requests are in the batch, and which of these read a part of their prompt: no token of them."""
@@ -82,7 +82,7 @@ class Batch:
         raise NotImplementedError
 
 
-def run(make: Callable[[], Batch], plan: Plan) -> Said:
+def run(make: Callable[[], Batch], plan: Plan) -> ReportedTokens:
     batch, said, present = make(), defaultdict[str, list[Any]](list), frozenset[int]()
     for wanted, reading in plan:
         for index in sorted(present - wanted):
@@ -97,7 +97,7 @@ def run(make: Callable[[], Batch], plan: Plan) -> Said:
     return {name: tokens for name, tokens in said.items() if tokens}
 
 
-def run_all(make: Callable[[], Batch]) -> dict[str, Said]:
+def run_all(make: Callable[[], Batch]) -> dict[str, ReportedTokens]:
     return {name: run(make, plan) for name, plan in plans().items()}
 
 
@@ -136,12 +136,12 @@ class RowBatch(Batch):
         return said
 
 
-def _told(sampled: Sampled) -> list[tuple[int, float, float]]:
+def _told(sampled: SampledTokens) -> list[tuple[int, float, float]]:
     columns = (sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.full_logprobs.tolist())
     return list(zip(*columns, strict=True))
 
 
-def sampled_by_rows() -> dict[str, Said]:
+def sampled_by_rows() -> dict[str, ReportedTokens]:
     return run_all(RowBatch)
 
 
@@ -157,20 +157,20 @@ class SGLangBatch(Batch):
         self._indices: list[int] = []
 
     def join(self, index: int) -> None:
-        custom = self._module.for_sglang(REQUESTS[index], 99, frozenset())["custom_params"]
+        custom = self._module.to_sglang_params(REQUESTS[index], 99, frozenset())["custom_params"]
         ids, params = array("i", [1, 2, 3]), SimpleNamespace(custom_params=custom)
         req = SimpleNamespace(sampling_params=params, origin_input_ids=ids, output_ids=[], return_sampling_mask=True)
         info: Any = SimpleNamespace(device="cpu")
-        self._module._made(info, SimpleNamespace(reqs=[req]), VOCABULARY)
+        self._module._on_create_batch(info, SimpleNamespace(reqs=[req]), VOCABULARY)
         if self._indices:
-            self._module._merged(self._info, info)
+            self._module._on_merge_batch(self._info, info)
         else:
             self._info = info
         self._indices = [*self._indices, index]
 
     def leave(self, index: int) -> None:
         keep = [row for row, one in enumerate(self._indices) if one != index]
-        self._module._filtered(self._info, keep, torch.tensor(keep))
+        self._module._on_filter_batch(self._info, keep, torch.tensor(keep))
         self._indices = [self._indices[row] for row in keep]
 
     def order(self) -> list[int]:
@@ -180,7 +180,7 @@ class SGLangBatch(Batch):
         info, keep = self._info, [row for row, index in enumerate(self._indices) if index not in reading]
         if reading:
             info = SimpleNamespace(device="cpu", custom_params=info.custom_params)
-            self._module._filtered(info, keep, torch.tensor(keep))
+            self._module._on_filter_batch(info, keep, torch.tensor(keep))
         said = [(0, 0.0, 0.0)] * len(logits)
         if keep:
             if self._batch is None or self._batch.rows is not info.custom_params:

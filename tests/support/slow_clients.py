@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 
 
-def dial(url: str, sent: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
+def open_connection(url: str, sent: bytes = b"", receive_bytes: int | None = None) -> socket.socket:
     """Connect to the server at `url` and send bytes; `receive_bytes`: the size of the receive buffer."""
     client = socket.socket()
     if receive_bytes is not None:
@@ -18,7 +18,7 @@ def dial(url: str, sent: bytes = b"", receive_bytes: int | None = None) -> socke
     return client
 
 
-async def everything_from(client: socket.socket) -> bytes:
+async def read_until_closed(client: socket.socket) -> bytes:
     """What is received until the server ends the connection."""
     received = b""
     with suppress(ConnectionResetError):  # it was not read to its end

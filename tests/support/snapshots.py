@@ -26,7 +26,7 @@ _VARYING: tuple[tuple[str, str], ...] = (
 )
 
 
-def steady(text: str, folder: Path) -> str:
+def normalize_output(text: str, folder: Path) -> str:
     """`text` with # for numbers, FOLDER for the run's, one line for several that are then the same."""
     text = text.replace(str(folder), "FOLDER").replace(str(Path(__file__).parents[2]), "REPOSITORY")
     for pattern, instead in _VARYING:
@@ -37,9 +37,9 @@ def steady(text: str, folder: Path) -> str:
     return "\n".join(line for line, _ in itertools.groupby(lines)) + "\n"
 
 
-def assert_as_kept(text: str, folder: Path, kept: Path) -> None:
+def assert_matches_snapshot(text: str, folder: Path, kept: Path) -> None:
     """Compare with the file `kept`; UPDATE_SNAPSHOTS=1 writes it."""
-    said = steady(text, folder)
+    said = normalize_output(text, folder)
     if os.environ.get(UPDATE):
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(said)

@@ -17,7 +17,7 @@ TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
 
 
 def save_tiny_adapter(
-    directory: Path,
+    folder: Path,
     model: PreTrainedModel,
     *,
     targets: Sequence[str] = TARGETS,
@@ -35,17 +35,17 @@ def save_tiny_adapter(
             for end, shape in (("A", (rank, linear.in_features)), ("B", (linear.out_features, rank))):
                 tensors[f"base_model.model.{name}.lora_{end}.weight"] = 0.2 * torch.randn(shape, generator=generator)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": rank, "lora_alpha": alpha}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "adapter_config.json").write_text(json.dumps({**config, "target_modules": list(targets), **options}))
-    save_file(tensors, directory / "adapter_model.safetensors")
-    return str(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": list(targets), **options}))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return str(folder)
 
 
 @torch.no_grad()
-def merged(model: PreTrainedModel, directory: str) -> PreTrainedModel:
+def merged(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """A copy of the model whose weights are W + alpha / r · B A."""
-    config = json.loads((Path(directory) / "adapter_config.json").read_text())
-    tensors = load_file(Path(directory) / "adapter_model.safetensors")
+    config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
     adapted = copy.deepcopy(model)
     for key, down in tensors.items():
         if key.endswith(".lora_A.weight"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_train.data.arrays import logprob_array, spans_of, token_array
+from skyrl_train.data.token_arrays import to_logprob_array, mask_to_spans, to_token_array
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import Trajectory, Turn
 from skyrl_train.engines.base import Completion, VersionSpan
@@ -27,7 +27,7 @@ def trajectory_from(
 ) -> Trajectory:
     """`loss_mask` [L] instead of spans."""
     assert len(loss_mask) == len(response_ids)
-    tokens = token_array(prompt_ids), token_array(response_ids), spans_of(loss_mask), logprob_array(logprobs)
+    tokens = to_token_array(prompt_ids), to_token_array(response_ids), mask_to_spans(loss_mask), to_logprob_array(logprobs)
     return Trajectory(prompt, sample, *tokens, turns, reward, stop_reason, temperature, *more, **named)
 
 
@@ -41,5 +41,5 @@ def completion_from(
     *more: Any,
     **named: Any,
 ) -> Completion:
-    arrays = token_array(token_ids), logprob_array(logprobs), logprob_array(full_logprobs)
+    arrays = to_token_array(token_ids), to_logprob_array(logprobs), to_logprob_array(full_logprobs)
     return Completion(request_id, *arrays, stop_reason, versions, *more, **named)

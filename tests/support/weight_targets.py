@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
-from skyrl_train.models.lora import adapted_linears
-from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
-from skyrl_train.weight_sync.sender import AdaptedModel, SendingRank, WeightSender
-from skyrl_train.weight_sync.wire import AdapterSpec, Bucket, Manifest, adapter_names
+from skyrl_train.models.lora import get_adaptable_linears
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
+from skyrl_train.weight_sync.sender import LoraModel, WeightSenderMixin, WeightSender
+from skyrl_train.weight_sync.protocol import AdapterSpec, Bucket, Manifest, adapter_names
 from tests.support.tiny_adapters import TARGETS
 
 
-class LocalTrainer(SendingRank):
+class LocalTrainer(WeightSenderMixin):
     """One trainer rank with a model: what `WeightSync` calls `TrainerRanks`."""
 
     def __init__(
@@ -29,7 +29,7 @@ class LocalTrainer(SendingRank):
         *,
         wire_dtype: str = "float32",
         bucket_bytes: int = 1 << 16,
-        adapted: AdaptedModel | None = None,
+        adapted: LoraModel | None = None,
         weight_sync_only_changed: bool = False,
     ):
         self.model = model
@@ -39,19 +39,19 @@ class LocalTrainer(SendingRank):
             wire_dtype=wire_dtype,
             bucket_bytes=bucket_bytes,
             rank=0,
-            adapted=adapted,
+            lora_model=adapted,
             weight_sync_only_changed=weight_sync_only_changed,
-            updates=lambda: self.updates,
+            num_optimizer_steps=lambda: self.updates,
         )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
 
-    def whole(self) -> PreTrainedModel:
+    def full_weights(self) -> PreTrainedModel:
         """What engines must serve after a sync."""
         return self.model
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:
@@ -63,11 +63,11 @@ class AdaptedTrainer(LocalTrainer):
 
     def __init__(self, model: PreTrainedModel, *, rank: int = 4, scaling: float = 2.0, wire_dtype: str = "float32"):
         self.linears = {
-            name: linear for name, linear in adapted_linears(model).items() if name.rpartition(".")[2] in TARGETS
+            name: linear for name, linear in get_adaptable_linears(model).items() if name.rpartition(".")[2] in TARGETS
         }
         self.spec = AdapterSpec(rank, scaling, tuple(self.linears))
         self.tensors: dict[str, Tensor] = {}
-        adapted = AdaptedModel(self.spec, self.separate)
+        adapted = LoraModel(self.spec, self.separate)
         super().__init__(model, wire_dtype=wire_dtype, bucket_bytes=1 << 14, adapted=adapted)
         self.draw(0)
 
@@ -85,7 +85,7 @@ class AdaptedTrainer(LocalTrainer):
         yield from self.tensors.items()
 
     @torch.no_grad()
-    def whole(self) -> PreTrainedModel:
+    def full_weights(self) -> PreTrainedModel:
         """A copy with W + scaling · B A."""
         merged = copy.deepcopy(self.model)
         for layer in self.linears:
@@ -94,14 +94,14 @@ class AdaptedTrainer(LocalTrainer):
         return merged
 
 
-class ModelTarget:
+class FakeEngine:
     """A model that takes weights and scores tokens, and nothing else of an engine."""
 
     def __init__(self, model: PreTrainedModel, name: str):
         self.model = model
         self.name = name
         self.capabilities = Capabilities(name)
-        self.receiver = WeightReceiver(InPlace(lambda: dict(model.named_parameters())), name)
+        self.receiver = WeightReceiver(InPlaceWeightStore(lambda: dict(model.named_parameters())), name)
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         await asyncio.to_thread(self.receiver.connect, route, address, rank, world_size, timeout_s)
@@ -119,7 +119,7 @@ class ModelTarget:
         return score(self.model, token_ids, temperature)
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(self.name, self.receiver.version, torn=self.receiver.torn)
+        return EngineHealth(self.name, self.receiver.version, torn=self.receiver.partially_loaded)
 
 
 @torch.no_grad()

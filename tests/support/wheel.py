@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.report.page_files import page
-from tests.support.page import LACKS_PAGE, lacks_page
+from skyrl_train.report.viewer_page import render_page
+from tests.support.viewer_page import VIEWER_UNAVAILABLE, viewer_unavailable_reason
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +26,9 @@ def build_wheel(folder: Path) -> Path:
 
 def copied_source(source: Path, with_page: bool = True) -> Path:
     """What packages are made of, in a new folder. Without viewer/: the page is what was built of it, or missing."""
-    if lacks_page():
-        pytest.skip(LACKS_PAGE)
-    page()  # builds it
+    if viewer_unavailable_reason():
+        pytest.skip(VIEWER_UNAVAILABLE)
+    render_page()  # builds it
     for name in ("skyrl_train", "config"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):

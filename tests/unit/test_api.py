@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.api import TrainingResult, _wait_for, check, load_config, read_rollouts, train
+from skyrl_train.api import TrainingResult, _run_blocking, check, load_config, read_rollouts, train
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.errors import ClusterLost, ConfigError, DataError, WorkerDied
 from skyrl_train.experiment.base import Experiment
 from skyrl_train.report.rollout_files import step_file
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
@@ -90,19 +90,19 @@ async def answer(ended: list[str], seconds: float = 0.01) -> str:
 
 
 def test_without_a_loop_it_waits_in_the_caller_s_thread_and_a_failure_is_the_only_one():
-    assert _wait_for(answer([])) == threading.current_thread().name
+    assert _run_blocking(answer([])) == threading.current_thread().name
 
     async def fail() -> None:
         raise ConfigError("mine")
 
     with pytest.raises(ConfigError, match="mine") as failed:
-        _wait_for(fail())
+        _run_blocking(fail())
     assert failed.value.__context__ is None
 
 
 def test_in_a_notebook_it_waits_in_a_thread_of_its_own():
     async def cell() -> str:
-        return _wait_for(answer([]))
+        return _run_blocking(answer([]))
 
     assert asyncio.run(cell()) == "skyrl-train"
 
@@ -123,7 +123,7 @@ def test_whatever_interrupts_a_cell_ends_the_task_first(kind: type[BaseException
         return await answer(ended, 60.0)
 
     async def cell() -> str:
-        return _wait_for(interrupted())
+        return _run_blocking(interrupted())
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
@@ -147,10 +147,10 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
         def __exit__(self, *_: object) -> None:
             self.left += 1
 
-        def death(self) -> ClusterLost:
+        def failure(self) -> ClusterLost:
             return ClusterLost("Ray's gcs_server (process 7) died")
 
-        async def lost(self) -> ClusterLost:
+        async def wait_until_lost(self) -> ClusterLost:
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -163,26 +163,26 @@ def test_a_program_is_told_the_first_cause_as_the_entrypoint_tells_it(monkeypatc
             raise WorkerDied("rank 0 died, which follows from it")
 
     made: list[Experiment] = []
-    monkeypatch.setattr("skyrl_train.api.missing", lambda cfg, uses: [])
+    monkeypatch.setattr("skyrl_train.api.find_missing_resources", lambda cfg, uses: [])
     with pytest.raises(ClusterLost, match="gcs_server"):
         train(load_config(["device=cpu"]), OwnRun)
     assert vars(made[0])["cluster"].left == 1
 
 
 def test_rollouts_of_a_run_are_a_dataset(tmp_path: Path):
-    made_up_run(tmp_path, 3, 16)
+    synthetic_run(tmp_path, 3, 16)
     whole = read_rollouts(tmp_path)
     assert whole.num_rows == 48 and whole.unique("step") == [1, 2, 3]
     some = TrainingResult(tmp_path, 3).rollouts(steps=[2], columns=["uid", "old_logprobs"])
     assert some.column_names == ["uid", "old_logprobs"]
-    assert some[5]["old_logprobs"] == made_up_rollouts(16, 2)["old_logprobs"][5].as_py()
+    assert some[5]["old_logprobs"] == synthetic_rollouts(16, 2)["old_logprobs"][5].as_py()
     assert len(some.to_pandas()) == 16
 
 
 def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
     with pytest.raises(DataError, match="no rollouts are kept here"):
         read_rollouts(tmp_path)
-    made_up_run(tmp_path, 1, 4)
+    synthetic_run(tmp_path, 1, 4)
     with pytest.raises(ConfigError, match="the columns of rollouts are step, uid"):
         read_rollouts(tmp_path, columns=["reward", "tokens"])
     step_file(tmp_path, 1).write_bytes(b"PAR1 and no more")
@@ -193,7 +193,7 @@ def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
 def test_the_snippets_of_the_page_of_rollouts_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    made_up_run(tmp_path / "runs" / "a", 2, 16)
+    synthetic_run(tmp_path / "runs" / "a", 2, 16)
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(snippets) == 3

@@ -10,17 +10,17 @@ from skyrl_train.errors import (
     DataError,
     DeadlineExceeded,
     EnvironmentFailure,
-    RunDirectoryError,
+    RunFolderError,
     SkyRLError,
-    Stopped,
+    RunInterrupted,
 )
-from tests.support.each import check_each
+from tests.support.table_cases import check_each
 
 CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass)]
 ARGUMENTS: dict[type, tuple] = {
     DeadlineExceeded: ("engine 0", 3.0),
     EnvironmentFailure: ("timeout", "after 3 s"),
-    Stopped: (15,),
+    RunInterrupted: (15,),
 }
 
 
@@ -43,7 +43,7 @@ def test_errors_are_what_the_standard_library_calls_them_too():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(DeadlineExceeded, TimeoutError)
     assert issubclass(DataError, ConfigError)
-    assert issubclass(RunDirectoryError, ConfigError)
+    assert issubclass(RunFolderError, ConfigError)
     assert not issubclass(CheckpointError, ConfigError), "damage on disk is not a typing mistake"
 
 

@@ -11,7 +11,7 @@ from skyrl_train.environments import registry
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.trainer.batch_dump import BatchDump
 from tests.support.learner_specs import policy_batch
-from tests.support.pages import snippets
+from tests.support.doc_pages import snippets
 
 READ, DRAW, SHOUT = snippets("docs/getting_started.md")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.imports import import_modules
+from skyrl_train.imports import import_without_gc
 
 GARBAGE = """
 import gc
@@ -24,7 +24,7 @@ def test_nothing_is_collected_meanwhile(collects: bool, tmp_path: Path, monkeypa
     (tmp_path / "imported_garbage.py").write_text(GARBAGE)
     (gc.enable if collects else gc.disable)()
     try:
-        import_modules(["imported_garbage"])
+        import_without_gc(["imported_garbage"])
         module = sys.modules.pop("imported_garbage")
         assert gc.isenabled() == collects
         assert not module.enabled
@@ -35,5 +35,5 @@ def test_nothing_is_collected_meanwhile(collects: bool, tmp_path: Path, monkeypa
 
 def test_a_module_that_fails_leaves_the_collector_on():
     with pytest.raises(ModuleNotFoundError):
-        import_modules(["a_module_that_nobody_has"])
+        import_without_gc(["a_module_that_nobody_has"])
     assert gc.isenabled()

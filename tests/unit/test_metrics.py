@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.metrics import Metrics, NameLimit
+from skyrl_train.metrics import Metrics, MetricNameLimit
 
 observations = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 100)), min_size=1, max_size=30)
 
@@ -21,8 +21,8 @@ def test_a_mean_does_not_depend_on_how_values_were_cut_over_processes(values: li
             metrics.add("m", value, weight)
             metrics.add_sum("s", value * weight, weight)
             metrics.count("c", value)
-            metrics.maximum("x", value)
-    left.merge(json.loads(json.dumps(right.state())))
+            metrics.update_max("x", value)
+    left.merge(json.loads(json.dumps(right.to_dict())))
     expected = whole.flush()
     assert left.flush() == expected
     assert expected["m"] == pytest.approx(sum(v * w for v, w in values) / sum(w for _, w in values))
@@ -36,17 +36,17 @@ def test_a_mean_does_not_depend_on_how_values_were_cut_over_processes(values: li
 def test_a_nan_stays_the_maximum_wherever_it_comes_from(values: list[float]):
     one, merged = Metrics(), Metrics()
     for value in values:
-        one.maximum("ratio", value)
+        one.update_max("ratio", value)
         of_a_rank = Metrics()
-        of_a_rank.maximum("ratio", value)
-        merged.merge(of_a_rank.state())
+        of_a_rank.update_max("ratio", value)
+        merged.merge(of_a_rank.to_dict())
     assert math.isnan(one.flush()["ratio"])
     assert math.isnan(merged.flush()["ratio"])
 
 
 def test_flush_forgets():
     metrics = Metrics()
-    for add in (metrics.add, metrics.count, metrics.maximum):
+    for add in (metrics.add, metrics.count, metrics.update_max):
         add(add.__name__, 1.0)
     assert metrics.flush() == {"add": 1.0, "count": 1.0, "maximum": 1.0}
     assert metrics.flush() == {}
@@ -68,5 +68,5 @@ def test_a_timed_block_counts_also_when_it_raises_and_adds_up():
 
 
 def test_names_beyond_a_limit_are_not_admitted_and_known_ones_stay():
-    limit = NameLimit(most=2, longest=5)
+    limit = MetricNameLimit(max_names=2, max_length=5)
     assert [limit.admits(name) for name in ("a", "too long", "bbbbb", "c", "a")] == [True, False, True, False, True]

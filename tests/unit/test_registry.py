@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.registry import Registry, load_object, unknown
+from skyrl_train.registry import Registry, load_object, unknown_name_message
 
 
 def square(x: float) -> float:
@@ -31,7 +31,7 @@ def test_an_unknown_name_lists_what_there_is_and_the_nearest():
     registry: Registry = Registry("reward", {"gsm8k": "a:b", "arithmetic": "c:d"})
     with pytest.raises(ConfigError, match=r"Unknown reward 'gsm8'; known: arithmetic, gsm8k\. Did you mean 'gsm8k'\?"):
         registry.get("gsm8")
-    assert "Did you mean" not in unknown("reward", "zzz", ["gsm8k"])
+    assert "Did you mean" not in unknown_name_message("reward", "zzz", ["gsm8k"])
 
 
 def test_a_name_is_never_silently_replaced():
@@ -96,8 +96,8 @@ def test_a_decorator_wants_a_name(name: object):
 def test_what_is_users_own_is_what_is_not_built_in_or_no_longer():
     registry: Registry = Registry("function", {"hsv": "colorsys:rgb_to_hsv", "hls": "colorsys:rgb_to_hls"})
     registry.get("hsv")
-    assert registry.own() == {}
-    registry.forget("hsv")
+    assert registry.user_items() == {}
+    registry.unregister("hsv")
     registry.register("hsv")(square)
     registry.table["later"] = "somewhere:later"
-    assert registry.own() == {"hsv": square, "later": "somewhere:later"}
+    assert registry.user_items() == {"hsv": square, "later": "somewhere:later"}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_train import trace
-from skyrl_train.engines.lifecycle import RunClock
+from skyrl_train.engines.lifecycle import RequestDeadlines
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.logs import run_logs
 
@@ -36,9 +36,9 @@ with trace.to_file(Path(sys.argv[1])):
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as one of those that hand over their spans."""
     monkeypatch.setattr(trace, "_note", None)
-    trace.collect()
+    trace.start_buffering()
     yield
-    trace.hand_over()
+    trace.drain_spans()
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -48,10 +48,10 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 def test_a_time_line_is_json_with_names_of_processes_and_rows_and_spans_that_nest(tmp_path: Path):
     path, metrics, before = tmp_path / "trace.json", Metrics(), time.time()
-    with trace.to_file(path):
+    with trace.write_trace(path):
         with metrics.timed("update"), trace.span("inside"):
             time.sleep(0.01)
-        trace.add("step", before, row="process 7", process="environments", overlaps=True, id="a")
+        trace.add_span("step", before, track="process 7", process="environments", overlaps=True, id="a")
     events = json.loads(path.read_text())
     named = {(e["name"], e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
     driver, other = ("process_name", 1, "driver"), ("process_name", 2, "environments")
@@ -75,11 +75,11 @@ def test_after_a_kill_only_the_closing_bracket_is_missing(tmp_path: Path):
 def test_a_time_line_of_the_largest_size_ends_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(trace, "LIMIT_BYTES", 1000)
+    monkeypatch.setattr(trace, "MAX_TRACE_BYTES", 1000)
     path = tmp_path / "trace.json"
-    with trace.to_file(path):
+    with trace.write_trace(path):
         for number in range(100):
-            trace.add(f"call {number}", time.time(), row="calls")
+            trace.add_span(f"call {number}", time.time(), track="calls")
     names = [event["name"] for event in events_of(path)]
     assert names == [f"call {number}" for number in range(len(names))] and 5 < len(names) < 20
     assert path.stat().st_size <= 1003 and len(caplog.records) == 1
@@ -117,8 +117,8 @@ def test_what_a_full_disk_cuts_off_is_taken_back(
 
 def test_another_attempt_has_a_file_of_its_own_and_the_earlier_one_is_with_its_logs(tmp_path: Path):
     for attempt in range(3):
-        with run_logs(tmp_path), trace.to_file(tmp_path / trace.TRACE_FILE):
-            trace.add(f"attempt {attempt}", time.time(), row="trainer")
+        with run_logs(tmp_path), trace.write_trace(tmp_path / trace.TRACE_FILE):
+            trace.add_span(f"attempt {attempt}", time.time(), track="trainer")
     with run_logs(tmp_path):
         pass  # without a time line
     found = [tmp_path / "logs" / f"attempt_{number}" / trace.TRACE_FILE for number in (1, 2, 3)]
@@ -127,28 +127,28 @@ def test_another_attempt_has_a_file_of_its_own_and_the_earlier_one_is_with_its_l
 
 
 def test_a_file_that_cannot_be_written_costs_the_time_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with trace.to_file(tmp_path / "absent" / "trace.json"), trace.span("step"):
-        assert not trace.on()
+    with trace.write_trace(tmp_path / "absent" / "trace.json"), trace.span("step"):
+        assert not trace.is_enabled()
     assert "trainer.trace" in caplog.text and "no time line" in caplog.text
 
 
 @pytest.mark.usefixtures("collected")
 def test_spans_of_another_process_get_its_name(tmp_path: Path):
-    clock = RunClock(1)
+    clock = RequestDeadlines(1)
     clock.add([("runs", None), ("never ran", None)])
     clock.remove("never ran")
     clock.remove("runs")
-    spans = trace.hand_over()
-    assert [(one.name, one.row, one.details) for one in spans] == [("request", "requests", {"id": "runs"})]
-    assert trace.hand_over() == []
-    with trace.to_file(tmp_path / "trace.json"):
-        trace.take_over(spans, "engine 0")
+    spans = trace.drain_spans()
+    assert [(one.name, one.track, one.details) for one in spans] == [("request", "requests", {"id": "runs"})]
+    assert trace.drain_spans() == []
+    with trace.write_trace(tmp_path / "trace.json"):
+        trace.ingest_spans(spans, "engine 0")
     names = [event["args"]["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "M"]
     assert names == ["driver", "engine 0", "requests"]
 
 
 def test_nothing_is_noted_unless_somebody_asks():
-    assert not trace.on()
+    assert not trace.is_enabled()
     with trace.span("step"):
-        trace.add("call", 0.0, row="calls")
-    assert trace.hand_over() == []
+        trace.add_span("call", 0.0, track="calls")
+    assert trace.drain_spans() == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_train import errors
 from skyrl_train.config.keys import all_keys
-from skyrl_train.storage.places import CREDENTIALS
+from skyrl_train.storage.uris import CREDENTIALS_ADVICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
@@ -76,9 +76,9 @@ def test_every_message_has_a_row():
 
 
 def test_quoted_messages_are_in_the_source():
-    by_variable = {"WorkerDied": raised()["_died"], "StorageError": [f". {CREDENTIALS}"]}
+    by_variable = {"WorkerDied": raised()["_death_error"], "StorageError": [f". {CREDENTIALS_ADVICE}"]}
     wrong = []
-    for title in sorted(set(SECTIONS) - {"Stopped", "OutOfMemory", "ConfigError"}):
+    for title in sorted(set(SECTIONS) - {"RunInterrupted", "OutOfMemory", "ConfigError"}):
         texts = raised().get(title, []) + by_variable.get(title, [])
         wrong += [f"{title}: {quoted}" for quoted in messages(title) if not any(fits(quoted, text) for text in texts)]
     assert not wrong, "\n".join(wrong)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import skyrl_train as sk
 from skyrl_train.experiment.base import Experiment, run_experiment
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 
 @sk.register.advantage("simple_baseline")
@@ -17,7 +17,7 @@ def simple_baseline(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor
     return torch.where(valid, rewards - mean, 0.0)
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
     run_experiment(Experiment)
 

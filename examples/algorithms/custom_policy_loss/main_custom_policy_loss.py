@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from examples.algorithms.custom_loss import reinforce as reinforce  # registers itself
 from skyrl_train.experiment.base import Experiment, run_experiment
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
     run_experiment(Experiment)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from skyrl_train.experiment.base import Experiment, start
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.base import Experiment, launch_experiment
+from skyrl_train.experiment.driver import exit_with_signal_status
 
 _NAMED = "environment.env_class="
 
@@ -24,9 +24,9 @@ def of_verifiers(arguments: list[str]) -> list[str]:
     return [f"{_NAMED}verifiers", *moved]
 
 
-@exits_as_told()
+@exit_with_signal_status()
 def main() -> None:
-    start(Experiment, of_verifiers(sys.argv[1:]))
+    launch_experiment(Experiment, of_verifiers(sys.argv[1:]))
 
 
 if __name__ == "__main__":

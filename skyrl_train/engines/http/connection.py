@@ -12,21 +12,21 @@ import aiohttp
 from aiohttp import hdrs
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
-from skyrl_train.tasks import deadline
+from skyrl_train.aio import deadline
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """How often a call is sent at most if its connection breaks and repeating it is safe."""
 _BACKOFF_S = 0.2
 """Wait before the second attempt; it doubles for every further attempt."""
-_BUSY_S = 1.0
+_RETRY_AFTER_S = 1.0
 """Wait where a server says "503, Retry-After": it has all connections that it may have, and did not read the call."""
 _CONNECT_S = 10.0
 """Timeout of a TCP connection."""
-_NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 """After these errors the server has not seen the call, so any call can be repeated."""
-_BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+_CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Connection:
         if session is not None:
             await session.close()
 
-    async def once(
+    async def request(
         self, verb: str, route: str, body: bytes = b"", params: Mapping[str, str] | None = None
     ) -> tuple[int, bytes]:
         """Send one request; returns status and body of the answer. Waits for a server that says to come again later.
@@ -74,23 +74,23 @@ class Connection:
                     answer = response.status, await response.read()
                 if not (response.status == 503 and hdrs.RETRY_AFTER in response.headers):
                     return answer
-                await asyncio.sleep(_BUSY_S)
+                await asyncio.sleep(_RETRY_AFTER_S)
         except aiohttp.ClientError as error:
-            if isinstance(error, _BROKEN):
+            if isinstance(error, _CONNECTION_ERRORS):
                 raise
             raise EngineError(f"Engine {self.name!r} at {self.url} does not speak HTTP: {error}") from error
 
-    async def attempts(self, what: str, attempt: Callable[[int], Awaitable[T]], *, repeatable: bool) -> T:
+    async def retry(self, what: str, attempt: Callable[[int], Awaitable[T]], *, repeatable: bool) -> T:
         """Run `attempt(0)`; if the connection breaks and repeating is safe, also `attempt(1)` and `attempt(2)`.
 
         Raises EngineError if none of them succeeds.
         """
-        for number in range(ATTEMPTS):
+        for number in range(MAX_ATTEMPTS):
             try:
                 return await attempt(number)
-            except _BROKEN as error:
-                safe = repeatable or isinstance(error, _NOT_SENT)
-                if number == ATTEMPTS - 1 or not safe:
+            except _CONNECTION_ERRORS as error:
+                safe = repeatable or isinstance(error, _NOT_SENT_ERRORS)
+                if number == MAX_ATTEMPTS - 1 or not safe:
                     raise EngineError(
                         f"Engine {self.name!r} at {self.url} was lost during {what} "
                         f"(attempt {number + 1}): {type(error).__name__}: {error}"
@@ -99,12 +99,12 @@ class Connection:
                 await asyncio.sleep(_BACKOFF_S * 2**number)
         raise AssertionError("unreachable")
 
-    async def within(self, what: str, seconds: float, work: Awaitable[T]) -> T:
+    async def with_timeout(self, what: str, seconds: float, work: Awaitable[T]) -> T:
         """Await `work` for at most `seconds`. Raises DeadlineExceeded naming engine and `what`."""
         async with deadline(f"engine {self.name!r}: {what}", seconds):
             return await work
 
-    async def until_there(self, probe: Callable[[], Awaitable[T | None]], deadline_s: float) -> T:
+    async def wait_until_ready(self, probe: Callable[[], Awaitable[T | None]], deadline_s: float) -> T:
         """Call `probe` until a server answers and the result is not None. Raises DeadlineExceeded."""
         last: Exception | None = None
         try:
@@ -114,7 +114,7 @@ class Connection:
                         found = await probe()
                         if found is not None:
                             return found
-                    except _BROKEN as error:
+                    except _CONNECTION_ERRORS as error:
                         last = error
                     await asyncio.sleep(_BACKOFF_S)
         except TimeoutError as error:

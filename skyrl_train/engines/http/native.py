@@ -26,22 +26,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.data.arrays import logprob_array, token_array
-from skyrl_train.data.vocabulary import token_text
+from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
+from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
-from skyrl_train.engines.http.native_servers import NativeServer, Sampled
-from skyrl_train.engines.http.wire import GRACE_S
-from skyrl_train.engines.lifecycle import ABORT_AGAIN_S, MEMORY_TAGS, EngineState, Lifecycle, result_of
-from skyrl_train.engines.sampling import Checks, check_new_ids, request_seed, with_stop_token
+from skyrl_train.engines.http.native_servers import NativeServer, ServerCompletion
+from skyrl_train.engines.http.protocol import DEADLINE_MARGIN_S
+from skyrl_train.engines.lifecycle import ABORT_RETRY_INTERVAL_S, MEMORY_TAGS, EngineState, Lifecycle, await_thread_future
+from skyrl_train.engines.sampling_params import RequestValidator, check_unique_request_ids, request_seed, with_stop_token
 from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
-from skyrl_train.models.composite import checkpoint_config
-from skyrl_train.models.export import name_files, save_checkpoint_tensors
-from skyrl_train.models.loading import load_tokenizer, meta_model
-from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
-from skyrl_train.tasks import unwatched
-from skyrl_train.weight_sync.receiver import WeightReceiver, refuse_adapter
-from skyrl_train.weight_sync.wire import ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
+from skyrl_train.models.composite import get_checkpoint_config
+from skyrl_train.models.export import rename_shard_files, save_checkpoint_tensors
+from skyrl_train.models.loading import load_tokenizer, load_meta_model
+from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
+from skyrl_train.aio import mark_exception_retrieved
+from skyrl_train.weight_sync.receiver import WeightReceiver, reject_adapter
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
 
 
 class _NativeRequest:
@@ -51,28 +51,28 @@ class _NativeRequest:
         self.request = request
         self.rid = ""
         """The request's id at the server: a new one each time that it is sent."""
-        self.flight: asyncio.Task[Sampled] | None = None
+        self.call_task: asyncio.Task[ServerCompletion] | None = None
         """The call to the server, while there is one."""
-        self.ended = asyncio.Event()
+        self.abort_requested = asyncio.Event()
         """Set if it was aborted, by its caller or its deadline: it is not sent again."""
         self.retracted = False
-        self.begun = math.inf
+        self.started_at = math.inf
         """time.monotonic() at which its clock started."""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []
 
-    def rest(self, room: int) -> SampleRequest:
+    def continuation(self, room: int) -> SampleRequest:
         """The request for the remaining tokens, `room` at most."""
         request, done = self.request, len(self.token_ids)
         return replace(
             request,
-            token_ids=np.concatenate((request.token_ids, token_array(self.token_ids))),
+            token_ids=np.concatenate((request.token_ids, to_token_array(self.token_ids))),
             sampling=replace(request.sampling, max_tokens=room),
             seed=request_seed(request.seed, "rest", 0, 0, done) if done else request.seed,
         )
 
-    def add(self, sampled: Sampled, version: int) -> None:
+    def append(self, sampled: ServerCompletion, version: int) -> None:
         """Append sampled tokens."""
         start = len(self.token_ids)
         self.token_ids += sampled.token_ids
@@ -82,7 +82,7 @@ class _NativeRequest:
                 start = self.versions.pop().start
             self.versions.append(VersionSpan(start, len(self.token_ids), version))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Drop all sampled tokens after the first `length`."""
         del self.token_ids[length:], self.logprobs[length:]
         self.versions = [replace(span, stop=min(span.stop, length)) for span in self.versions if span.start < length]
@@ -112,13 +112,13 @@ class NativeEngine:
         self._folder = folder
         self._entries: dict[str, _NativeRequest] = {}
         self._ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in count())
-        self._open = asyncio.Event()
+        self._can_send = asyncio.Event()
         """Whether requests may be sent."""
-        self._seats = asyncio.Semaphore(max_num_seqs)
+        self._permits = asyncio.Semaphore(max_num_seqs)
         self.lifecycle = Lifecycle(self.name)
-        self._holds = 0
+        self._num_idle_holds = 0
         """How many operations need the server to be idle."""
-        self._reading = asyncio.Lock()
+        self._weights_lock = asyncio.Lock()
         """Held while a score uses the weights, or while they change."""
         self._background: set[asyncio.Task[None]] = set()
         self._worker = ThreadPoolExecutor(1, f"weights-{self.name}")
@@ -133,7 +133,7 @@ class NativeEngine:
         loop = asyncio.get_running_loop()
         await self._server.connection.open()
         try:
-            await self._server.start(deadline_s)
+            await self._server.discover(deadline_s)
             self._tokenizer, model, ends = await asyncio.to_thread(self._read_model)
         except BaseException:
             await self.close()
@@ -143,29 +143,29 @@ class NativeEngine:
             asyncio.run_coroutine_threadsafe(self._load(folder), loop).result()
 
         place = Path(self._folder) / "".join(c if c.isalnum() else "_" for c in self.name)
-        store = CheckpointFolder(model, place, self._tokenizer, hand_over)
+        store = CheckpointWeightStore(model, place, self._tokenizer, hand_over)
         self._receiver = WeightReceiver(store, self.name)
         self.capabilities = self._capabilities()
         longest, vocab_size = self._server.max_model_len, model.config.get_text_config().vocab_size
-        self._checks = Checks(self.capabilities, vocab_size, longest, longest - 1)
-        self._ends = [end for end in sorted(ends) if end < vocab_size]
-        self._settle()
+        self._checks = RequestValidator(self.capabilities, vocab_size, longest, longest - 1)
+        self._stop_token_ids = [end for end in sorted(ends) if end < vocab_size]
+        self._update_can_send()
         return self
 
     def _read_model(self) -> tuple[Any, PreTrainedModel, frozenset[int]]:
         tokenizer = load_tokenizer(self._model)
-        ends = stop_tokens(tokenizer, *stop_configs(self._model))
-        return tokenizer, meta_model(self._model, dtype_of(self._dtype)), ends
+        ends = get_stop_tokens(tokenizer, *load_stop_configs(self._model))
+        return tokenizer, load_meta_model(self._model, dtype_of(self._dtype)), ends
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling the call aborts its requests at the server."""
         for request in requests:
-            self._checks.request(request, ())
+            self._checks.check_request(request, ())
         self.lifecycle.check_serving()
-        check_new_ids(self.name, requests, self._entries)
-        entries = [_NativeRequest(self._with_ends(request)) for request in requests]
+        check_unique_request_ids(self.name, requests, self._entries)
+        entries = [_NativeRequest(self._with_stop_tokens(request)) for request in requests]
         self._entries |= {entry.request.request_id: entry for entry in entries}
         tasks = [asyncio.ensure_future(self._run(entry)) for entry in entries]
         try:
@@ -175,16 +175,16 @@ class NativeEngine:
                 task.cancel()
                 self._entries.pop(entry.request.request_id, None)  # a task that never began does not do it
 
-    def _with_ends(self, request: SampleRequest) -> SampleRequest:
+    def _with_stop_tokens(self, request: SampleRequest) -> SampleRequest:
         """Return the request with all end tokens spelled out: a server does not derive any from the chat template."""
-        sampling = reduce(with_stop_token, self._ends, request.sampling)
+        sampling = reduce(with_stop_token, self._stop_token_ids, request.sampling)
         return request if sampling is request.sampling else replace(request, sampling=sampling)
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine."""
-        plain = self._checks.score(token_ids, temperature)
+        plain = self._checks.check_score(token_ids, temperature)
         self.lifecycle.check_serving()
-        async with self._reading:
+        async with self._weights_lock:
             self.lifecycle.check_serving()
             return list(await asyncio.gather(*(self._server.score(ids) for ids in plain)))
 
@@ -194,47 +194,47 @@ class NativeEngine:
 
     async def _run(self, entry: _NativeRequest) -> Completion:
         """Send a request once the server has room for it."""
-        seat = asyncio.ensure_future(self._seats.acquire())
+        seat = asyncio.ensure_future(self._permits.acquire())
         try:
-            if await _before_its_end(entry, seat):
-                return await self._run_seated(entry)
+            if await _wait_unless_aborted(entry, seat):
+                return await self._run_with_permit(entry)
             self._entries.pop(entry.request.request_id, None)
             return self._completion(entry, "abort")
         finally:  # it may have been got just as the request was ended
             if not seat.cancel() and not seat.cancelled():
-                self._seats.release()
+                self._permits.release()
 
-    async def _run_seated(self, entry: _NativeRequest) -> Completion:
+    async def _run_with_permit(self, entry: _NativeRequest) -> Completion:
         """Send a request, and again after every retraction."""
-        timer, entry.begun = None, time.monotonic()
+        timer, entry.started_at = None, time.monotonic()
         if entry.request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(entry.request.deadline_s, lambda: self._begin(self._end([entry])))
         try:
             while True:
-                if not await _before_its_end(entry, asyncio.ensure_future(self._open.wait())):
+                if not await _wait_unless_aborted(entry, asyncio.ensure_future(self._can_send.wait())):
                     return self._completion(entry, "abort")
                 entry.retracted = False
                 version = self._receiver.version
-                entry.flight = asyncio.ensure_future(self._send(entry))
-                sampled = await entry.flight
-                self._landed(entry)
-                entry.add(sampled, version)
+                entry.call_task = asyncio.ensure_future(self._send(entry))
+                sampled = await entry.call_task
+                self._on_response(entry)
+                entry.append(sampled, version)
                 if sampled.stop_reason != "abort" or not entry.retracted or not self._room(entry):
                     return self._completion(entry, sampled.stop_reason)
         except asyncio.CancelledError:
-            if entry.flight is not None:
+            if entry.call_task is not None:
                 self._begin(self._server.abort([entry.rid]))
             raise
         finally:
-            self._landed(entry)
+            self._on_response(entry)
             self._entries.pop(entry.request.request_id, None)
             if timer is not None:
                 timer.cancel()
 
-    def _landed(self, entry: _NativeRequest) -> None:
-        entry.flight = None
-        if not any(other.flight for other in self._entries.values()):
+    def _on_response(self, entry: _NativeRequest) -> None:
+        entry.call_task = None
+        if not any(other.call_task for other in self._entries.values()):
             self.lifecycle.finish_draining()
 
     def _room(self, entry: _NativeRequest) -> int:
@@ -243,18 +243,18 @@ class NativeEngine:
         longest = min(request.sampling.max_tokens, self._server.max_model_len - len(request.token_ids))
         return longest - len(entry.token_ids)
 
-    async def _send(self, entry: _NativeRequest) -> Sampled:
-        request = entry.rest(self._room(entry))
-        limit = self._server.deadline_s if request.deadline_s is None else request.deadline_s + 2 * GRACE_S
+    async def _send(self, entry: _NativeRequest) -> ServerCompletion:
+        request = entry.continuation(self._room(entry))
+        limit = self._server.deadline_s if request.deadline_s is None else request.deadline_s + 2 * DEADLINE_MARGIN_S
 
-        async def attempt(number: int) -> Sampled:
+        async def attempt(number: int) -> ServerCompletion:
             if number:  # the server may not have noticed that the connection broke
                 await self._server.abort([entry.rid])
             entry.rid = next(self._ids)
             return await self._server.sample(entry.rid, request)
 
         connection = self._server.connection
-        sampled = await connection.within("generate", limit, connection.attempts("generate", attempt, repeatable=True))
+        sampled = await connection.with_timeout("generate", limit, connection.retry("generate", attempt, repeatable=True))
         self._generated_tokens += len(sampled.token_ids)
         self._prompt_tokens += len(request.token_ids)
         self._cached_tokens += sampled.cached_tokens
@@ -265,15 +265,15 @@ class NativeEngine:
     async def _end(self, entries: Iterable[_NativeRequest]) -> None:
         entries = list(entries)
         for entry in entries:
-            entry.ended.set()
+            entry.abort_requested.set()
         await self._stop(entries)
 
     async def _stop(self, entries: Iterable[_NativeRequest]) -> None:
         """Abort `entries` at the server and wait until they have ended there; they keep their tokens."""
         entries = list(entries)
-        while flying := {entry.rid: entry.flight for entry in entries if entry.flight is not None}:
+        while flying := {entry.rid: entry.call_task for entry in entries if entry.call_task is not None}:
             await self._server.abort(list(flying))
-            await asyncio.wait(flying.values(), timeout=ABORT_AGAIN_S)
+            await asyncio.wait(flying.values(), timeout=ABORT_RETRY_INTERVAL_S)
             await asyncio.sleep(0)  # lets the tasks that wait for them take the result
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -288,9 +288,9 @@ class NativeEngine:
         task.add_done_callback(self._background.discard)
 
     def _completion(self, entry: _NativeRequest, reason: str) -> Completion:
-        length, text = self._first_end(entry)
+        length, text = self._find_stop(entry)
         if length is not None:
-            entry.cut(length)
+            entry.truncate(length)
             reason = "stop"
         elif reason == "stop":
             text = token_text(self._tokenizer, entry.token_ids[-1])
@@ -299,16 +299,16 @@ class NativeEngine:
         greedy = entry.request.sampling.temperature == 0
         return Completion(
             request_id=entry.request.request_id,
-            token_ids=token_array(entry.token_ids),
-            logprobs=logprob_array([0.0] * len(entry.logprobs) if greedy else entry.logprobs),
-            full_logprobs=logprob_array(entry.logprobs),
+            token_ids=to_token_array(entry.token_ids),
+            logprobs=to_logprob_array([0.0] * len(entry.logprobs) if greedy else entry.logprobs),
+            full_logprobs=to_logprob_array(entry.logprobs),
             stop_reason=reason,
             versions=entry.versions,
             stop_text=text,
-            running_s=max(0.0, time.monotonic() - entry.begun),
+            running_s=max(0.0, time.monotonic() - entry.started_at),
         )
 
-    def _first_end(self, entry: _NativeRequest) -> tuple[int | None, str | None]:
+    def _find_stop(self, entry: _NativeRequest) -> tuple[int | None, str | None]:
         """Number of tokens up to the first of the request's stop strings or stop tokens, and its text.
 
         Servers miss a stop string that begins before a retraction and ends after it, and SGLang misses stop tokens if
@@ -319,7 +319,7 @@ class NativeEngine:
         if stops is None and not sampling.stop_token_ids:
             return None, None
         for index, token in enumerate(entry.token_ids):
-            text = stops.find(entry.token_ids[: index + 1]) if stops and stops.completed_by(token) else None
+            text = stops.find(entry.token_ids[: index + 1]) if stops and stops.may_end_at(token) else None
             if text is None and token in sampling.stop_token_ids:
                 text = token_text(self._tokenizer, token)
             if text is not None:
@@ -330,123 +330,123 @@ class NativeEngine:
 
     async def pause(self, mode: str = "keep") -> None:
         """See InferenceEngine. Requests that come while paused wait here for `resume`."""
-        self._checks.pause(mode)
-        flying = any(entry.flight for entry in self._entries.values())
+        self._checks.check_pause(mode)
+        flying = any(entry.call_task for entry in self._entries.values())
         drained = self.lifecycle.pause(busy=mode == "wait" and flying)
-        self._settle()
+        self._update_can_send()
         if mode == "abort":
             await self._end(self._entries.values())
         elif mode == "retract":
             await self._retract()
-        await result_of(drained)
+        await await_thread_future(drained)
 
     async def resume(self) -> None:
         self.lifecycle.resume()
-        self._settle()
+        self._update_can_send()
 
     async def sleep(self, level: int = 1) -> int:
         """See InferenceEngine. Running requests end as aborted. Returns 0: servers do not say what they free."""
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2 and self._device != "cpu")
-        self._settle()
+        self._update_can_send()
         await self._end(self._entries.values())
         self.lifecycle.wake_up(MEMORY_TAGS - await self._server.sleep(level))
         return 0
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
-        self._checks.wake_up(tags)
-        if woken := self.lifecycle.asleep_among(tags):
+        self._checks.check_wake_up(tags)
+        if woken := self.lifecycle.freed_among(tags):
             await self._server.wake_up(sorted(woken))
             self.lifecycle.wake_up(woken)
-        self._settle()
+        self._update_can_send()
 
     async def reset_prefix_cache(self) -> None:
         """See InferenceEngine. Running requests are sent again."""
-        async with self._idle():
+        async with self._server_idle():
             await self._server.reset_prefix_cache()
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Always raises UnsupportedParameter: see capabilities.refusals."""
-        self._checks.adapter(name)
+        self._checks.check_adapter(name)
 
     async def unload_adapter(self, name: str) -> None:
         """Does nothing, as no adapter can be loaded."""
 
     @asynccontextmanager
-    async def _idle(self) -> AsyncIterator[None]:
+    async def _server_idle(self) -> AsyncIterator[None]:
         """While inside, no request runs at the server."""
-        self._holds += 1
-        self._settle()
+        self._num_idle_holds += 1
+        self._update_can_send()
         try:
-            async with self._reading:
+            async with self._weights_lock:
                 await self._retract()
                 yield
         finally:
-            self._holds -= 1
-            self._settle()
+            self._num_idle_holds -= 1
+            self._update_can_send()
 
     async def _retract(self) -> None:
         for entry in self._entries.values():
             entry.retracted = True
         await self._stop(self._entries.values())
 
-    def _settle(self) -> None:
+    def _update_can_send(self) -> None:
         """After any change of state: update whether requests may be sent."""
         closed = self.lifecycle.state is EngineState.CLOSED  # whoever waits then finds the connection closed
-        if closed or (self.lifecycle.admits and not self._holds):
-            self._open.set()
+        if closed or (self.lifecycle.can_admit and not self._num_idle_holds):
+            self._can_send.set()
         else:
-            self._open.clear()
+            self._can_send.clear()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         known = self.capabilities.weight_routes
-        if route in ROUTES and route not in known:
+        if route in WEIGHT_ROUTES and route not in known:
             reason = self.capabilities.refusals["broadcast"]
             raise WeightSyncError(
                 f"engine {self.name}: no weight route {route!r}: {reason} Use {', '.join(sorted(known))}."
             )
-        await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
+        await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
         self.lifecycle.check_can_load(manifest)
         if manifest.base_version is not None:
             raise WeightSyncError(f"engine {self.name}: {self.capabilities.refusals['partial_weights']}")
-        await self._transfer(self._receiver.begin, manifest)
+        await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        await self._transfer(self._receiver.receive, bucket)
+        await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
         """See InferenceEngine. It completes even if its caller is cancelled: no request runs while the server loads."""
-        await asyncio.shield(unwatched(asyncio.ensure_future(self._commit(version))))
+        await asyncio.shield(mark_exception_retrieved(asyncio.ensure_future(self._commit(version))))
 
     async def _commit(self, version: int) -> None:
-        async with self._idle():
-            await self._transfer(self._receiver.commit, version)
-            self.lifecycle.weights_loaded()
+        async with self._server_idle():
+            await self._call_receiver(self._receiver.commit, version)
+            self.lifecycle.mark_weights_loaded()
 
     async def _load(self, folder: str) -> None:
-        await self._server.load(folder)
+        await self._server.load_weights(folder)
         await self._server.reset_prefix_cache()
 
-    async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
+    async def _call_receiver(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._worker, step, *args)
         finally:
-            if self._receiver.torn:
+            if self._receiver.partially_loaded:
                 self.lifecycle.invalidate_weights()
-            self._settle()
+            self._update_can_send()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine; the counters are of this end. Raises EngineError if the server is not alive."""
-        await self._server.check()
+        await self._server.check_alive()
         entries = list(self._entries.values())
-        running = sum(entry.flight is not None for entry in entries)
+        running = sum(entry.call_task is not None for entry in entries)
         return self.lifecycle.health(
             self._receiver.version,
             running=running,
@@ -462,7 +462,7 @@ class NativeEngine:
         for task in self._background:
             task.cancel()
         await self._server.connection.close()
-        self._settle()
+        self._update_can_send()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _capabilities(self) -> Capabilities:
@@ -480,7 +480,7 @@ class NativeEngine:
         return Capabilities(
             name=self.name,
             sampling=self._server.sampling,
-            weight_routes=ROUTES if self._device == "cpu" else frozenset({"checkpoint", "in_process"}),
+            weight_routes=WEIGHT_ROUTES if self._device == "cpu" else frozenset({"checkpoint", "in_process"}),
             max_model_len=self._server.max_model_len,
             pause_modes=PAUSE_MODES - {"keep"},
             partial_weights=False,
@@ -490,18 +490,18 @@ class NativeEngine:
         )
 
 
-async def _before_its_end(entry: _NativeRequest, waited: asyncio.Future[Any]) -> bool:
+async def _wait_unless_aborted(entry: _NativeRequest, waited: asyncio.Future[Any]) -> bool:
     """Wait; returns whether it came before the request was ended. It is cancelled otherwise, unless it is done."""
-    ended = asyncio.ensure_future(entry.ended.wait())
+    ended = asyncio.ensure_future(entry.abort_requested.wait())
     try:
         await asyncio.wait([waited, ended], return_when=asyncio.FIRST_COMPLETED)
-        return not entry.ended.is_set()
+        return not entry.abort_requested.is_set()
     finally:
         ended.cancel()
         waited.cancel()
 
 
-class CheckpointFolder:
+class CheckpointWeightStore:
     """A WeightStore that writes a folder per sync, under a temporary name until it is complete."""
 
     def __init__(
@@ -509,7 +509,7 @@ class CheckpointFolder:
         model: PreTrainedModel,
         root: Path,
         tokenizer: Any,
-        hand_over: Callable[[str], None],
+        load_on_server: Callable[[str], None],
     ):
         """`model`: on the meta device. `root`: a folder that nothing else uses.
 
@@ -519,17 +519,17 @@ class CheckpointFolder:
         self._layout = dict(model.named_parameters(remove_duplicate=False))
         self._root = root
         self._tokenizer = tokenizer
-        self._hand_over = hand_over
+        self._load_on_server = load_on_server
         self._count = 0
         self._files: list[list[str]] = []
         """Names of the tensors in each file written."""
         self._bytes = 0
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        refuse_adapter(adapter)
+        reject_adapter(adapter)
         return self._layout
 
-    def held(self, name: str) -> None:
+    def loaded_tensor(self, name: str) -> None:
         """None: the server's tensors cannot be accessed."""
         return None
 
@@ -542,7 +542,7 @@ class CheckpointFolder:
         try:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished.mkdir(parents=True)
-            checkpoint_config(self._model).save_pretrained(self._unfinished)
+            get_checkpoint_config(self._model).save_pretrained(self._unfinished)
             self._tokenizer.save_pretrained(self._unfinished)
         except OSError as error:
             raise self._failed(error) from error
@@ -560,12 +560,12 @@ class CheckpointFolder:
         self._count += 1
         done = self._root / f"weights_{self._count:06d}"
         try:
-            name_files(self._unfinished, self._files, self._bytes)
+            rename_shard_files(self._unfinished, self._files, self._bytes)
             shutil.rmtree(done, ignore_errors=True)
             self._unfinished.rename(done)
         except OSError as error:
             raise self._failed(error) from error
-        self._hand_over(str(done.resolve()))
+        self._load_on_server(str(done.resolve()))
         for old in self._root.iterdir():
             if old != done:
                 shutil.rmtree(old, ignore_errors=True)

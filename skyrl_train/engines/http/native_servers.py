@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skyrl_train.data.arrays import Tokens, plain_ids, token_array
+from skyrl_train.data.token_arrays import Tokens, to_int_tuple, to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.lifecycle import MEMORY_TAGS
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.listening import API_KEY
+from skyrl_train.listeners import API_KEY_ENV
 
 _DEV_MODE = "this route needs a server that was started with VLLM_SERVER_DEV_MODE=1 in its environment."
 _EXTENSION = "skyrl_train.engines.vllm.worker.WorkerExtension"
@@ -30,7 +30,7 @@ _ANOTHER = "it is no SGLang server; see generator.backend."
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class ServerCompletion:
     """A server's answer to a request; lists are [L] for L sampled tokens."""
 
     token_ids: list[int]
@@ -47,7 +47,7 @@ class NativeServer(ABC):
     kind: str
     """E.g. "vLLM 0.32.0"; set by `start`, as are the other attributes."""
     max_model_len: int
-    SAMPLING: ClassVar = frozenset({"temperature", "stop", "stop_token_ids", "ignore_eos"})
+    SUPPORTED_SAMPLING: ClassVar = frozenset({"temperature", "stop", "stop_token_ids", "ignore_eos"})
     """SamplingParams fields that a server may support: those that leave both log-probs of a token equal."""
     sampling: frozenset[str]
     """The fields that this server supports."""
@@ -60,14 +60,14 @@ class NativeServer(ABC):
         self.deadline_s = deadline_s
 
     @abstractmethod
-    async def start(self, deadline_s: float) -> None:
+    async def discover(self, deadline_s: float) -> None:
         """Wait for the server and find out what it supports.
 
         Raises EngineError if it is of another kind, or was started with wrong options.
         """
 
     @abstractmethod
-    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+    async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
         """Sample one request, under the id `rid`."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class NativeServer(ABC):
         """Log-probs (nats, temperature 1) of all tokens but the first."""
 
     @abstractmethod
-    async def load(self, folder: str) -> None:
+    async def load_weights(self, folder: str) -> None:
         """Serve the weights of a Hugging Face folder, which the server must be able to read."""
 
     @abstractmethod
@@ -95,10 +95,10 @@ class NativeServer(ABC):
         """Reallocate what `sleep` freed."""
 
     @abstractmethod
-    async def check(self) -> None:
+    async def check_alive(self) -> None:
         """Raises EngineError if the server is not alive."""
 
-    async def ask(
+    async def request_json(
         self,
         verb: str,
         route: str,
@@ -117,22 +117,22 @@ class NativeServer(ABC):
         body = b"" if payload is None else json.dumps(payload, default=operator.index).encode()
 
         async def attempt(_: int) -> tuple[int, bytes]:
-            return await self.connection.once(verb, route, body, params)
+            return await self.connection.request(verb, route, body, params)
 
-        work = attempt(0) if once else self.connection.attempts(route, attempt, repeatable=True)
-        status, raw = await self.connection.within(route, deadline_s or self.deadline_s, work)
+        work = attempt(0) if once else self.connection.retry(route, attempt, repeatable=True)
+        status, raw = await self.connection.with_timeout(route, deadline_s or self.deadline_s, work)
         if status != 200:
-            raise self.refusal(status, route, raw, hints or {})
+            raise self.error_from_response(status, route, raw, hints or {})
         try:
             return json.loads(raw) if raw else None
         except ValueError:
             return None
 
-    def refusal(self, status: int, route: str, raw: bytes, hints: Mapping[int, str]) -> EngineError:
+    def error_from_response(self, status: int, route: str, raw: bytes, hints: Mapping[int, str]) -> EngineError:
         """The exception for an answer with an error status."""
         name, url = self.connection.name, self.connection.url
         if status == 401:
-            hint = f"it does not accept this token: set {API_KEY} to the server's --api-key."
+            hint = f"it does not accept this token: set {API_KEY_ENV} to the server's --api-key."
         else:
             hint = hints.get(status) or raw.decode(errors="replace")[:500]
         kind = UnsupportedParameter if status == 400 else EngineError
@@ -149,15 +149,15 @@ class VLLMServer(NativeServer):
     _extended = True
     """Whether its workers have our extension; the first `load` finds out."""
 
-    async def start(self, deadline_s: float) -> None:
+    async def discover(self, deadline_s: float) -> None:
         self.kind = "vLLM"
-        self.kind = await self.connection.until_there(self._version, deadline_s)
-        (model, *_) = (await self.ask("GET", "/v1/models"))["data"]
+        self.kind = await self.connection.wait_until_ready(self._version, deadline_s)
+        (model, *_) = (await self.request_json("GET", "/v1/models"))["data"]
         self._served_name: str = model["id"]
         self.max_model_len = model["max_model_len"]
-        if (await self.ask("GET", "/is_paused", hints={404: _DEV_MODE}))["is_paused"]:
-            await self.ask("POST", "/wake_up")
-        self.sampling, self.refusals = self.SAMPLING, {}
+        if (await self.request_json("GET", "/is_paused", hints={404: _DEV_MODE}))["is_paused"]:
+            await self.request_json("POST", "/wake_up")
+        self.sampling, self.refusals = self.SUPPORTED_SAMPLING, {}
         if not await self._scales_logprobs():
             self.sampling -= {"temperature"}
             self.refusals = {
@@ -166,20 +166,20 @@ class VLLMServer(NativeServer):
             }
 
     async def _version(self) -> str | None:
-        status, raw = await self.connection.once("GET", "/version")
+        status, raw = await self.connection.request("GET", "/version")
         if status != 200 or b'"version"' not in raw:
-            raise self.refusal(status, "/version", raw, {status: "it is no vLLM server; see generator.backend."})
-        ready, _ = await self.connection.once("GET", "/health")
-        return f"vLLM {(await self.ask('GET', '/version'))['version']}" if ready == 200 else None
+            raise self.error_from_response(status, "/version", raw, {status: "it is no vLLM server; see generator.backend."})
+        ready, _ = await self.connection.request("GET", "/health")
+        return f"vLLM {(await self.request_json('GET', '/version'))['version']}" if ready == 200 else None
 
     async def _scales_logprobs(self) -> bool:
         """Whether the log-probs of sampled tokens are those at the sampling temperature."""
-        hot = SampleRequest("", token_array(_CALIBRATION), SamplingParams(max_tokens=1, temperature=_HOT), 0)
+        hot = SampleRequest("", to_token_array(_CALIBRATION), SamplingParams(max_tokens=1, temperature=_HOT), 0)
         sampled = await self.sample("", hot)
         (at_one,) = (await self.score((*_CALIBRATION, *sampled.token_ids)))[-1:]
         return abs(sampled.logprobs[0] - at_one) > 1e-3
 
-    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+    async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
         sampling = request.sampling
         choice, usage = await self._complete(
             rid,
@@ -196,7 +196,7 @@ class VLLMServer(NativeServer):
             raise EngineError(
                 f"Engine {self.connection.name!r}: {self.kind} ended a request: {choice['finish_reason']}."
             )
-        return Sampled(
+        return ServerCompletion(
             token_ids=choice["token_ids"],
             logprobs=[-9999.0 if one is None else one for one in (choice["logprobs"] or {}).get("token_logprobs", [])],
             stop_reason=choice["finish_reason"],
@@ -214,7 +214,7 @@ class VLLMServer(NativeServer):
         """The only choice, and the usage. It sends every parameter for which a generation config may have a default."""
         body = {
             "model": self._served_name,
-            "prompt": plain_ids(token_ids),
+            "prompt": to_int_tuple(token_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
             "top_p": 1.0,
@@ -224,14 +224,14 @@ class VLLMServer(NativeServer):
             **({"request_id": rid} if rid else {}),
             **options,
         }
-        answer = await self.ask("POST", "/v1/completions", body, once=bool(rid))
+        answer = await self.request_json("POST", "/v1/completions", body, once=bool(rid))
         return answer["choices"][0], answer["usage"]
 
     async def abort(self, rids: Sequence[str]) -> None:
         ids = [f"cmpl-{rid}-0" for rid in rids]
-        await self.ask("POST", "/abort_requests", {"request_ids": ids}, hints={404: _DEV_MODE})
+        await self.request_json("POST", "/abort_requests", {"request_ids": ids}, hints={404: _DEV_MODE})
 
-    async def load(self, folder: str) -> None:
+    async def load_weights(self, folder: str) -> None:
         try:
             if self._extended:
                 try:
@@ -246,23 +246,23 @@ class VLLMServer(NativeServer):
             raise WeightSyncError(f"{error} (the weights are in {folder}: can the server read that?)") from error
 
     async def _call_workers(self, method: str, **options: Any) -> None:
-        await self.ask("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE})
+        await self.request_json("POST", "/collective_rpc", {"method": method, **options}, hints={404: _DEV_MODE})
 
     async def reset_prefix_cache(self) -> None:
         for _ in range(50):  # blocks of aborted requests are freed one step later
-            if (await self.ask("POST", "/reset_prefix_cache", hints={404: _DEV_MODE}))["success"]:
+            if (await self.request_json("POST", "/reset_prefix_cache", hints={404: _DEV_MODE}))["success"]:
                 return
         raise EngineError(f"Engine {self.connection.name!r}: {self.kind} does not reset its prefix cache.")
 
     async def sleep(self, level: int) -> frozenset[str]:
-        await self.ask("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE})
+        await self.request_json("POST", "/sleep", params={"level": str(level)}, hints={404: _DEV_MODE})
         return MEMORY_TAGS  # at level 1 the weights move to the host
 
     async def wake_up(self, tags: Sequence[str]) -> None:
-        await self.ask("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE})
+        await self.request_json("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags), hints={404: _DEV_MODE})
 
-    async def check(self) -> None:
-        await self.ask("GET", "/health", deadline_s=30.0)
+    async def check_alive(self) -> None:
+        await self.request_json("GET", "/health", deadline_s=30.0)
 
 
 class SGLangServer(NativeServer):
@@ -273,28 +273,28 @@ class SGLangServer(NativeServer):
 
     seeds = False
 
-    async def start(self, deadline_s: float) -> None:
+    async def discover(self, deadline_s: float) -> None:
         self.kind = "SGLang"
-        info = await self.connection.until_there(self._info, deadline_s)
+        info = await self.connection.wait_until_ready(self._info, deadline_s)
         self.kind = f"SGLang {info['version']}"
         self.max_model_len = info["max_req_input_len"]
         self._frees_memory = bool(info.get("enable_memory_saver"))
-        self.sampling = self.SAMPLING
+        self.sampling = self.SUPPORTED_SAMPLING
         self.refusals = {"seed": f"{self.kind} samples every batch from one stream of random numbers."}
 
     async def _info(self) -> Any:
-        status, raw = await self.connection.once("GET", "/server_info")
+        status, raw = await self.connection.request("GET", "/server_info")
         if status == 503:  # starting
             return None
         if status != 200:
-            raise self.refusal(status, "/server_info", raw, {status: _ANOTHER})
-        info = await self.ask("GET", "/server_info")
+            raise self.error_from_response(status, "/server_info", raw, {status: _ANOTHER})
+        info = await self.request_json("GET", "/server_info")
         if not isinstance(info, dict) or not {"version", "max_req_input_len"} <= info.keys():
             raise EngineError(f"Engine {self.connection.name!r} at {self.connection.url}: {_ANOTHER}")
-        ready, _ = await self.connection.once("GET", "/ready")
+        ready, _ = await self.connection.request("GET", "/ready")
         return info if ready == 200 else None
 
-    async def sample(self, rid: str, request: SampleRequest) -> Sampled:
+    async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
         sampling = request.sampling
         answer = await self._generate(
             rid,
@@ -309,7 +309,7 @@ class SGLangServer(NativeServer):
             logprob_start_len=-1,
         )
         meta = answer["meta_info"]
-        return Sampled(
+        return ServerCompletion(
             token_ids=list(answer["output_ids"]),
             logprobs=[-9999.0 if one is None else one for one, *_ in meta.get("output_token_logprobs") or ()],
             stop_reason=meta["finish_reason"]["type"],
@@ -324,32 +324,32 @@ class SGLangServer(NativeServer):
     async def _generate(self, rid: str, token_ids: Sequence[int] | Tokens, sampling: Any, **options: Any) -> Any:
         """Sends every parameter for which a model's generation config may have a default."""
         off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
-        body = {"input_ids": plain_ids(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
+        body = {"input_ids": to_int_tuple(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
         if rid:
             body["rid"] = rid
-        return await self.ask("POST", "/generate", body, once=bool(rid))
+        return await self.request_json("POST", "/generate", body, once=bool(rid))
 
     async def abort(self, rids: Sequence[str]) -> None:
-        await asyncio.gather(*(self.ask("POST", "/abort_request", {"rid": rid}) for rid in rids if rid))
+        await asyncio.gather(*(self.request_json("POST", "/abort_request", {"rid": rid}) for rid in rids if rid))
 
-    async def load(self, folder: str) -> None:
+    async def load_weights(self, folder: str) -> None:
         try:
-            await self.ask("POST", "/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
+            await self.request_json("POST", "/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
         except EngineError as error:
             raise WeightSyncError(f"{error} (the weights are in {folder}: can the server read that?)") from error
 
     async def reset_prefix_cache(self) -> None:
-        await self.ask("POST", "/flush_cache", params={"timeout": "10"})
+        await self.request_json("POST", "/flush_cache", params={"timeout": "10"})
 
     async def sleep(self, level: int) -> frozenset[str]:
         tags = MEMORY_TAGS if level >= 2 else MEMORY_TAGS - {"weights"}
         if self._frees_memory:
-            await self.ask("POST", "/release_memory_occupation", {"tags": sorted(tags)})
+            await self.request_json("POST", "/release_memory_occupation", {"tags": sorted(tags)})
         return tags
 
     async def wake_up(self, tags: Sequence[str]) -> None:
         if self._frees_memory:
-            await self.ask("POST", "/resume_memory_occupation", {"tags": list(tags)})
+            await self.request_json("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    async def check(self) -> None:
-        await self.ask("GET", "/ready", deadline_s=30.0)
+    async def check_alive(self) -> None:
+        await self.request_json("GET", "/ready", deadline_s=30.0)

@@ -10,27 +10,27 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.chat import (
     decode_completion,
     decode_response,
     encode_prompt,
     message_content,
-    opened_reasoning,
+    get_reasoning_opening,
     render_prompt,
-    unread_tokens,
+    get_undecoded_tokens,
 )
-from skyrl_train.data.control_tokens import end_of_turn_token
-from skyrl_train.data.messages import Message, continues_message
-from skyrl_train.data.vocabulary import TokenAligner, TokenPart
+from skyrl_train.data.control_tokens import find_end_of_turn_token
+from skyrl_train.data.messages import Message, continues_last_message
+from skyrl_train.data.token_texts import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.http.bodies import ChatBody, ChatMessage, TextBody
-from skyrl_train.engines.http.schema import Malformed, read
-from skyrl_train.engines.http.wire import Limits, check_ids, checked_sampling, within
-from skyrl_train.engines.sampling import request_seed, with_stop_token
+from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body
+from skyrl_train.engines.http.protocol import Limits, check_ids, parse_sampling, check_range
+from skyrl_train.engines.sampling_params import request_seed, with_stop_token
 from skyrl_train.errors import EngineError
 
-SAMPLED = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
+_SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class CompletionCall:
 
     id: str
     created: int
-    body: ChatBody | TextBody
+    body: ChatCompletionRequest | CompletionRequest
     prompts: list[list[int]]
     requests: list[SampleRequest]
     """n requests for each prompt, in order."""
 
     @property
     def chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
+        return isinstance(self.body, ChatCompletionRequest)
 
     @property
     def usage(self) -> bool:
@@ -56,12 +56,12 @@ class CompletionCall:
     @property
     def has_logprobs(self) -> bool:
         """True if the answer holds log-probs."""
-        return self.body.logprobs if isinstance(self.body, ChatBody) else self.body.logprobs is not None
+        return self.body.logprobs if isinstance(self.body, ChatCompletionRequest) else self.body.logprobs is not None
 
     @property
     def has_prompt_logprobs(self) -> bool:
         """True if the answer holds the log-probs of the prompts' tokens, too."""
-        return isinstance(self.body, TextBody) and self.body.echo and self.has_logprobs
+        return isinstance(self.body, CompletionRequest) and self.body.echo and self.has_logprobs
 
 
 class Translator:
@@ -85,20 +85,20 @@ class Translator:
         self._default_max_tokens = default_max_tokens
         self._deadline_s = deadline_s
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
-        self._end_of_turn = end_of_turn_token(tokenizer, self._chat_template_kwargs)
+        self._end_of_turn = find_end_of_turn_token(tokenizer, self._chat_template_kwargs)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def chat(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Read a chat completion. Raises Malformed naming the parameter, DataError if the chat template refuses."""
-        body: ChatBody = read(ChatBody, raw)
+        body: ChatCompletionRequest = parse_body(ChatCompletionRequest, raw)
         if not body.messages:
-            raise Malformed("messages", "must hold at least one message.")
+            raise InvalidBodyError("messages", "must hold at least one message.")
         messages = [_message(message) for message in body.messages]
-        if body.continue_final_message and not continues_message(messages):
-            raise Malformed("continue_final_message", "needs a last message of the assistant.")
+        if body.continue_final_message and not continues_last_message(messages):
+            raise InvalidBodyError("continue_final_message", "needs a last message of the assistant.")
         if body.add_generation_prompt is body.continue_final_message:
-            raise Malformed("add_generation_prompt", "must be the opposite of continue_final_message; leave it out.")
+            raise InvalidBodyError("add_generation_prompt", "must be the opposite of continue_final_message; leave it out.")
         characters = sum(len(text) for message in messages for text in message.values())
         self._check_size(body, 1, characters, "messages")
         prompt = render_prompt(
@@ -109,16 +109,16 @@ class Translator:
         )
         lengths = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(lengths) > 1:
-            raise Malformed("max_completion_tokens", "and max_tokens differ; give one of them.")
+            raise InvalidBodyError("max_completion_tokens", "and max_tokens differ; give one of them.")
         return self._completion_call("chatcmpl", body, [prompt], next(iter(lengths), None), adapter)
 
     def text(self, raw: Any, adapter: str | None) -> CompletionCall:
         """Read a text completion; text may spell control tokens. Raises Malformed."""
-        body: TextBody = read(TextBody, raw)
+        body: CompletionRequest = parse_body(CompletionRequest, raw)
         if body.logprobs:
-            raise Malformed("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
+            raise InvalidBodyError("logprobs", f"must be 0 (the sampled tokens' own) or null, got {body.logprobs}.")
         if body.echo and body.logprobs is not None and adapter is not None:
-            raise Malformed("echo", "with logprobs is not supported for adapters; leave out one of them.")
+            raise InvalidBodyError("echo", "with logprobs is not supported for adapters; leave out one of them.")
         given = _prompts(body)
         characters = max((len(one) for one in given if isinstance(one, str)), default=0)
         self._check_size(body, len(given), characters, "prompt")
@@ -130,19 +130,19 @@ class Translator:
         ]
         return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
 
-    def _check_size(self, body: ChatBody | TextBody, prompts: int, characters: int, param: str) -> None:
+    def _check_size(self, body: ChatCompletionRequest | CompletionRequest, prompts: int, characters: int, param: str) -> None:
         """Refuse what is too much in any case before a template or the tokenizer sees it. Raises Malformed."""
         limits = self._limits
-        within(body.n, limits.samples, "n", "samples")
-        within(prompts * body.n, limits.requests, "prompt", "prompts times n")
+        check_range(body.n, limits.samples, "n", "samples")
+        check_range(prompts * body.n, limits.requests, "prompt", "prompts times n")
         most = limits.prompt_tokens * self._longest
         what = f"characters: a prompt has at most {limits.prompt_tokens} tokens, and a token {self._longest} characters"
-        within(characters, most, param, what, least=0)
+        check_range(characters, most, param, what, min_value=0)
 
     def _completion_call(
         self,
         kind: str,
-        body: ChatBody | TextBody,
+        body: ChatCompletionRequest | CompletionRequest,
         prompts: list[list[int]],
         max_tokens: int | None,
         adapter: str | None,
@@ -152,13 +152,13 @@ class Translator:
         for prompt in prompts:
             check_ids(prompt, param, limits)
         in_all = sum(map(len, prompts)) * body.n
-        within(in_all, limits.prompt_tokens_in_all, param, "prompt tokens times n, all prompts together")
-        within(body.seed or 0, 2**63 - 1, "seed", "as a seed", least=-(2**63))
+        check_range(in_all, limits.prompt_tokens_in_all, param, "prompt tokens times n, all prompts together")
+        check_range(body.seed or 0, 2**63 - 1, "seed", "as a seed", min_value=-(2**63))
         if body.stream_options is not None and not body.stream:
-            raise Malformed("stream_options", "belongs to stream=true.")
-        given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLED}
+            raise InvalidBodyError("stream_options", "belongs to stream=true.")
+        given: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
         given["max_tokens"] = self._default_max_tokens if max_tokens is None else max_tokens
-        sampling = checked_sampling(given, "", limits)
+        sampling = parse_sampling(given, "", limits)
         if kind == "chatcmpl":
             sampling = with_stop_token(sampling, self._end_of_turn)
         id = f"{kind}-{uuid.uuid4().hex}"
@@ -172,7 +172,7 @@ class Translator:
                 deadline_s=self._deadline_s,
                 adapter=adapter,
             )
-            for index, ids in enumerate(map(token_array, prompts))  # one copy for all samples
+            for index, ids in enumerate(map(to_token_array, prompts))  # one copy for all samples
             for sample in range(body.n)
         ]
         return CompletionCall(id, int(time.time()), body, prompts, requests)
@@ -188,7 +188,7 @@ class Translator:
             prompt_logprobs: For each prompt, the log-probs of all tokens but the first, if the call needs them.
         """
         choices = [self._choice(call, index, done) for index, done in enumerate(completions)]
-        if isinstance(call.body, TextBody) and call.body.echo:
+        if isinstance(call.body, CompletionRequest) and call.body.echo:
             self._put_prompts(call, choices, prompt_logprobs)
         kind = "chat.completion" if call.chat else "text_completion"
         answer = _head(call, kind) | {"choices": choices, "usage": _usage(call, completions)}
@@ -239,7 +239,7 @@ class Translator:
     ) -> tuple[str, list[TokenPart]]:
         """Return a completion's text before its stop string, and its tokens' parts if the call wants log-probs."""
         ids = completion.token_ids
-        is_message = isinstance(call.body, ChatBody) and not call.body.continue_final_message
+        is_message = isinstance(call.body, ChatCompletionRequest) and not call.body.continue_final_message
 
         def decoded(length: int) -> str:
             if is_message:
@@ -249,7 +249,7 @@ class Translator:
         text = decoded(len(ids))
         parts = []
         if call.has_logprobs:
-            parts = self._aligner.align(text, ids.tolist(), unread_tokens(self._tokenizer))
+            parts = self._aligner.align(text, ids.tolist(), get_undecoded_tokens(self._tokenizer))
         stop = completion.stop_text
         if stop is not None and stop in request.sampling.stop:  # the last token completes it
             before = decoded(len(ids) - 1).rstrip("\ufffd")
@@ -257,7 +257,7 @@ class Translator:
             if at >= 0:
                 text, parts = text[:at], _between(parts, 0, at)
         if is_message:  # reasoning between control tokens is not in the message; a client has the start of others
-            opened = opened_reasoning(self._tokenizer, request.token_ids.tolist())
+            opened = get_reasoning_opening(self._tokenizer, request.token_ids.tolist())
             content = message_content(self._tokenizer, text, opened)
             if content != text:
                 start = max(0, text.rfind(content))
@@ -268,7 +268,7 @@ class Translator:
         self, call: CompletionCall, choices: Sequence[dict[str, Any]], prompt_logprobs: Sequence[Sequence[float]]
     ) -> None:
         """Put each prompt before its choices' texts, and its tokens before theirs."""
-        assert isinstance(call.body, TextBody)
+        assert isinstance(call.body, CompletionRequest)
         for index, (given, ids) in enumerate(zip(_prompts(call.body), call.prompts, strict=True)):
             text = given if isinstance(given, str) else str(self._tokenizer.decode(ids, skip_special_tokens=False))
             prompt: dict[str, Any] = {}
@@ -283,7 +283,7 @@ class Translator:
                         sampled[name] = prompt[name] + sampled[name]
 
 
-def _prompts(body: TextBody) -> Sequence[str | list[int]]:
+def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
     """Return the prompts of a completion, each as text or ids."""
     prompt: Any = body.prompt
     several = bool(prompt) and not isinstance(prompt, str) and not isinstance(prompt[0], int)

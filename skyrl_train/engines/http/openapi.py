@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 import skyrl_train
-from skyrl_train.engines.http.bodies import ChatAnswer, ChatBody, Failure, TextAnswer, TextBody
-from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits, NoArguments, ReceiveWeights
-from skyrl_train.engines.sampling import RULES
+from skyrl_train.engines.http.openai_protocol import ChatCompletionResponse, ChatCompletionRequest, ErrorResponse, CompletionResponse, CompletionRequest
+from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits, NoArguments, ReceiveWeights
+from skyrl_train.engines.sampling_params import SAMPLING_RULES
 
 _OBJECT = {"type": "object"}
 _OPAQUE = (NoArguments, ReceiveWeights)
@@ -18,7 +18,7 @@ _OPAQUE = (NoArguments, ReceiveWeights)
 
 
 @cache
-def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
+def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
     """Return the document, which must not be changed.
 
     Args:
@@ -27,10 +27,10 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
         control: True if there are the routes that abort, pause and change weights.
     """
     calls = [call for call in REMOTE_METHODS.values() if control or not call.control]
-    kinds: dict[Any, Any] = {Failure: Failure} | {call.method: call.result for call in calls}
+    kinds: dict[Any, Any] = {ErrorResponse: ErrorResponse} | {call.method: call.result for call in calls}
     kinds |= {kind: kind for kind in (call.arguments for call in calls) if kind not in _OPAQUE}
     if text:
-        kinds |= {kind: kind for kind in (ChatBody, TextBody, ChatAnswer, TextAnswer)}
+        kinds |= {kind: kind for kind in (ChatCompletionRequest, CompletionRequest, ChatCompletionResponse, CompletionResponse)}
     found, definitions = TypeAdapter.json_schemas(
         [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()],
         ref_template="#/components/schemas/{model}",
@@ -39,7 +39,7 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
     schemas: dict[str, Any] = definitions["$defs"]
     for schema in schemas.values():
         _allow_null(schema)
-    for kind in (ChatBody, TextBody) if text else ():
+    for kind in (ChatCompletionRequest, CompletionRequest) if text else ():
         _add_bounds(schemas[kind.__name__]["properties"], limits)
 
     def operation(summary: str, answer: Any, body: type | None = None, media: str = "application/json") -> Any:
@@ -49,7 +49,7 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
                 "200": {"description": "The answer.", "content": {media: {"schema": answer}}},
                 "default": {
                     "description": "An error.",
-                    "content": {"application/json": {"schema": by_key[Failure]}},
+                    "content": {"application/json": {"schema": by_key[ErrorResponse]}},
                 },
             },
         }
@@ -74,8 +74,8 @@ def document(limits: Limits, *, text: bool, control: bool) -> dict[str, Any]:
         summary = f"{call.method} of an engine: see docs/serving.md."
         paths[call.route] = {call.verb.lower(): operation(summary, answer, body)}
     if text:
-        chat = operation("OpenAI's chat completions.", by_key[ChatAnswer], ChatBody)
-        plain = operation("OpenAI's completions.", by_key[TextAnswer], TextBody)
+        chat = operation("OpenAI's chat completions.", by_key[ChatCompletionResponse], ChatCompletionRequest)
+        plain = operation("OpenAI's completions.", by_key[CompletionResponse], CompletionRequest)
         for route, post in (("/v1/chat/completions", chat), ("/v1/completions", plain)):
             post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
             paths[route] = {"post": post}
@@ -100,7 +100,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 def _add_bounds(members: dict[str, Any], limits: Limits) -> None:
     """Describe what `checked_sampling` and `within` check after a body was read."""
-    for name, (allowed, _) in RULES.items():
+    for name, (allowed, _) in SAMPLING_RULES.items():
         members[name].setdefault("description", f"{allowed[:1].upper()}{allowed[1:]}.")
     for name, most in (("n", limits.samples), ("max_tokens", limits.max_tokens)):
         for option in members[name]["anyOf"]:

@@ -11,23 +11,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.client import Progress
+from skyrl_train.engines.client import ProgressWatchdog
 from skyrl_train.engines.http.connection import Connection
-from skyrl_train.engines.http.schema import Malformed, read, write_json
-from skyrl_train.engines.http.wire import (
-    GRACE_S,
+from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, write_json
+from skyrl_train.engines.http.protocol import (
+    DEADLINE_MARGIN_S,
     REMOTE_METHODS,
-    TRAVELLING_ROUTES,
+    REMOTE_WEIGHT_ROUTES,
     Limits,
     RemoteMethod,
-    Served,
+    ServerInfo,
     check_route,
-    raised,
+    decode_error,
 )
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.listening import is_loopback
-from skyrl_train.tasks import gather_all
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.listeners import is_loopback
+from skyrl_train.aio import gather_all
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 _ENVELOPE_BYTES = 64
 """Bytes of a call's body besides its requests."""
@@ -48,7 +48,7 @@ class RemoteEngine:
         self._connection = Connection(url, token, name)
         self.name = self._connection.name
         self._deadline_s = deadline_s
-        self._progress = Progress(name or url, self.health)
+        self._watchdog = ProgressWatchdog(name or url, self.health)
         self._limits = Limits()
 
     async def connect(self, deadline_s: float) -> RemoteEngine:
@@ -60,18 +60,18 @@ class RemoteEngine:
         """
         await self._connection.open()
         try:
-            served = await self._connection.until_there(self._served, deadline_s)
+            served = await self._connection.wait_until_ready(self._served, deadline_s)
         except BaseException:
             await self.close()
             raise
         self._limits = served.limits
-        routes = served.capabilities.weight_routes & TRAVELLING_ROUTES
+        routes = served.capabilities.weight_routes & REMOTE_WEIGHT_ROUTES
         elsewhere = not is_loopback(urlsplit(self._connection.url).hostname or "")
         self.capabilities = replace(served.capabilities, name=self.name, weight_routes=routes, other_machine=elsewhere)
         return self
 
-    async def _served(self) -> Served:
-        served: Served = await self._once(REMOTE_METHODS["capabilities"], b"")
+    async def _served(self) -> ServerInfo:
+        served: ServerInfo = await self._once(REMOTE_METHODS["capabilities"], b"")
         health: EngineHealth = await self._once(REMOTE_METHODS["health"], b"")
         if health.paused:
             await self._once(REMOTE_METHODS["resume"], b"")
@@ -84,7 +84,7 @@ class RemoteEngine:
         # Not less because these have little time left: the engine may be busy with the long ones of others.
         limit = max([self._deadline_s, *(request.deadline_s or 0.0 for request in requests)])
         parts = [
-            self._progress.until_done(self._call("generate", part, deadline_s=math.inf), limit + 2 * GRACE_S)
+            self._watchdog.watch(self._call("generate", part, deadline_s=math.inf), limit + 2 * DEADLINE_MARGIN_S)
             for part in self._parts(requests)
         ]
         return [completion for part in await gather_all(parts) for completion in part]
@@ -126,7 +126,7 @@ class RemoteEngine:
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         check_route(route)
         await self._call(
-            "connect_weights", route, address, rank, world_size, float(timeout_s), deadline_s=timeout_s + 2 * GRACE_S
+            "connect_weights", route, address, rank, world_size, float(timeout_s), deadline_s=timeout_s + 2 * DEADLINE_MARGIN_S
         )
 
     async def begin_weights(self, manifest: Manifest) -> None:
@@ -179,7 +179,7 @@ class RemoteEngine:
             yield part
 
     async def _call(self, method: str, *values: Any, deadline_s: float | None = None) -> Any:
-        limit = self._deadline_s + 2 * GRACE_S if deadline_s is None else deadline_s
+        limit = self._deadline_s + 2 * DEADLINE_MARGIN_S if deadline_s is None else deadline_s
         call = REMOTE_METHODS[method]
         body = b"" if call.verb == "GET" else write_json(call.arguments(*values))
 
@@ -191,37 +191,37 @@ class RemoteEngine:
                 )
             return await self._once(call, body)
 
-        work = self._connection.attempts(method, attempt, repeatable=call.repeatable)
-        return await self._connection.within(method, limit, work)
+        work = self._connection.retry(method, attempt, repeatable=call.repeatable)
+        return await self._connection.with_timeout(method, limit, work)
 
     async def _once(self, call: RemoteMethod, body: bytes) -> Any:
-        status, raw = await self._connection.once(call.verb, call.route, body)
+        status, raw = await self._connection.request(call.verb, call.route, body)
         if status != 200:
             answer = None
             with suppress(ValueError):
                 answer = json.loads(raw)
-            raise raised(status, answer, self.name)
+            raise decode_error(status, answer, self.name)
         if call.result is None:
             return None
         try:
-            return read(call.answer, raw).result
-        except Malformed as error:
+            return parse_body(call.answer, raw).result
+        except InvalidBodyError as error:
             raise EngineError(
                 f"Engine {self.name!r} at {self._connection.url} does not speak this protocol: {error}"
             ) from error
 
 
-async def has_our_routes(connection: Connection, deadline_s: float) -> bool:
+async def is_skyrl_server(connection: Connection, deadline_s: float) -> bool:
     """Whether the server is an HttpEndpoint, even one that answers 401; False for another kind of server.
 
     Waits for a server to answer. Raises DeadlineExceeded if none does.
     """
 
     async def status() -> int:
-        return (await connection.once("GET", REMOTE_METHODS["capabilities"].route))[0]
+        return (await connection.request("GET", REMOTE_METHODS["capabilities"].route))[0]
 
     await connection.open()
     try:
-        return await connection.until_there(status, deadline_s) != 404
+        return await connection.wait_until_ready(status, deadline_s) != 404
     finally:
         await connection.close()

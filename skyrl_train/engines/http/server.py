@@ -26,41 +26,41 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.client import COUNTERS, EngineClient, Progress
+from skyrl_train.engines.client import PROGRESS_COUNTERS, EngineClient, ProgressWatchdog
 from skyrl_train.engines.http.openai import CompletionCall, Translator
-from skyrl_train.engines.http.openapi import document
-from skyrl_train.engines.http.schema import Malformed, read, read_json, write_json
-from skyrl_train.engines.http.wire import (
-    GRACE_S,
+from skyrl_train.engines.http.openapi import build_openapi_document
+from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
+from skyrl_train.engines.http.protocol import (
+    DEADLINE_MARGIN_S,
     REMOTE_METHODS,
-    SAMPLING_LIMITS,
+    SAMPLING_ONLY_LIMITS,
     ConnectWeights,
     Generate,
     Limits,
     LoadAdapter,
     RemoteMethod,
     Result,
-    Served,
+    ServerInfo,
     UnloadAdapter,
-    failure,
+    encode_error,
 )
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
-from skyrl_train.http_server import HttpServer, error_body, patience, send, sending
-from skyrl_train.listening import Listener, has_token
+from skyrl_train.http_server import HttpServer, error_body, transfer_timeout_s, send, write_deadline
+from skyrl_train.listeners import Listener, is_authorized
 from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
-from skyrl_train.tasks import deadline
+from skyrl_train.aio import deadline
 
 log = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 5.0
 """How long /metrics waits for the engines' own numbers, which it does without otherwise: scrapers wait for 10 s."""
-_GONE = 499
+_CLIENT_CLOSED_REQUEST = 499
 """The status of a request whose client went away before its answer, as nginx counts it."""
-ENDPOINT = Listener("The HTTP endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port")
+ENDPOINT_LISTENER = Listener("The HTTP endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Refusal(Exception):
+class _HttpError(Exception):
     """An answer with an error status that does not come from an engine."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None):
@@ -99,15 +99,15 @@ class HttpEndpoint:
         others. `drain_s`: how long exit waits for running requests before it cancels them. Without a tokenizer there
         are no OpenAI routes. Raises ConfigError as `Listener.check_token` does.
         """
-        ENDPOINT.check_token(token, host)
+        ENDPOINT_LISTENER.check_token(token, host)
         self.token = secrets.token_urlsafe(32) if token is None else token
         self.token_file: Path | None = None
         self._makes_token_file = token is None
         self._engine = engine
-        self._progress = Progress("engine", self._health_of_all)
+        self._watchdog = ProgressWatchdog("engine", self._health_of_all)
         self.model_name = model_name
         self._host, self._port = host, port
-        self._limits = limits or (Limits() if control else SAMPLING_LIMITS)
+        self._limits = limits or (Limits() if control else SAMPLING_ONLY_LIMITS)
         self._deadline_s = deadline_s
         self._control = control
         self._metrics = RequestMetrics()
@@ -118,7 +118,7 @@ class HttpEndpoint:
         if tokenizer is not None:
             self._translator = Translator(
                 copy.deepcopy(tokenizer),  # tokenizers are not thread-safe, and this one is used in another thread
-                limits=replace(self._limits, prompt_tokens=min(self._limits.prompt_tokens, _context(engine))),
+                limits=replace(self._limits, prompt_tokens=min(self._limits.prompt_tokens, _max_prompt_tokens(engine))),
                 default_max_tokens=default_max_tokens,
                 deadline_s=deadline_s,
                 chat_template_kwargs=chat_template_kwargs,
@@ -129,9 +129,9 @@ class HttpEndpoint:
         self._server: HttpServer | None = None
 
     async def __aenter__(self) -> HttpEndpoint:
-        app = web.Application(middlewares=[self._guard], client_max_size=self._limits.body_bytes)
+        app = web.Application(middlewares=[self._track_request], client_max_size=self._limits.body_bytes)
         app.router.add_get("/health", self._health, expect_handler=self._expect)
-        app.router.add_get("/metrics", self._scrape, expect_handler=self._expect)
+        app.router.add_get("/metrics", self._metrics_page, expect_handler=self._expect)
         app.router.add_get("/openapi.json", self._document, expect_handler=self._expect)
         app.router.add_get("/v1/models", self._list_models, expect_handler=self._expect)
         app.router.add_get("/v1/models/{model:.+}", self._show_model, expect_handler=self._expect)
@@ -144,7 +144,7 @@ class HttpEndpoint:
         try:
             await self._server.listen(self._host, self._port)
         except OSError as error:
-            raise ENDPOINT.cannot_listen(self._host, self._port, error) from error
+            raise ENDPOINT_LISTENER.cannot_listen(self._host, self._port, error) from error
         if self._makes_token_file:
             descriptor, path = tempfile.mkstemp(prefix="skyrl-api-key-")  # readable by this user only
             self.token_file = Path(path)
@@ -174,29 +174,29 @@ class HttpEndpoint:
     # -- every route -------------------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _track_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answers in time, or ends the connection of a client that does not read; counts both."""
-        route, begun, status = _route(request), now(), _GONE
-        self._metrics.begun(route)
+        route, begun, status = _route(request), now(), _CLIENT_CLOSED_REQUEST
+        self._metrics.on_request_start(route)
         try:
             response = await self._answer(request, handler)
             await send(request, response)
             status = response.status
             return response
         finally:
-            self._metrics.ended(route, status, now() - begun)
+            self._metrics.on_request_end(route, status, now() - begun)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the token before anything else, even the route; gives all errors one format."""
         try:
             self._check_token(request)
             return await handler(request)
-        except _Refusal as refusal:
+        except _HttpError as refusal:
             return _error(refusal.status, error_body(refusal.status, str(refusal), refusal.code, refusal.param))
-        except Malformed as error:
+        except InvalidBodyError as error:
             return _error(400, error_body(400, str(error), "invalid_value", error.param or None))
         except SkyRLError as error:
-            return _error(*failure(error))
+            return _error(*encode_error(error))
         except web.HTTPException as error:
             return self._http_error(request, error)
         except (web.RequestPayloadError, HttpProcessingError):
@@ -229,11 +229,11 @@ class HttpEndpoint:
             request.writer.output_size = 0  # the answer itself has not begun
 
     def _has_token(self, request: web.Request) -> bool:
-        return has_token(request.headers.get(hdrs.AUTHORIZATION, ""), self.token)
+        return is_authorized(request.headers.get(hdrs.AUTHORIZATION, ""), self.token)
 
     def _check_token(self, request: web.Request) -> None:
         if not self._has_token(request):
-            raise _Refusal(401, "Send the header 'Authorization: Bearer <token>' with this server's token.", "no_token")
+            raise _HttpError(401, "Send the header 'Authorization: Bearer <token>' with this server's token.", "no_token")
 
     async def _body(self, request: web.Request) -> Any:
         """The parsed body; an empty one is an empty object."""
@@ -241,18 +241,18 @@ class HttpEndpoint:
         if length == 0 or not request.can_read_body:
             return {}
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-            raise _Refusal(415, "Compressed bodies are not taken.", "unsupported_encoding")
+            raise _HttpError(415, "Compressed bodies are not taken.", "unsupported_encoding")
         if request.content_type != "application/json":
-            raise _Refusal(415, "Content-Type must be application/json.", "unsupported_media_type")
+            raise _HttpError(415, "Content-Type must be application/json.", "unsupported_media_type")
         if length is not None and length > self._limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, length)
-        seconds = patience(self._limits.body_bytes if length is None else length)
+        seconds = transfer_timeout_s(self._limits.body_bytes if length is None else length)
         try:
             async with asyncio.timeout(seconds):
                 body = await request.read()
         except TimeoutError:
             text = f"The body did not arrive within {seconds:g} s."
-            raise _Refusal(408, text, "body_too_slow") from None
+            raise _HttpError(408, text, "body_too_slow") from None
         return read_json(body)
 
     # -- the token-level wire ----------------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ class HttpEndpoint:
         async def handle(request: web.Request) -> web.Response:
             body = await self._body(request) if call.verb == "POST" else {}
             # In a run this is the trainer's event loop, and checking thousands of requests takes long.
-            arguments = await asyncio.to_thread(lambda: read(call.arguments, body).checked(self._limits))
+            arguments = await asyncio.to_thread(lambda: parse_body(call.arguments, body).checked(self._limits))
             if call.method == "capabilities":
-                result: Any = Served(self.model_name, self._attribute("capabilities"), self._limits)
+                result: Any = ServerInfo(self.model_name, self._attribute("capabilities"), self._limits)
             elif isinstance(arguments, Generate):
                 result = await self._sample(arguments.requests)
             else:
                 longest = arguments.timeout_s if isinstance(arguments, ConnectWeights) else self._deadline_s
-                result = await self._ask(call.method, arguments.values(), longest + GRACE_S)
+                result = await self._ask(call.method, arguments.values(), longest + DEADLINE_MARGIN_S)
                 self._note_adapter(arguments)
             return _json(write_json(Result(result)))
 
@@ -283,23 +283,23 @@ class HttpEndpoint:
         if not requests:
             return []
         prefix = "" if self._control else f"{secrets.token_hex(8)}."
-        own = [self._owned(request, prefix) for request in requests]
+        own = [self._with_unique_ids(request, prefix) for request in requests]
         prompts = {request.group or request.request_id: len(request.token_ids) for request in requests}
-        self._metrics.asked(sum(prompts.values()))
+        self._metrics.count_prompt_tokens(sum(prompts.values()))
         try:
             work = self._attribute("generate")(own)
-            completions: list[Completion] = await self._progress.until_done(work, self._deadline_s + GRACE_S)
+            completions: list[Completion] = await self._watchdog.watch(work, self._deadline_s + DEADLINE_MARGIN_S)
         except (asyncio.CancelledError, DeadlineExceeded):
             # The client is gone, or the engine does not respond; an engine in another process would continue.
             task = asyncio.ensure_future(self._abort_quietly([request.request_id for request in own]))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
             raise
-        self._metrics.sampled(sum(len(done.token_ids) for done in completions))
+        self._metrics.count_completion_tokens(sum(len(done.token_ids) for done in completions))
         answered = zip(requests, completions, strict=True)  # arrays do not travel
         return [replace(done, request_id=given.request_id, routing=None) for given, done in answered]
 
-    def _owned(self, request: SampleRequest, prefix: str) -> SampleRequest:
+    def _with_unique_ids(self, request: SampleRequest, prefix: str) -> SampleRequest:
         """The request as sent to the engine: with a deadline and, without control, with unique names."""
         return replace(
             request,
@@ -313,12 +313,12 @@ class HttpEndpoint:
         """The counters of all engines that are served, and their requests."""
         found = await self._attribute("health")()
         every = found if isinstance(found, list) else [found]
-        totals = {one: sum(getattr(health, one) for health in every) for one in (*COUNTERS, "queued")}
+        totals = {one: sum(getattr(health, one) for health in every) for one in (*PROGRESS_COUNTERS, "queued")}
         return EngineHealth("all", 0, **totals)
 
     async def _abort_quietly(self, request_ids: list[str]) -> None:
         try:
-            await self._ask("abort", [request_ids], GRACE_S)
+            await self._ask("abort", [request_ids], DEADLINE_MARGIN_S)
         except SkyRLError as error:
             log.warning("Requests of a client that went away could not be aborted: %s", error)
 
@@ -326,7 +326,7 @@ class HttpEndpoint:
         found = getattr(self._engine, name, None)
         if found is None:
             kind = type(self._engine).__name__
-            raise _Refusal(501, f"What is served here, {kind}, has no {name}; serve one engine alone.", "not_supported")
+            raise _HttpError(501, f"What is served here, {kind}, has no {name}; serve one engine alone.", "not_supported")
         return found
 
     def _note_adapter(self, arguments: object) -> None:
@@ -342,19 +342,19 @@ class HttpEndpoint:
         async def handle(request: web.Request) -> web.StreamResponse:
             translator = self._translator
             if translator is None:
-                raise _Refusal(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
+                raise _HttpError(501, "This server has no tokenizer: use /generate with token ids.", "not_supported")
             body = await self._body(request)
-            call: CompletionCall = await self._off_loop(getattr(translator, kind), body, self._adapter(body))
+            call: CompletionCall = await self._run_in_thread(getattr(translator, kind), body, self._adapter(body))
             scores: list[list[float]] = []
             if call.has_prompt_logprobs:
-                scores = await self._ask("score", [call.prompts], self._deadline_s + GRACE_S)
+                scores = await self._ask("score", [call.prompts], self._deadline_s + DEADLINE_MARGIN_S)
             completions = await self._sample(call.requests)
             results = call, completions, scores
             if not call.body.stream:
-                return _json(await self._off_loop(lambda: write_json(translator.answer(*results))))
-            chunks = await self._off_loop(lambda: list(map(write_json, translator.chunks(*results))))
+                return _json(await self._run_in_thread(lambda: write_json(translator.answer(*results))))
+            chunks = await self._run_in_thread(lambda: list(map(write_json, translator.chunks(*results))))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            async with sending(request, sum(map(len, chunks))):
+            async with write_deadline(request, sum(map(len, chunks))):
                 await response.prepare(request)
                 for chunk in chunks:
                     await response.write(b"data: " + chunk + b"\n\n")
@@ -363,7 +363,7 @@ class HttpEndpoint:
 
         return handle
 
-    async def _off_loop(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def _run_in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run in a thread, as tokenizing megabytes takes seconds. Raises DeadlineExceeded."""
         async with deadline("turning text into tokens or back", self._deadline_s):
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args))
@@ -380,7 +380,7 @@ class HttpEndpoint:
         if name not in self._model_names():
             served = ", ".join(map(repr, self._model_names()))
             problem = f"model={name[:100]!r} is not served here; there is {served}."
-            raise _Refusal(404, problem, "model_not_found", "model")
+            raise _HttpError(404, problem, "model_not_found", "model")
 
     def _model_names(self) -> list[str]:
         return [self.model_name, *sorted(self._adapters)]
@@ -394,19 +394,19 @@ class HttpEndpoint:
         return _json(write_json(_model(name)))
 
     async def _document(self, request: web.Request) -> web.Response:
-        return web.json_response(document(self._limits, text=self._translator is not None, control=self._control))
+        return web.json_response(build_openapi_document(self._limits, text=self._translator is not None, control=self._control))
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answers 200 as long as an engine is alive."""
-        answer = await self._ask("health", [], GRACE_S)
+        answer = await self._ask("health", [], DEADLINE_MARGIN_S)
         if answer == []:
             raise EngineError("No engine is alive.")
         return web.json_response({"status": "ok"})
 
-    async def _scrape(self, request: web.Request) -> web.Response:
+    async def _metrics_page(self, request: web.Request) -> web.Response:
         """What Prometheus reads."""
         engine: dict[str, int] = {}
-        with suppress(SkyRLError, _Refusal):  # the endpoint's own numbers are worth more while engines do not answer
+        with suppress(SkyRLError, _HttpError):  # the endpoint's own numbers are worth more while engines do not answer
             async with deadline("health of the engines", METRICS_TIMEOUT_S):
                 health = await self._health_of_all()
             engine = {"running": health.running, "waiting": health.queued}
@@ -432,7 +432,7 @@ def _route(request: web.Request) -> str:
     return "unknown" if resource is None or resource.canonical == "/{path}" else resource.canonical
 
 
-def _context(engine: Any) -> int:
+def _max_prompt_tokens(engine: Any) -> int:
     """The most tokens of a prompt that an engine, or any of a client's, can take; no limit if one does not say."""
     engines = engine.engines if isinstance(engine, EngineClient) else [engine]
     known = [one.capabilities.max_model_len for one in engines if isinstance(one.capabilities, Capabilities)]

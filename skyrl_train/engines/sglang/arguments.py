@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_class
-from skyrl_train.models.layer_sizes import sizes_of_layers
-from skyrl_train.models.loading import has_separate_head, load_config
-from skyrl_train.weight_sync.wire import dtype_of
+from skyrl_train.models.composite import get_composite_class_name
+from skyrl_train.models.layer_sizes import get_layer_sizes
+from skyrl_train.models.loading import has_untied_head, load_config
+from skyrl_train.weight_sync.protocol import dtype_of
 
-RESERVED = 8
+RESERVED_POSITIONS = 8
 """Positions that SGLang needs beyond the longest request."""
 _CPU_CACHE_BYTES = 4 << 30
 """Upper limit for keys and values on a CPU, which otherwise take what max_num_seqs full sequences need."""
 
-_NAMES = {
+_ARGUMENT_NAMES = {
     "tensor_parallel_size": "tp_size",
     "expert_parallel_size": "ep_size",
     "enforce_eager": "disable_cuda_graph",
@@ -26,10 +26,10 @@ _NAMES = {
     "batch_invariant": "enable_deterministic_inference",
 }
 """Our keys -> SGLang's."""
-_WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
+_MODELS_WITHOUT_SLIDING_WINDOW = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
 """Models whose code in SGLang has no sliding window, though their configuration may."""
-_ONLY_ON_GPUS = frozenset({"exaone4", "hunyuan_v1_dense", "minimax_m2"})
-_WITHOUT_CODE = frozenset({"ernie4_5", "smollm3"})
+_GPU_ONLY_MODELS = frozenset({"exaone4", "hunyuan_v1_dense", "minimax_m2"})
+_MODELS_WITHOUT_TP_PLAN = frozenset({"ernie4_5", "smollm3"})
 """Models that SGLang runs with transformers' classes, though it does not know their tensor-parallel plans."""
 
 
@@ -45,7 +45,7 @@ def engine_arguments(
     rope_scaling: dict[str, Any] | None,
     rope_theta: float | None,
     options: Mapping[str, Any],
-    reads_weights: bool = True,
+    check_weights: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for ServerArgs; `options`, with our names or SGLang's, take precedence over defaults.
 
@@ -54,19 +54,19 @@ def engine_arguments(
     Raises ConfigError for options that cannot be chosen, and for models that cannot be served.
     """
     config = load_config(model, rope_scaling=rope_scaling, rope_theta=rope_theta)
-    refuse_composite(config, name)
+    check_composite(config, name)
     fixed: dict[str, Any] = {
         "model_path": model,
         "device": device,
         "dtype": dtype,
-        "context_length": max_model_len + RESERVED,
+        "context_length": max_model_len + RESERVED_POSITIONS,
         "max_running_requests": max_num_seqs,
         "skip_tokenizer_init": True,
         "sampling_backend": "pytorch",
         "weight_version": "0",
         "trust_remote_code": False,
     }
-    given = _in_words_of_sglang(options)
+    given = _translate_arguments(options)
     if taken := sorted(fixed.keys() & given.keys()):
         key = f"generator.engine_init_kwargs.{taken[0]}"
         raise ConfigError(f"{key}={given[taken[0]]!r}: engine {name!r} sets it itself; leave it out.")
@@ -74,7 +74,7 @@ def engine_arguments(
     changed: dict[str, Any] = {}
     if rope_scaling or rope_theta is not None:
         changed["rope_parameters"] = config.rope_parameters
-    if reads_weights and has_separate_head(model):
+    if check_weights and has_untied_head(model):
         changed["tie_word_embeddings"] = False
     if changed:
         free["json_model_override_args"] = json.dumps(changed)
@@ -86,12 +86,12 @@ def engine_arguments(
     else:
         free["enable_memory_saver"] = True
     arguments = {**free, **given, **fixed}
-    refuse_model(config, arguments, name=name, max_model_len=max_model_len)
+    check_model(config, arguments, name=name, max_model_len=max_model_len)
     return arguments
 
 
-def _in_words_of_sglang(options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {_NAMES.get(key, key): value for key, value in options.items()}
+def _translate_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {_ARGUMENT_NAMES.get(key, key): value for key, value in options.items()}
     if "enable_prefix_caching" in given:
         given["disable_radix_cache"] = not given.pop("enable_prefix_caching")
     tokens = given.pop("max_num_batched_tokens", None)
@@ -105,10 +105,10 @@ def _in_words_of_sglang(options: Mapping[str, Any]) -> dict[str, Any]:
 def _cpu_arguments(config: Any, dtype: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """The arguments that differ on a CPU: plain torch attention, no overlap of steps, a cache of the size needed."""
     text = config.get_text_config()
-    head_dim = max(sizes_of_layers(text, "head_dim"), default=text.hidden_size // text.num_attention_heads)
-    heads = max(sizes_of_layers(text, "num_key_value_heads"), default=text.num_attention_heads)
+    head_dim = max(get_layer_sizes(text, "head_dim"), default=text.hidden_size // text.num_attention_heads)
+    heads = max(get_layer_sizes(text, "num_key_value_heads"), default=text.num_attention_heads)
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_dim * dtype_of(dtype).itemsize
-    longest = max_model_len + RESERVED
+    longest = max_model_len + RESERVED_POSITIONS
     return {
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
@@ -117,16 +117,16 @@ def _cpu_arguments(config: Any, dtype: str, max_num_seqs: int, max_model_len: in
     }
 
 
-def refuse_composite(config: Any, name: str) -> None:
+def check_composite(config: Any, name: str) -> None:
     """Raise ConfigError for a composite, whose other towers SGLang does not load from transformers' own names."""
-    if (kind := composite_class(config)) is not None:
+    if (kind := get_composite_class_name(config)) is not None:
         raise ConfigError(
             f"Engine {name!r}: SGLang cannot serve {kind} as a text model: it also loads the other towers, whose names "
             "in checkpoints it does not always know; set generator.backend=vllm or generator.backend=transformers."
         )
 
 
-def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_model_len: int) -> None:
+def check_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_model_len: int) -> None:
     """Raises ConfigError for a model that SGLang cannot serve exactly with these arguments for ServerArgs.
 
     `config`: the model's.
@@ -144,16 +144,16 @@ def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mo
     elif plain and text.model_type == "gpt_oss":
         missing = "its attention on CPUs (torch_native) has no attention sinks"
         todo = "set generator.backend=vllm or generator.backend=transformers"
-    elif plain and text.model_type in _ONLY_ON_GPUS:
+    elif plain and text.model_type in _GPU_ONLY_MODELS:
         missing = "its code for them does not run with its attention on CPUs (torch_native)"
         todo = "set generator.backend=vllm or generator.backend=transformers"
-    elif text.model_type in _WITHOUT_CODE:
+    elif text.model_type in _MODELS_WITHOUT_TP_PLAN:
         missing = "it has no code for them, and transformers' plan for dividing them has a style that it does not know"
         todo = "set generator.backend=vllm or generator.backend=transformers"
     elif text.model_type == "olmo3":
         missing = "its code for them reads one set of rope parameters, where these have one for each kind of layer"
         todo = "set generator.backend=vllm or generator.backend=transformers"
-    elif len(sizes := sizes_of_layers(text, "head_dim")) > 1:
+    elif len(sizes := get_layer_sizes(text, "head_dim")) > 1:
         missing = f"its code reads one size of heads, where the layers of this one have {sizes}"
         todo = "set generator.backend=vllm or generator.backend=transformers"
     elif (window := _ignored_window(text)) is not None and window < max_model_len:
@@ -170,7 +170,7 @@ def refuse_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mo
 def _ignored_window(config: Any) -> int | None:
     """How many tokens are attended to by a model of a kind whose windows SGLang does not know; None for all."""
     kinds = getattr(config, "layer_types", None)
-    if config.model_type not in _WITHOUT_WINDOWS or (kinds and "sliding_attention" not in kinds):
+    if config.model_type not in _MODELS_WITHOUT_SLIDING_WINDOW or (kinds and "sliding_attention" not in kinds):
         return None
     window: int | None = getattr(config, "sliding_window", None)
     return window

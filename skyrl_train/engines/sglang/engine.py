@@ -25,26 +25,26 @@ import torch
 
 from skyrl_train.engines.base import (
     PAUSE_MODES,
-    SAMPLING,
+    SAMPLING_PARAM_NAMES,
     Capabilities,
     Completion,
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.in_process import Accelerator, compute, query
+from skyrl_train.engines.step_loop import DeviceMonitor, check_device, poll_device_error
 from skyrl_train.engines.lifecycle import Lifecycle
-from skyrl_train.engines.sampling import Checks
+from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.engines.sglang.arguments import engine_arguments
-from skyrl_train.engines.sglang.host import Host
-from skyrl_train.engines.sglang.traffic import Traffic
-from skyrl_train.engines.sglang.weight_store import SGLangWeights, check_names
+from skyrl_train.engines.sglang.processes import SGLangProcesses
+from skyrl_train.engines.sglang.requests import RequestManager
+from skyrl_train.engines.sglang.weight_store import SGLangWeightStore, check_names
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.models.loading import load_config, load_tokenizer, served_model
-from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
-from skyrl_train.storage.copies import local_copy
-from skyrl_train.tasks import unwatched
+from skyrl_train.models.loading import load_config, load_tokenizer, load_meta_model_as_served
+from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
+from skyrl_train.storage.download_cache import local_copy
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.wire import ROUTES, Bucket, Manifest, dtype_of
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket, Manifest, dtype_of
 
 _LOADING_S = 600.0
 """The longest that SGLang may take to load one bucket of weights."""
@@ -88,10 +88,10 @@ class SGLangEngine:
         longest: int = max_model_len or config.max_position_embeddings
         capabilities = _capabilities(name, on_cpu=device == "cpu", lora=max_lora_rank > 0)
         self.capabilities = replace(capabilities, max_model_len=longest)
-        self._refuse(options, max_lora_rank)
-        tokenizer, skeleton = tokenizer or load_tokenizer(model), served_model(model, dtype_of(dtype))
+        self._check_options(options, max_lora_rank)
+        tokenizer, skeleton = tokenizer or load_tokenizer(model), load_meta_model_as_served(model, dtype_of(dtype))
         check_names(model, skeleton)
-        self._checks = Checks(self.capabilities, config.vocab_size, longest, max_score_len=longest)
+        self._checks = RequestValidator(self.capabilities, config.vocab_size, longest, max_score_len=longest)
         arguments = engine_arguments(
             model,
             name=name,
@@ -106,99 +106,99 @@ class SGLangEngine:
         )
         self._asked: set[asyncio.Task[Any]] = set()
         self._worker = ThreadPoolExecutor(1, f"weights-{name}")
-        self._host = self._start(arguments, tokenizer, threads)
-        self._traffic = Traffic(
-            self._host.manager,
+        self._processes = self._start(arguments, tokenizer, threads)
+        self._requests = RequestManager(
+            self._processes.manager,
             tokenizer,
-            stop_tokens(tokenizer, *stop_configs(model)),
+            get_stop_tokens(tokenizer, *load_stop_configs(model)),
             self.lifecycle,
             max_model_len=longest,
             on_cpu=device == "cpu",
-            slots=max_num_seqs,
+            max_num_seqs=max_num_seqs,
         )
-        store = SGLangWeights(skeleton, self._host.manager, self._wait, self._traffic.halt, ranks=tensor_parallel_size)
-        self._receiver = self._traffic.receiver = WeightReceiver(store, name, torch.device(device), slot)
-        questions = (partial(ask, torch.device(device)) for ask in (compute, query))
-        self.accelerator = Accelerator(self.lifecycle, *questions)
-        self._host.watch(self._died)
+        store = SGLangWeightStore(skeleton, self._processes.manager, self._wait, self._requests.pause_for_weights, ranks=tensor_parallel_size)
+        self._receiver = self._requests.receiver = WeightReceiver(store, name, torch.device(device), slot)
+        questions = (partial(ask, torch.device(device)) for ask in (check_device, poll_device_error))
+        self.device_monitor = DeviceMonitor(self.lifecycle, *questions)
+        self._processes.watch(self._died)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
-            self._checks.request(request, self._traffic.adapters)
-        return await self._ask(self._traffic.generate(requests)) if requests else []
+            self._checks.check_request(request, self._requests.adapters)
+        return await self._run_on_loop(self._requests.generate(requests)) if requests else []
 
     async def score(self, token_ids: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """See InferenceEngine. Running requests, paused or not, make no progress meanwhile.
 
         If the cache has no room besides paused requests, these are prefilled again later, as after a retraction.
         """
-        plain = self._checks.score(token_ids, temperature)
-        return await self._ask(self._traffic.score(plain), shielded=True)
+        plain = self._checks.check_score(token_ids, temperature)
+        return await self._run_on_loop(self._requests.score(plain), shielded=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See InferenceEngine."""
-        await self._ask(self._traffic.abort(request_ids))
+        await self._run_on_loop(self._requests.abort(request_ids))
 
     # -- traffic -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str = "keep") -> None:
         """See InferenceEngine. Requests that come while paused wait for `resume`; with "wait" so do unsent ones."""
-        self._checks.pause(mode)
-        await self._ask(self._traffic.pause(mode))
+        self._checks.check_pause(mode)
+        await self._run_on_loop(self._requests.pause(mode))
 
     async def resume(self) -> None:
-        await self._ask(self._traffic.resume())
+        await self._run_on_loop(self._requests.resume())
 
     async def sleep(self, level: int = 1) -> int:
         """See InferenceEngine. Running requests are aborted, as their cache is freed."""
-        return await self._ask(self._traffic.sleep(level), shielded=True)
+        return await self._run_on_loop(self._requests.sleep(level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See InferenceEngine."""
-        self._checks.wake_up(tags)
-        await self._ask(self._traffic.wake_up(tags), shielded=True)
+        self._checks.check_wake_up(tags)
+        await self._run_on_loop(self._requests.wake_up(tags), shielded=True)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
-        await self._transfer(self._receiver.connect, route, address, rank, world_size, timeout_s)
+        await self._call_receiver(self._receiver.connect, route, address, rank, world_size, timeout_s)
 
     async def begin_weights(self, manifest: Manifest) -> None:
         self.lifecycle.check_can_load(manifest)
-        await self._transfer(self._receiver.begin, manifest)
+        await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
-        await self._transfer(self._receiver.receive, bucket)
+        await self._call_receiver(self._receiver.receive, bucket)
 
     async def commit_weights(self, version: int) -> None:
         """See InferenceEngine. It completes even if its caller is cancelled: a committed version must be served."""
-        await self._transfer(self._commit, version)
+        await self._call_receiver(self._commit, version)
 
     def _commit(self, version: int) -> None:
         """Runs on the thread that receives weights."""
         self._receiver.commit(version)
-        self._wait(self._traffic.serve(version))
+        self._wait(self._requests.activate_weights(version))
 
     async def reset_prefix_cache(self) -> None:
-        await self._ask(self._traffic.reset_prefix_cache())
+        await self._run_on_loop(self._requests.reset_prefix_cache())
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
-        self._checks.adapter(name)
-        await self._ask(self._traffic.load_adapter(name, path))
+        self._checks.check_adapter(name)
+        await self._run_on_loop(self._requests.load_adapter(name, path))
 
     async def unload_adapter(self, name: str) -> None:
         """Waits for running requests with the adapter; a name that is not loaded is ignored."""
-        await self._ask(self._traffic.unload_adapter(name))
+        await self._run_on_loop(self._requests.unload_adapter(name))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for the current transfer. Raises EngineError once closed or dead."""
-        traffic = self._traffic
+        traffic = self._requests
         return self.lifecycle.health(
             self._receiver.version,
             running=traffic.running,
@@ -212,21 +212,21 @@ class SGLangEngine:
         """End the processes and threads; running requests get EngineError. Closing twice is harmless."""
         self.lifecycle.close()
         with suppress(RuntimeError):  # closed before
-            self._host.loop.call_soon_threadsafe(self._give_up)
-        await asyncio.to_thread(self._host.close)
+            self._processes.loop.call_soon_threadsafe(self._give_up)
+        await asyncio.to_thread(self._processes.close)
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._receiver.close()
 
     # -- between threads ---------------------------------------------------------------------------------------------
 
-    async def _ask(self, work: Coroutine[Any, Any, T], *, shielded: bool = False) -> T:
+    async def _run_on_loop(self, work: Coroutine[Any, Any, T], *, shielded: bool = False) -> T:
         """Run on the host's loop; `shielded` work completes even if its caller is cancelled.
 
         Raises EngineError if SGLang is gone.
         """
         future = asyncio.wrap_future(self._submit(work))
-        with self.lifecycle.reason_for_cancellation():
-            return await (asyncio.shield(unwatched(future)) if shielded else future)
+        with self.lifecycle.translate_cancellation():
+            return await (asyncio.shield(mark_exception_retrieved(future)) if shielded else future)
 
     async def _cancelled_when_gone(self, work: Awaitable[T]) -> T:
         """Await `work`, which is cancelled if SGLang ends: it would never get an answer."""
@@ -244,7 +244,7 @@ class SGLangEngine:
         except EngineError:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(self._cancelled_when_gone(work), self._host.loop)
+        return asyncio.run_coroutine_threadsafe(self._cancelled_when_gone(work), self._processes.loop)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the host's loop and wait; for the thread that receives weights."""
@@ -253,29 +253,29 @@ class SGLangEngine:
         except CancelledError:
             raise self.lifecycle.end_error from None
 
-    async def _transfer(self, step: Callable[..., None], *args: Any) -> None:
+    async def _call_receiver(self, step: Callable[..., None], *args: Any) -> None:
         """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         self.lifecycle.check_alive()
-        with self.lifecycle.reason_for_cancellation():
-            await asyncio.get_running_loop().run_in_executor(self._worker, self.accelerator.run, partial(step, *args))
+        with self.lifecycle.translate_cancellation():
+            await asyncio.get_running_loop().run_in_executor(self._worker, self.device_monitor.run, partial(step, *args))
 
     def _died(self, how: str) -> None:
         """Runs on the host's loop."""
         self.lifecycle.fail(how)
         self._give_up()
-        self._host.loop.run_in_executor(None, self._host.kill)
+        self._processes.loop.run_in_executor(None, self._processes.kill)
 
     def _give_up(self) -> None:
         """Runs on the host's loop."""
-        self._traffic.give_up()
+        self._requests.fail_all()
         for task in list(self._asked):
             task.cancel()
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _start(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None) -> Host:
+    def _start(self, arguments: dict[str, Any], tokenizer: Any, threads: int | None) -> SGLangProcesses:
         try:
-            host = Host(arguments, tokenizer, threads, name=self.name)
+            host = SGLangProcesses(arguments, tokenizer, threads, name=self.name)
         except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
             where = "its process says more in the log above"
             raise ConfigError(f"Engine {self.name!r}: {_installed()} did not start ({where}): {error}") from error
@@ -288,7 +288,7 @@ class SGLangEngine:
             )
         return host
 
-    def _refuse(self, options: dict[str, Any], max_lora_rank: int) -> None:
+    def _check_options(self, options: dict[str, Any], max_lora_rank: int) -> None:
         """Raises ConfigError for unsupported options, before anything is started."""
         for key in ("pipeline_parallel_size", "data_parallel_size"):
             if (value := options.pop(key, 1)) != 1:
@@ -319,8 +319,8 @@ def _capabilities(name: str, *, on_cpu: bool, lora: bool) -> Capabilities:
         refusals["adapter"] = "none; start it with max_lora_rank above 0 (generator.engine_init_kwargs)."
     return Capabilities(
         name=name,
-        sampling=SAMPLING,
-        weight_routes=ROUTES,
+        sampling=SAMPLING_PARAM_NAMES,
+        weight_routes=WEIGHT_ROUTES,
         lora=lora and not on_cpu,
         pause_modes=PAUSE_MODES,
         score_temperature=False,

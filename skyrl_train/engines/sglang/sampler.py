@@ -19,19 +19,19 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, StopStrings, sorted_mask, to_device
+from skyrl_train.engines.token_sampler import RowSampler, StopStrings, mask_by_sorting, to_device
 
 BACKEND = "pytorch"
 """The `sampling_backend` to replace."""
 
 
-def is_altered(params: SamplingParams) -> bool:
+def has_altered_distribution(params: SamplingParams) -> bool:
     """Whether tokens are sampled from a distribution other than softmax(logits / temperature)."""
     truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
     return params.temperature > 0 and (truncated or params.repetition_penalty != 1 or params.min_tokens > 0)
 
 
-def for_sglang(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> dict[str, Any]:
+def to_sglang_params(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> dict[str, Any]:
     """SGLang's sampling parameters for a request: SGLang itself decides only the length."""
     params = request.sampling
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
@@ -47,7 +47,7 @@ def for_sglang(request: SampleRequest, max_tokens: int, eos: frozenset[int]) -> 
     }
 
 
-class Rules:
+class RequestParams:
     """The sampling parameters of one request, decoded from those of `for_sglang`."""
 
     def __init__(self, asked: Mapping[str, Any], tokenizer: Any):
@@ -58,14 +58,14 @@ class Rules:
         self.stops = StopStrings(tokenizer, self.params.stop) if self.params.stop else None
 
 
-def rules_of(req: Req) -> Rules | None:
+def get_request_params(req: Req) -> RequestParams | None:
     """The rules of a request; None if it is not from `for_sglang`: a sequence to score."""
     asked = req.sampling_params.custom_params
     if not asked or "seed" not in asked:
         return None
-    rules: Rules | None = getattr(req, "_rules", None)
+    rules: RequestParams | None = getattr(req, "_rules", None)
     if rules is None:
-        rules = req._rules = Rules(asked, _tokenizer)
+        rules = req._rules = RequestParams(asked, _tokenizer)
     return rules
 
 
@@ -73,17 +73,17 @@ class _BatchEntry:
     """A request in a batch, from its prefill on."""
 
     def __init__(self, req: Req, vocab_size: int, device: str):
-        rules = rules_of(req)
+        rules = get_request_params(req)
         self.params = SamplingParams(max_tokens=1, temperature=0.0) if rules is None else rules.params
         self.seed = 0 if rules is None else rules.seed
         self.generated = len(req.output_ids)
         """Number of tokens sampled so far, including those that SGLang has not processed yet."""
         self.returns_both = bool(req.return_sampling_mask)
-        self.never_yet: Tensor | None = None
+        self.min_tokens_forbidden: Tensor | None = None
         self.seen: Tensor | None = None
         if rules is not None and self.params.min_tokens and rules.stop_ids:
             ends = [end for end in sorted(rules.stop_ids) if end < vocab_size]
-            self.never_yet = torch.tensor(ends, dtype=torch.int64, device=device)
+            self.min_tokens_forbidden = torch.tensor(ends, dtype=torch.int64, device=device)
         if self.params.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.seen[torch.tensor([*req.origin_input_ids, *req.output_ids], device=device)] = True
@@ -95,17 +95,17 @@ class _Batch:
     def __init__(self, rows: Sequence[_BatchEntry], device: torch.device):
         self.rows = rows
         params, seeds = [row.params for row in rows], [row.seed for row in rows]
-        mask = None if device.type == "cpu" else sorted_mask  # so that the next step is prepared meanwhile
+        mask = None if device.type == "cpu" else mask_by_sorting  # so that the next step is prepared meanwhile
         self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask)
         self._penalised = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
-        self._patient = [(index, row.never_yet) for index, row in enumerate(rows) if row.never_yet is not None]
+        self._below_min_tokens = [(index, row.min_tokens_forbidden) for index, row in enumerate(rows) if row.min_tokens_forbidden is not None]
         both = [index for index, row in enumerate(rows) if row.returns_both]
         self._both = to_device(both, torch.int64, device) if both else None
 
     def sample(self, logits: Tensor, output: LogitsProcessorOutput) -> Tensor:
         """Sample one token per row: [B, V] -> int64 [B]; log-probs are put into `output`."""
         rows = self.rows
-        forbidden = [(i, ends) for i, ends in self._patient if rows[i].generated < rows[i].params.min_tokens]
+        forbidden = [(i, ends) for i, ends in self._below_min_tokens if rows[i].generated < rows[i].params.min_tokens]
         seen = [seen for _, seen in self._penalised]
         sampled = self._sampler(logits, seen, forbidden)
         for index, mine in self._penalised:
@@ -153,15 +153,15 @@ class _Sampler(sglang_sampler.Sampler):
 # SGLang provides these three hooks. `custom_params` is one of its fields that is otherwise unused here.
 
 
-def _made(info: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
+def _on_create_batch(info: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
     info.custom_params = [_BatchEntry(req, vocab_size, info.device) for req in batch.reqs]
 
 
-def _merged(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
+def _on_merge_batch(info: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
     info.custom_params = [*info.custom_params, *other.custom_params]
 
 
-def _filtered(info: SamplingBatchInfo, keep: Sequence[int], keep_on_device: Tensor) -> None:
+def _on_filter_batch(info: SamplingBatchInfo, keep: Sequence[int], keep_on_device: Tensor) -> None:
     info.custom_params = [info.custom_params[index] for index in keep]
 
 
@@ -169,16 +169,16 @@ _tokenizer: Any = None
 _finish_sglang = Req.update_finish_state
 
 
-def _finish(req: Req, new_tokens: int = 1) -> None:
+def _update_finish_state(req: Req, new_tokens: int = 1) -> None:
     """Called after a token was appended: decides whether it ends the request."""
-    rules = rules_of(req)
+    rules = get_request_params(req)
     if rules is None or req.finished() or req.to_finish is not None:
         _finish_sglang(req, new_tokens)
         return
     token, count = int(req.output_ids[-1]), len(req.output_ids)
     text = None
-    if rules.stops is not None and count >= rules.params.min_tokens and rules.stops.completed_by(token):
-        text = rules.stops.find(list(req.output_ids[-rules.stops.tail :]))
+    if rules.stops is not None and count >= rules.params.min_tokens and rules.stops.may_end_at(token):
+        text = rules.stops.find(list(req.output_ids[-rules.stops.max_tail_tokens :]))
     if text is not None:
         req.finished_reason = FINISH_MATCHED_STR(matched=text)
     elif token in rules.stop_ids:
@@ -187,12 +187,12 @@ def _finish(req: Req, new_tokens: int = 1) -> None:
         req.finished_reason = FINISH_LENGTH(length=count)
 
 
-def install(tokenizer: Any) -> None:
+def install_sampler(tokenizer: Any) -> None:
     """Replace sampling and stopping in this process. Without a tokenizer there are no stop strings."""
     global _tokenizer
     _tokenizer = tokenizer
     sglang_sampler.register_sampler_backend(BACKEND, _Sampler)
-    SamplingBatchInfo.adjusted_from_schedule_batch = _made
-    SamplingBatchInfo.adjusted_merge_batch = _merged
-    SamplingBatchInfo.adjusted_filter_batch = _filtered
-    Req.update_finish_state = _finish
+    SamplingBatchInfo.adjusted_from_schedule_batch = _on_create_batch
+    SamplingBatchInfo.adjusted_merge_batch = _on_merge_batch
+    SamplingBatchInfo.adjusted_filter_batch = _on_filter_batch
+    Req.update_finish_state = _update_finish_state

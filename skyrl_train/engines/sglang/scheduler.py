@@ -42,23 +42,23 @@ class Scheduler(sglang_scheduler.Scheduler):
     _engine_paused: bool
     _pending_chunked_abort_req: Req | None
 
-    _generation = 0
+    _cache_generation = 0
     """Incremented whenever the prompt cache is reset."""
-    _kept: tuple[Any, ...] | None = None
+    _saved_state: tuple[Any, ...] | None = None
     """The paused state, running and queued requests, while sequences are scored; None otherwise."""
 
     # -- prompt cache ------------------------------------------------------------------------------------------------
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        req.cache_salt = str(self._generation)
+        req.cache_salt = str(self._cache_generation)
         super()._add_request_to_queue(req, is_retracted)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         """Make all cached prompts unfindable; if nothing runs, free their memory at once."""
-        self._generation += 1
+        self._cache_generation += 1
         for req in self.waiting_queue:
-            req.cache_salt = str(self._generation)
-        if self._kept is None and self.is_fully_idle(ignore_waiting=self._engine_paused):
+            req.cache_salt = str(self._cache_generation)
+        if self._saved_state is None and self.is_fully_idle(ignore_waiting=self._engine_paused):
             super().flush_cache(empty_cache and self.device != "cpu")  # on a CPU it would only run a slow gc
         return True
 
@@ -66,11 +66,11 @@ class Scheduler(sglang_scheduler.Scheduler):
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
         if self.enable_overlap and self.last_batch:
-            self._write_down()
+            self._flush_last_result()
         self._end_aborted()
         super().pause_generation(recv_req)
 
-    def _write_down(self) -> None:
+    def _flush_last_result(self) -> None:
         """Process the last result: with overlap it is pending when a pause begins, and belongs to the old weights."""
         self.process_batch_result(*self.result_queue.popleft())
         last, self.last_batch = self.last_batch, None
@@ -94,7 +94,7 @@ class Scheduler(sglang_scheduler.Scheduler):
         self.waiting_queue = [req for req in self.waiting_queue if req not in begun]
         for req in begun:
             self._release_aborted_request(req)
-            self._end(req)
+            self._finish_aborted(req)
         super().abort_request(recv_req)
         if self._engine_paused:
             self._end_aborted()
@@ -106,7 +106,7 @@ class Scheduler(sglang_scheduler.Scheduler):
             self._pending_chunked_abort_req = self.chunked_req = None
             self._release_aborted_request(req)
             release_kv_cache(req, self.tree_cache, is_insert=False)
-            self._end(req)
+            self._finish_aborted(req)
         super().process_pending_chunked_abort()
 
     def _end_aborted(self) -> None:
@@ -115,35 +115,35 @@ class Scheduler(sglang_scheduler.Scheduler):
         for req in self.collect_inflight_reqs():
             if req.to_finish is not None and not req.finished():
                 release_kv_cache(req, self.tree_cache)
-                self._end(req)
+                self._finish_aborted(req)
 
-    def _end(self, req: Req) -> None:
+    def _finish_aborted(self, req: Req) -> None:
         req.finished_reason, req.to_finish = req.to_finish or FINISH_ABORT(), None
         self.output_streamer.stream_output([req], req.return_logprob)
 
     # -- scoring while paused ----------------------------------------------------------------------------------------
 
     def ingest_requests(self) -> list[Any]:
-        if self._kept is not None and self._all_scored():
-            self._put_back()  # before receiving anything that concerns the paused requests
+        if self._saved_state is not None and self._all_scored():
+            self._restore_paused_state()  # before receiving anything that concerns the paused requests
         received: list[Any] = super().ingest_requests()
-        if self._kept is None and self._engine_paused and any(map(_is_scored, self.waiting_queue)):
-            self._set_aside()
+        if self._saved_state is None and self._engine_paused and any(map(_is_scored, self.waiting_queue)):
+            self._save_paused_state()
         return received
 
     def on_idle(self) -> None:
-        if self._kept is None:  # otherwise SGLang would take the memory of paused requests for a leak
+        if self._saved_state is None:  # otherwise SGLang would take the memory of paused requests for a leak
             super().on_idle()
         elif self.waiting_queue:
-            self._make_room()
+            self._retract_for_scores()
 
-    def _make_room(self) -> None:
+    def _retract_for_scores(self) -> None:
         """Retract the paused requests, as the sequences to score do not fit into the remaining memory.
 
         If no paused request holds memory, abort the scores.
         """
         scored = self.waiting_queue
-        self._put_back()
+        self._restore_paused_state()
         empty = not self.collect_inflight_reqs() and self.chunked_req is None
         others, self.waiting_queue = self.waiting_queue, []
         super().pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -151,10 +151,10 @@ class Scheduler(sglang_scheduler.Scheduler):
         if empty:
             self.abort_request(AbortReq(rid=SCORE))
 
-    def _set_aside(self) -> None:
+    def _save_paused_state(self) -> None:
         scored = [req for req in self.waiting_queue if _is_scored(req)]
         others = [req for req in self.waiting_queue if not _is_scored(req)]
-        self._kept = (self.running_batch, self.last_batch, self.chunked_req, others)
+        self._saved_state = (self.running_batch, self.last_batch, self.chunked_req, others)
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.last_batch = self.chunked_req = None
         self.waiting_queue = scored
@@ -165,10 +165,10 @@ class Scheduler(sglang_scheduler.Scheduler):
         under_way = any(not req.finished() for batch in batches for req in batch.reqs) or self.chunked_req is not None
         return not (under_way or self.waiting_queue or getattr(self, "result_queue", None))
 
-    def _put_back(self) -> None:
-        assert self._kept is not None
-        self.running_batch, self.last_batch, self.chunked_req, self.waiting_queue = self._kept
-        self._kept = None
+    def _restore_paused_state(self) -> None:
+        assert self._saved_state is not None
+        self.running_batch, self.last_batch, self.chunked_req, self.waiting_queue = self._saved_state
+        self._saved_state = None
         self._engine_paused = True
 
 
@@ -181,7 +181,7 @@ def _matches(abort: AbortReq, req: Req) -> bool:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SchedulerSettings:
     """The settings passed to every scheduler process."""
 
     tokenizer: Any
@@ -189,13 +189,13 @@ class Settings:
     """Number of CPU threads; None for the system's default."""
 
 
-def run_scheduler(settings: Settings, *args: Any, **kwargs: Any) -> None:
+def run_scheduler(settings: SchedulerSettings, *args: Any, **kwargs: Any) -> None:
     """Runs a scheduler process: replaces SGLang's `run_scheduler_process` and takes its arguments."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is a file in /dev/shm, which outlives a killed process
     _protect_parent()
-    sampler.install(settings.tokenizer)
+    sampler.install_sampler(settings.tokenizer)
     sglang_scheduler.Scheduler = Scheduler
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
     _end_this_process(0)  # a regular interpreter shutdown takes seconds

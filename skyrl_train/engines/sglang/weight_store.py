@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, WeightSyncError
-from skyrl_train.models.loading import checkpoint_names, checkpoint_tensors
+from skyrl_train.models.loading import list_checkpoint_names, to_checkpoint_tensors
 from skyrl_train.weight_sync.buckets import ALIGNMENT
-from skyrl_train.weight_sync.receiver import refuse_adapter
-from skyrl_train.weight_sync.wire import AdapterSpec
+from skyrl_train.weight_sync.receiver import reject_adapter
+from skyrl_train.weight_sync.protocol import AdapterSpec
 
 
-class SGLangWeights:
+class SGLangWeightStore:
     """A WeightStore. SGLang takes tensors only between begin and end of an update, during which nothing runs."""
 
     def __init__(
@@ -46,10 +46,10 @@ class SGLangWeights:
         """uint8, shared between processes (CPU); reused, as SGLang has read a bucket before the next is written."""
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
-        refuse_adapter(adapter)
+        reject_adapter(adapter)
         return self._layout
 
-    def held(self, name: str) -> None:
+    def loaded_tensor(self, name: str) -> None:
         """None: SGLang fuses and shards tensors."""
         return None
 
@@ -67,7 +67,7 @@ class SGLangWeights:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        bucket = self._bucket(checkpoint_tensors(self._model, dict(tensors)).items(), tensors[0][1].device)
+        bucket = self._bucket(to_checkpoint_tensors(self._model, dict(tensors)).items(), tensors[0][1].device)
         handles = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._ranks)]
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=handles, load_format="flattened_bucket", flush_cache=False
@@ -112,8 +112,8 @@ class SGLangWeights:
 
 def check_names(path: str, model: PreTrainedModel) -> None:
     """Raises ConfigError if the checkpoint that SGLang loads lacks a tensor of a sync."""
-    held = checkpoint_names(path)
-    sent = checkpoint_tensors(model, dict(model.named_parameters()))
+    held = list_checkpoint_names(path)
+    sent = to_checkpoint_tensors(model, dict(model.named_parameters()))
     if held and (unknown := [name for name in sent if name not in held]):
         raise ConfigError(
             f"{path!r} holds no {unknown[0]!r} (and {len(unknown) - 1} more), the name by which a weight sync sends it "

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.engines.adapter_folder import read_adapter
+from skyrl_train.engines.peft_adapter import read_adapter
 from skyrl_train.errors import UnsupportedParameter
-from skyrl_train.models.lora import adapted_linears, exported_linears
+from skyrl_train.models.lora import get_adaptable_linears, get_exported_names
 from skyrl_train.weight_sync.receiver import adapter_layout
-from skyrl_train.weight_sync.wire import AdapterSpec, adapter_names
+from skyrl_train.weight_sync.protocol import AdapterSpec, adapter_names
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,8 +51,8 @@ class Adapters:
 
     def __init__(self, model: PreTrainedModel, engine: str):
         self._engine = engine
-        self._linears = adapted_linears(model)
-        self._exported = exported_linears(model)
+        self._linears = get_adaptable_linears(model)
+        self._exported = get_exported_names(model)
         self._loaded: dict[str, Adapter] = {}
         self._hooked: set[str] = set()
         self._acting: AdaptedRows = ()
@@ -95,7 +95,7 @@ class Adapters:
         self._loaded[adapter.name] = adapter
         self._hook(adapter)
 
-    def empty(self, spec: AdapterSpec) -> Adapter:
+    def zero_adapter(self, spec: AdapterSpec) -> Adapter:
         """A zero adapter for a weight sync to fill. Raises WeightSyncError for layers that the model does not have."""
         layout = adapter_layout(spec, self._linears)
         layers = {}
@@ -126,7 +126,7 @@ class Adapters:
         self._loaded.pop(name, None)
 
     @contextmanager
-    def acting(self, rows: AdaptedRows) -> Iterator[None]:
+    def applied(self, rows: AdaptedRows) -> Iterator[None]:
         """Use these adapters for these tokens in forwards inside the block."""
         self._acting = rows
         try:

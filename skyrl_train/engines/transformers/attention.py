@@ -15,10 +15,10 @@ from transformers import AttentionInterface, Cache
 
 from skyrl_train.errors import EngineError
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
-from skyrl_train.models.windows import register_window_masks
+from skyrl_train.models.sliding_windows import register_window_masks
 
-NAME = "skyrl_engine"
-_HARMLESS = frozenset(
+ATTENTION_NAME = "skyrl_engine"
+_IGNORED_KEYWORDS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
 )
 """Keywords of attention calls without effect here. Any other keyword that is set is a feature this engine lacks."""
@@ -50,9 +50,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in every layer. Raises EngineError for unsupported features.
 
-    An int as mask is the layer's window: see models/windows.py.
+    An int as mask is the layer's window: see models/sliding_windows.py.
     """
-    unknown = [name for name, x in others.items() if name not in _HARMLESS and x is not None and x is not False]
+    unknown = [name for name, x in others.items() if name not in _IGNORED_KEYWORDS and x is not None and x is not False]
     unknown = [name for name in unknown if name != "is_causal"]
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         unknown.append("attention to later tokens")
@@ -69,8 +69,8 @@ def attend(
     return engine_plan.attend(query, key, value, scaling, window, softcap=softcap, sinks=s_aux), None
 
 
-AttentionInterface.register(NAME, attend)
-register_window_masks(NAME)
+AttentionInterface.register(ATTENTION_NAME, attend)
+register_window_masks(ATTENTION_NAME)
 
 
 class PackedPrompts(Cache):

@@ -22,7 +22,7 @@ from skyrl_train.engines.transformers.adapters import Adapter
 from skyrl_train.engines.transformers.attention import PackedPrompts
 
 
-class Key(NamedTuple):
+class PromptKey(NamedTuple):
     """Everything that determines a prompt's keys and values, besides the model's weights."""
 
     token_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Key(NamedTuple):
 class NewPrompt:
     """A prompt and the number of rows with it that need slots."""
 
-    key: Key
+    key: PromptKey
     rows: int
     start: int | None
     """The index at which the prompt begins in the packed forward; None if the cache has it already."""
@@ -59,7 +59,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Chunk:
-    key: Key | None
+    key: PromptKey | None
     """None if weights have changed since its prompt was prefilled, or if it is empty."""
     length: int
     used: list[bool] = field(default_factory=list)
@@ -179,7 +179,7 @@ class DecodeCache(Cache):
 
     # -- slots of rows -----------------------------------------------------------------------------------------------
 
-    def holds(self, key: Key) -> bool:
+    def has_prompt(self, key: PromptKey) -> bool:
         """Whether the keys and values of this prompt are cached."""
         return any(chunk.key == key for chunk in self._chunks)
 
@@ -188,7 +188,7 @@ class DecodeCache(Cache):
         for chunk in self._chunks:
             chunk.key = None
 
-    def place(self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[Key]) -> list[int]:
+    def allocate_slots(self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[PromptKey]) -> list[int]:
         """Allocate slots for the rows of `prompts`, in order. Prompts in `needed` stay cached even without rows."""
         if not self._chunks:
             self._width = _best_width([(p.length, p.rows) for p in prompts], lane_tokens=32)
@@ -213,7 +213,7 @@ class DecodeCache(Cache):
         for slot in slots:
             self._chunks[slot // self._width].used[slot % self._width] = False
 
-    def compact(self, needed: frozenset[Key]) -> np.ndarray | None:
+    def compact(self, needed: frozenset[PromptKey]) -> np.ndarray | None:
         """Rearrange the rows if most lanes are empty; returns new slot by old slot, or None if nothing moved."""
         live = [index for index, chunk in enumerate(self._chunks) if chunk.live or chunk.key in needed]
         rows = sum(chunk.live for chunk in self._chunks)
@@ -326,7 +326,7 @@ class DecodeCache(Cache):
             used[lane] = True
         return [index * self._width + lane for lane in lanes]
 
-    def _free_chunk(self, needed: frozenset[Key]) -> int:
+    def _free_chunk(self, needed: frozenset[PromptKey]) -> int:
         for index, chunk in enumerate(self._chunks):
             if not chunk.live and chunk.key not in needed:
                 return index

@@ -23,27 +23,27 @@ from torch import nn
 
 from skyrl_train.engines.base import (
     PAUSE_MODES,
-    SAMPLING,
+    SAMPLING_PARAM_NAMES,
     Capabilities,
     Completion,
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.in_process import Accelerator, SteppedEngine, compute, query
-from skyrl_train.engines.lifecycle import result_of, tags_freed_by
-from skyrl_train.engines.sampling import Checks
-from skyrl_train.engines.transformers.model import ServedModel, ServedWeights
+from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine, check_device, poll_device_error
+from skyrl_train.engines.lifecycle import await_thread_future, tags_freed_at_level
+from skyrl_train.engines.sampling_params import RequestValidator
+from skyrl_train.engines.transformers.model_runner import ModelRunner, TransformersWeightStore
 from skyrl_train.engines.transformers.scheduler import GenerateCall, Scheduler
 from skyrl_train.errors import EngineError
-from skyrl_train.models.composite import checkpoint_config
+from skyrl_train.models.composite import get_checkpoint_config
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
-from skyrl_train.models.stop_tokens import stop_tokens
+from skyrl_train.models.stop_tokens import get_stop_tokens
 from skyrl_train.report.profiling import Profiler, peak_memory
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.wire import ROUTES, dtype_of
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, dtype_of
 
 
-class TransformersEngine(SteppedEngine):
+class TransformersEngine(StepLoopEngine):
     """An InferenceEngine in this process. It owns a thread, so it must be closed.
 
     Given one list of requests while it is idle, its completions are bit-identical in every process (on the same machine
@@ -84,23 +84,23 @@ class TransformersEngine(SteppedEngine):
             dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
-        self.served = ServedModel(model, device, name, keeps_routing)  # type: ignore[arg-type]
+        self.served = ModelRunner(model, device, name, keeps_routing)  # type: ignore[arg-type]
         """The model and its adapters; only the engine's thread computes with them."""
         longest, served = self.served.max_positions, self.served.model
         max_model_len = min(max_model_len or longest, longest)
         self._scheduler = Scheduler(
             self.served,
             tokenizer,
-            stop_tokens(tokenizer, served.generation_config, served.config, checkpoint_config(served)),
-            self._clock,
+            get_stop_tokens(tokenizer, served.generation_config, served.config, get_checkpoint_config(served)),
+            self._deadlines,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             name=name,
         )
-        self.accelerator = Accelerator(self.lifecycle, partial(compute, device), partial(query, device))
-        self._receiver = WeightReceiver(ServedWeights(self.served), name, device, slot)
+        self.device_monitor = DeviceMonitor(self.lifecycle, partial(check_device, device), partial(poll_device_error, device))
+        self._receiver = WeightReceiver(TransformersWeightStore(self.served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
-        self._checks = Checks(self.capabilities, self.served.vocab_size, max_model_len, max_score_len=longest)
+        self._checks = RequestValidator(self.capabilities, self.served.vocab_size, max_model_len, max_score_len=longest)
         self._profiler = Profiler(device.type)
         self._thread.start()
 
@@ -109,7 +109,7 @@ class TransformersEngine(SteppedEngine):
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
-            self._checks.request(request, self.served.adapters.names)
+            self._checks.check_request(request, self.served.adapters.names)
         if not requests:
             return []
         call = GenerateCall(requests)
@@ -120,9 +120,9 @@ class TransformersEngine(SteppedEngine):
 
         try:
             await self._run(submit)
-            return await result_of(call.future)
+            return await await_thread_future(call.future)
         except asyncio.CancelledError:
-            self._ask(lambda: self._abort([request.request_id for request in requests]))
+            self._enqueue_command(lambda: self._abort([request.request_id for request in requests]))
             raise
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -164,11 +164,11 @@ class TransformersEngine(SteppedEngine):
         return self._scheduler.running > 0
 
     def _has_work(self) -> bool:
-        return self._is_busy() or (self._scheduler.queued > 0 and self.lifecycle.admits)
+        return self._is_busy() or (self._scheduler.queued > 0 and self.lifecycle.can_admit)
 
     @torch.inference_mode()
     def _step(self) -> None:
-        self._scheduler.step(admits=self.lifecycle.admits)
+        self._scheduler.step(can_admit=self.lifecycle.can_admit)
 
     @torch.inference_mode()
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
@@ -184,28 +184,28 @@ class TransformersEngine(SteppedEngine):
     def _fail(self, error: EngineError) -> None:
         self._scheduler.fail(error)
 
-    def _free(self, level: int) -> int:
-        self.lifecycle.sleep(tags_freed_by(level))
-        return self.served.give_memory_back(weights=level >= 2)
+    def _free_memory(self, level: int) -> int:
+        self.lifecycle.sleep(tags_freed_at_level(level))
+        return self.served.free_memory(weights=level >= 2)
 
-    def _allocate(self, tags: frozenset[str]) -> None:
+    def _restore_memory(self, tags: frozenset[str]) -> None:
         if "weights" in tags:
-            self.served.take_weights_back()
+            self.served.onload_weights()
 
-    def _transfer(self, step: partial[None]) -> None:
+    def _call_receiver(self, step: partial[None]) -> None:
         try:
             step(self._receiver)
         finally:
-            if self._receiver.torn:
+            if self._receiver.partially_loaded:
                 self.lifecycle.invalidate_weights()
 
-    def _serve(self, version: int) -> None:
-        self._scheduler.weights_changed(version)
+    def _activate_weights(self, version: int) -> None:
+        self._scheduler.on_weights_changed(version)
 
-    def _forget_prompts(self) -> None:
-        self._scheduler.forget()
+    def _reset_prefix_cache(self) -> None:
+        self._scheduler.reset_prefix_cache()
 
-    def _end(self) -> None:
+    def _shutdown(self) -> None:
         self._scheduler.fail(EngineError(f"Engine {self.name!r} was closed."))
         self._receiver.close()
 
@@ -213,8 +213,8 @@ class TransformersEngine(SteppedEngine):
 def _capabilities(name: str, max_model_len: int, *, strings: bool) -> Capabilities:
     return Capabilities(
         name=name,
-        sampling=SAMPLING if strings else SAMPLING - {"stop"},
-        weight_routes=ROUTES,
+        sampling=SAMPLING_PARAM_NAMES if strings else SAMPLING_PARAM_NAMES - {"stop"},
+        weight_routes=WEIGHT_ROUTES,
         max_model_len=max_model_len,
         lora=True,
         synced_adapter_rank=1 << 16,

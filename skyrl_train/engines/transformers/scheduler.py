@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.data.arrays import LogProbs, Tokens, logprob_array, plain_ids, token_array
-from skyrl_train.data.vocabulary import token_text
+from skyrl_train.data.token_arrays import LogProbs, Tokens, to_logprob_array, to_int_tuple, to_token_array
+from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.lifecycle import RunClock
-from skyrl_train.engines.sampling import check_logprobs, check_new_ids
+from skyrl_train.engines.lifecycle import RequestDeadlines
+from skyrl_train.engines.sampling_params import check_logprobs, check_unique_request_ids
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings
 from skyrl_train.engines.transformers.adapters import adapted_rows
-from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
-from skyrl_train.engines.transformers.model import ServedModel
+from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
+from skyrl_train.engines.transformers.model_runner import ModelRunner
 
 _PREFILL_TOKENS = 8192
 """The most prompt tokens in one forward, unless a single prompt is longer: bounds the memory of activations."""
@@ -56,69 +56,69 @@ class TrackedRequest:
 
     request: SampleRequest
     call: GenerateCall
-    key: Key = field(default_factory=lambda: Key(()))
+    key: PromptKey = field(default_factory=lambda: PromptKey(()))
     """The tokens to prefill when it is admitted: the prompt, and after a retraction also its sampled tokens."""
     limit: int = 0
     """The most tokens to sample: max_tokens, or less if the model's maximum length is reached first."""
     stop_ids: frozenset[int] = frozenset()
     """All token ids that end it, including end-of-sequence."""
-    never_yet: Tensor | None = None
+    min_tokens_forbidden: Tensor | None = None
     """Token ids that are forbidden before min_tokens."""
     stops: StopStrings | None = None
     seen: Tensor | None = None
     """bool [V], the tokens in it so far, if there is a repetition penalty."""
-    page: int = -1
+    buffer_row: int = -1
     """Its page in the Transcript."""
     slot: int = -1
     """Its slot in the DecodeCache."""
     generated: int = 0
     stop_text: str | None = None
-    changes: list[tuple[int, int]] = field(default_factory=list)
+    version_changes: list[tuple[int, int]] = field(default_factory=list)
     """(first token, version) of every change of weights, the first ones included."""
     routing: list[np.ndarray] = field(default_factory=list)
     """int16 [tokens, layers, k] of consecutive tokens from the prompt's first one on; empty if it is not kept."""
     completion: Completion | None = None
 
     @property
-    def reread(self) -> int:
+    def num_reprefilled(self) -> int:
         """How many sampled tokens were prefilled with the prompt, after a retraction."""
         return len(self.key.token_ids) - len(self.request.token_ids)
 
-    def admit(self, transcript: Transcript, version: int, routing: np.ndarray | None) -> None:
+    def admit(self, buffer: SampledTokenBuffer, version: int, routing: np.ndarray | None) -> None:
         """Begin to run with weights of this version, for the first time or after a retraction.
 
         `routing`: of the tokens that were prefilled. Those that were sampled earlier stay where they went then.
         """
         if routing is not None:
             self.routing.append(routing[sum(map(len, self.routing)) :])
-        if self.page < 0:
-            self.page = transcript.page()
-        if not self.changes or self.changes[-1][1] != version:
-            self.changes.append((self.generated, version))
+        if self.buffer_row < 0:
+            self.buffer_row = buffer.page()
+        if not self.version_changes or self.version_changes[-1][1] != version:
+            self.version_changes.append((self.generated, version))
 
-    def retract(self, transcript: Transcript) -> None:
+    def retract(self, buffer: SampledTokenBuffer) -> None:
         """Prepare for the queue, keeping the tokens sampled so far."""
-        sampled, _, _ = transcript.read(self.page, self.generated)
-        self.key = self.key._replace(token_ids=plain_ids(np.concatenate((self.request.token_ids, sampled))))
+        sampled, _, _ = buffer.read(self.buffer_row, self.generated)
+        self.key = self.key._replace(token_ids=to_int_tuple(np.concatenate((self.request.token_ids, sampled))))
 
-    def finish(self, transcript: Transcript, reason: str, running_s: float) -> None:
-        ids, logprobs, full = token_array([]), logprob_array([]), logprob_array([])
-        if self.page >= 0:
-            ids, logprobs, full = transcript.read(self.page, self.generated)
-        starts = [start for start, _ in self.changes[1:]] + [self.generated]
+    def finish(self, buffer: SampledTokenBuffer, reason: str, running_s: float) -> None:
+        ids, logprobs, full = to_token_array([]), to_logprob_array([]), to_logprob_array([])
+        if self.buffer_row >= 0:
+            ids, logprobs, full = buffer.read(self.buffer_row, self.generated)
+        starts = [start for start, _ in self.version_changes[1:]] + [self.generated]
         spans = [
             VersionSpan(start, stop, version)
-            for (start, version), stop in zip(self.changes, starts, strict=False)
+            for (start, version), stop in zip(self.version_changes, starts, strict=False)
             if stop > start
         ]
         request_id = self.request.request_id
         routing = np.concatenate(self.routing) if self.routing else None
         self.completion = Completion(request_id, ids, logprobs, full, reason, spans, self.stop_text, running_s, routing)
-        if self.page >= 0:
-            transcript.free(self.page)
+        if self.buffer_row >= 0:
+            buffer.free(self.buffer_row)
 
 
-class Transcript:
+class SampledTokenBuffer:
     """Sampled tokens and log-probs of all running requests, in arrays that they share."""
 
     def __init__(self) -> None:
@@ -164,36 +164,36 @@ class Scheduler:
 
     def __init__(
         self,
-        served: ServedModel,
+        model_runner: ModelRunner,
         tokenizer: Any,
         eos: frozenset[int],
-        clock: RunClock,
+        deadlines: RequestDeadlines,
         *,
         max_num_seqs: int,
         max_model_len: int,
         name: str,
     ):
-        self._served = served
+        self._model_runner = model_runner
         self._tokenizer = tokenizer
-        self._eos = frozenset(end for end in eos if end < served.vocab_size)
+        self._eos = frozenset(end for end in eos if end < model_runner.vocab_size)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._name = name
-        self._cache = DecodeCache(served.device)
-        self._transcript = Transcript()
+        self._cache = DecodeCache(model_runner.device)
+        self._token_buffer = SampledTokenBuffer()
         self._queue: deque[TrackedRequest] = deque()
         self._rows: list[TrackedRequest] = []
         self._batch: _Batch | None = None
-        self._prompt_logits: dict[Key, Tensor] = {}
+        self._prompt_logits: dict[PromptKey, Tensor] = {}
         """The last logits of prompts that queued requests share with admitted ones."""
-        self._prompt_routing: dict[Key, np.ndarray] = {}
+        self._prompt_routing: dict[PromptKey, np.ndarray] = {}
         """The same for where their tokens went, if the engine keeps that."""
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._next_ids: Tensor | None = None
         self._finished: list[TrackedRequest] = []
         self._calls: set[GenerateCall] = set()
         """Calls that have not got their completions yet."""
-        self._clock = clock
+        self._deadlines = deadlines
         self.version = 0
         self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
 
@@ -211,27 +211,27 @@ class Scheduler:
         Raises UnsupportedParameter for an adapter that is not loaded and for an id that is in use.
         """
         under_way = (row.request.request_id for row in (*self._rows, *self._queue))
-        check_new_ids(self._name, (row.request for row in call.requests), under_way)
+        check_unique_request_ids(self._name, (row.request for row in call.requests), under_way)
         for row in call.requests:
             self._prepare(row)
         self._queue.extend(call.requests)
-        self._clock.add((row.request.request_id, row.request.deadline_s) for row in call.requests)
+        self._deadlines.add((row.request.request_id, row.request.deadline_s) for row in call.requests)
         self._calls.add(call)
 
     def _prepare(self, row: TrackedRequest) -> None:
         params = row.request.sampling
-        row.key = Key(plain_ids(row.request.token_ids), self._served.adapters.get(row.request.adapter))
+        row.key = PromptKey(to_int_tuple(row.request.token_ids), self._model_runner.adapters.get(row.request.adapter))
         row.limit = min(params.max_tokens, self._max_model_len - len(row.request.token_ids))
         eos = frozenset() if params.ignore_eos else self._eos
         row.stop_ids = eos | frozenset(params.stop_token_ids)
         if params.min_tokens and row.stop_ids:
-            row.never_yet = torch.tensor(sorted(row.stop_ids), device=self._served.device)
+            row.min_tokens_forbidden = torch.tensor(sorted(row.stop_ids), device=self._model_runner.device)
         if params.stop:
             if params.stop not in self._stop_strings:
                 self._stop_strings[params.stop] = StopStrings(self._tokenizer, params.stop)
             row.stops = self._stop_strings[params.stop]
         if params.repetition_penalty != 1:
-            row.seen = torch.zeros(self._served.vocab_size, dtype=torch.bool, device=self._served.device)
+            row.seen = torch.zeros(self._model_runner.vocab_size, dtype=torch.bool, device=self._model_runner.device)
             row.seen[list(row.key.token_ids)] = True
 
     # -- ends that the model did not cause ----------------------------------------------------------------------------
@@ -244,24 +244,24 @@ class Scheduler:
     def retract(self) -> None:
         """Put running rows back at the head of the queue; their tokens so far are prefilled when they are admitted."""
         for row in self._rows:
-            row.retract(self._transcript)
+            row.retract(self._token_buffer)
         self._queue.extendleft(reversed(self._rows))
         self._rows, self._batch = [], None
-        self.forget()
+        self.reset_prefix_cache()
 
     def fail(self, error: Exception) -> None:
         """Drop all running and queued requests: their callers get `error`."""
-        self._clock.clear()  # also of those that were being admitted, which are in neither list
+        self._deadlines.clear()  # also of those that were being admitted, which are in neither list
         self._rows, self._batch = [], None
         self._queue.clear()
-        self._transcript = Transcript()
-        self.forget()
+        self._token_buffer = SampledTokenBuffer()
+        self.reset_prefix_cache()
         self._deliver()
         calls, self._calls = self._calls, set()
         for call in calls:
             call.fail(error)
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drop all cached prompts; running rows keep their own keys and values. An idle engine frees the memory."""
         self._prompt_logits.clear()
         self._prompt_routing.clear()
@@ -269,12 +269,12 @@ class Scheduler:
         if not self._rows:
             self._cache.reset()
 
-    def weights_changed(self, version: int) -> None:
+    def on_weights_changed(self, version: int) -> None:
         """Continue running rows with the new weights, on top of keys and values of the old ones."""
         self.version = version
         for row in self._rows:
-            row.changes.append((row.generated, version))
-        self.forget()
+            row.version_changes.append((row.generated, version))
+        self.reset_prefix_cache()
 
     def _end(self, chosen: Any) -> None:
         ended = [row for row in (*self._rows, *self._queue) if chosen(row)]
@@ -282,20 +282,20 @@ class Scheduler:
         self._drop([chosen(row) for row in self._rows])
         for row in ended:
             self._finish(row, "abort")
-        self._settle()
+        self._clean_up()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def step(self, *, admits: bool) -> None:
+    def step(self, *, can_admit: bool) -> None:
         """Admit the queued requests that fit, if it `admits` any, then sample one token for every running row."""
-        while admits and self._queue and len(self._rows) < self._max_num_seqs:
+        while can_admit and self._queue and len(self._rows) < self._max_num_seqs:
             self._admit()
         if self._rows:
             self._decode()
-        self._settle()
+        self._clean_up()
 
     def _finish(self, row: TrackedRequest, reason: str) -> None:
-        row.finish(self._transcript, reason, self._clock.remove(row.request.request_id))
+        row.finish(self._token_buffer, reason, self._deadlines.remove(row.request.request_id))
         self._finished.append(row)
 
     def _deliver(self) -> None:
@@ -306,12 +306,12 @@ class Scheduler:
             if row.call.future.done():
                 self._calls.discard(row.call)
 
-    def _settle(self) -> None:
+    def _clean_up(self) -> None:
         """Clean up after rows have ended: compact the cache if most lanes are empty, reset it if no row is left."""
-        self._make_room()
+        self._compact_cache()
         self._deliver()
 
-    def _make_room(self) -> None:
+    def _compact_cache(self) -> None:
         if not self._rows and not self._queue:
             self._prompt_logits.clear()
             self._prompt_routing.clear()
@@ -323,7 +323,7 @@ class Scheduler:
                 for row in self._rows:
                     row.slot = int(moved[row.slot])
 
-    def _queued_prompts(self) -> frozenset[Key]:
+    def _queued_prompts(self) -> frozenset[PromptKey]:
         return frozenset(row.key for row in self._queue)
 
     def _admit(self) -> None:
@@ -331,26 +331,26 @@ class Scheduler:
         rows, unread = self._next_rows()
         packed, starts = None, {}
         if unread:
-            packed, places, logits = self._served.prefill(unread)
+            packed, places, logits = self._model_runner.prefill(unread)
             starts = dict(zip(unread, places, strict=True))
             self._prompt_logits.update(zip(unread, logits, strict=True))
-            if (routing := self._served.routing()) is not None:
+            if (routing := self._model_runner.routing()) is not None:
                 self._prompt_routing |= {key: routing[at : at + len(key.token_ids)] for key, at in starts.items()}
         lengths = sum(len(row.key.token_ids) for row in rows)
         fresh = sum(len(key.token_ids) for key in unread)
         self.prefilled_tokens += fresh
         self.cached_tokens += lengths - fresh
         for row in rows:
-            row.admit(self._transcript, self.version, self._prompt_routing.get(row.key))
+            row.admit(self._token_buffer, self.version, self._prompt_routing.get(row.key))
         logits = torch.stack([self._prompt_logits[row.key] for row in rows])
-        _, done = _Batch(rows, self._served).sample(logits, self)
+        _, done = _Batch(rows, self._model_runner).sample(logits, self)
         needed = self._queued_prompts()
         staying = [row for row, over in zip(rows, done, strict=True) if not over]
-        by_prompt: dict[Key, list[TrackedRequest]] = {}
+        by_prompt: dict[PromptKey, list[TrackedRequest]] = {}
         for row in staying:
             by_prompt.setdefault(row.key, []).append(row)
         new = [NewPrompt(key, len(same), starts.get(key)) for key, same in by_prompt.items()]
-        slots = iter(self._cache.place(new, packed, needed)) if new else iter(())
+        slots = iter(self._cache.allocate_slots(new, packed, needed)) if new else iter(())
         for same in by_prompt.values():
             for row in same:
                 row.slot = next(slots)
@@ -361,14 +361,14 @@ class Scheduler:
         self._rows = sorted([*self._rows, *staying], key=lambda row: row.slot)
         self._batch = None
 
-    def _next_rows(self) -> tuple[list[TrackedRequest], list[Key]]:
+    def _next_rows(self) -> tuple[list[TrackedRequest], list[PromptKey]]:
         """The next requests of the queue to admit, and those of their prompts that need a prefill."""
         rows: list[TrackedRequest] = []
-        unread: dict[Key, None] = {}
+        unread: dict[PromptKey, None] = {}
         tokens = 0
         while self._queue and len(self._rows) + len(rows) < self._max_num_seqs:
             key = self._queue[0].key
-            if key not in unread and not (key in self._prompt_logits and self._cache.holds(key)):
+            if key not in unread and not (key in self._prompt_logits and self._cache.has_prompt(key)):
                 if unread and tokens + len(key.token_ids) > _PREFILL_TOKENS:
                     break
                 unread[key] = None
@@ -378,16 +378,16 @@ class Scheduler:
 
     def _decode(self) -> None:
         if self._batch is None:
-            self._batch = _Batch(self._rows, self._served)
+            self._batch = _Batch(self._rows, self._model_runner)
             self._next_ids = None
         if self._next_ids is None or not self._cache.advance():
             # The newest token of a row is not stored yet: this step stores it.
             self._cache.begin([row.slot for row in self._rows], self._batch.generated - self._batch.reread - 1)
         if self._next_ids is None:
-            last = self._transcript.at(self._batch.pages, self._batch.generated - 1)
-            self._next_ids = torch.from_numpy(last).to(self._served.device)
-        logits = self._served.decode(self._next_ids, self._cache, self._batch.adapted)
-        if (routing := self._served.routing()) is not None:
+            last = self._token_buffer.at(self._batch.pages, self._batch.generated - 1)
+            self._next_ids = torch.from_numpy(last).to(self._model_runner.device)
+        logits = self._model_runner.decode(self._next_ids, self._cache, self._batch.adapted)
+        if (routing := self._model_runner.routing()) is not None:
             for row, of_token in zip(self._rows, routing, strict=True):
                 row.routing.append(of_token[None])
         ids, done = self._batch.sample(logits, self)
@@ -409,7 +409,7 @@ class Scheduler:
         """Write a step's tokens down and finish the rows they ended: bool [B]."""
         if not np.isfinite(logprobs).all():  # asked of all at once: number by number it would slow every step
             check_logprobs(self._name, *logprobs.tolist())
-        self._transcript.write(batch.pages, batch.generated, ids, logprobs)
+        self._token_buffer.write(batch.pages, batch.generated, ids, logprobs)
         batch.generated += 1
         self.generated_tokens += len(ids)
         full = batch.generated >= batch.limits
@@ -433,39 +433,39 @@ class Scheduler:
     def _string_completed(self, batch: _Batch, index: int, token: int) -> bool:
         row, count = batch.rows[index], int(batch.generated[index])
         assert row.stops is not None
-        if count < row.request.sampling.min_tokens or not row.stops.completed_by(token):
+        if count < row.request.sampling.min_tokens or not row.stops.may_end_at(token):
             return False
-        row.stop_text = row.stops.find(self._transcript.tail(row.page, max(0, count - row.stops.tail), count))
+        row.stop_text = row.stops.find(self._token_buffer.tail(row.buffer_row, max(0, count - row.stops.max_tail_tokens), count))
         return row.stop_text is not None
 
 
 class _Batch:
     """The state that stays the same between steps as long as the same rows run, as arrays [B]."""
 
-    def __init__(self, rows: Sequence[TrackedRequest], served: ServedModel):
+    def __init__(self, rows: Sequence[TrackedRequest], model_runner: ModelRunner):
         self.rows = rows
         generated = [row.generated for row in rows]
         params = [row.request.sampling for row in rows]
-        self._sampler = RowSampler(params, [row.request.seed for row in rows], generated, served.device)
-        self.pages = np.array([row.page for row in rows])
+        self._sampler = RowSampler(params, [row.request.seed for row in rows], generated, model_runner.device)
+        self.pages = np.array([row.buffer_row for row in rows])
         self.generated = np.array(generated)
-        self.reread = np.array([row.reread for row in rows])
-        self.adapted = adapted_rows([row.key.adapter for row in rows], [1] * len(rows), served.device)
+        self.reread = np.array([row.num_reprefilled for row in rows])
+        self.adapted = adapted_rows([row.key.adapter for row in rows], [1] * len(rows), model_runner.device)
         self.limits = np.array([row.limit for row in rows])
         self.with_strings = [index for index, row in enumerate(rows) if row.stops is not None]
         self.penalised = [index for index, row in enumerate(rows) if row.seen is not None]
-        self._patient = [index for index, row in enumerate(rows) if row.never_yet is not None]
+        self._below_min_tokens = [index for index, row in enumerate(rows) if row.min_tokens_forbidden is not None]
         ends = set().union(*(row.stop_ids for row in rows))
         self.may_stop: np.ndarray | None = None
         if ends:
-            self.may_stop = np.zeros(served.vocab_size, dtype=bool)
+            self.may_stop = np.zeros(model_runner.vocab_size, dtype=bool)
             self.may_stop[list(ends)] = True
 
     def sample(self, logits: Tensor, scheduler: Scheduler) -> tuple[Tensor, np.ndarray]:
         """Sample and record a token for each row; returns ids [B] on the device, and bool [B]: which rows are done."""
         forbidden = [
-            (index, self.rows[index].never_yet)
-            for index in self._patient
+            (index, self.rows[index].min_tokens_forbidden)
+            for index in self._below_min_tokens
             if self.generated[index] < self.rows[index].request.sampling.min_tokens
         ]
         seen = [self.rows[index].seen for index in self.penalised]

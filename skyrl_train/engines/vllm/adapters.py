@@ -14,10 +14,10 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from skyrl_train.engines.adapter_folder import read_adapter
+from skyrl_train.engines.peft_adapter import read_adapter
 from skyrl_train.errors import EngineError
-from skyrl_train.models.loading import meta_model
-from skyrl_train.models.lora import adapted_linears, exported_linears
+from skyrl_train.models.loading import load_meta_model
+from skyrl_train.models.lora import get_adaptable_linears, get_exported_names
 
 _SYNCED = 1
 """vLLM's number for the adapter from weight syncs: running requests continue with what is loaded under it."""
@@ -44,7 +44,7 @@ class VLLMAdapters:
         self.synced: LoRARequest | None = None
         """The adapter of the last weight sync, for requests that name none."""
         self._synced_name = f"weight sync {uuid4()}"  # unique, as vLLM identifies adapters by name
-        self.coming = False
+        self.sync_has_adapter = False
         """Whether the current sync brings an adapter."""
 
     @property
@@ -57,7 +57,7 @@ class VLLMAdapters:
     def serve_synced(self) -> None:
         """Load the adapter that the sync wrote to `synced_folder`, if it brought one. Raises EngineError."""
         self.synced = None
-        if not self.coming:
+        if not self.sync_has_adapter:
             return
         self._load(LoRARequest(self._synced_name, _SYNCED, self.synced_folder, load_inplace=True))
         self.synced = LoRARequest(self._synced_name, _SYNCED, self.synced_folder)
@@ -68,9 +68,9 @@ class VLLMAdapters:
         vLLM itself silently accepts missing tensors and wrong ranks. May run on any thread. Raises EngineError.
         """
         if self._linears is None:
-            model = meta_model(self._engine.model_config.model, torch.float32)
-            names = exported_linears(model)
-            self._linears = {names[layer]: linear for layer, linear in adapted_linears(model).items()}
+            model = load_meta_model(self._engine.model_config.model, torch.float32)
+            names = get_exported_names(model)
+            self._linears = {names[layer]: linear for layer, linear in get_adaptable_linears(model).items()}
         read_adapter(path, self._linears, adapter=name, engine=self._name)
         copied = mkdtemp(dir=self._own_folder())
         for file in _FILES:
@@ -86,10 +86,10 @@ class VLLMAdapters:
         except EngineError:
             shutil.rmtree(copied)
             raise
-        self.drop(name)
+        self.remove(name)
         self.loaded[name] = request
 
-    def drop(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Forget an adapter for new requests; running ones continue with it. A name that is not loaded is ignored."""
         old = self.loaded.pop(name, None)
         if old is not None:

@@ -15,15 +15,15 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from skyrl_train.cluster.sockets import GROUP_ADDRESS, choose_interface
-from skyrl_train.engines.base import PAUSE_MODES, SAMPLING, Capabilities, SampleRequest
-from skyrl_train.engines.vllm.composites import refuse_composite
+from skyrl_train.cluster.addresses import BIND_ADDRESS, choose_interface
+from skyrl_train.engines.base import PAUSE_MODES, SAMPLING_PARAM_NAMES, Capabilities, SampleRequest
+from skyrl_train.engines.vllm.composites import check_composite
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import is_composite, overrides_of_composite
-from skyrl_train.models.layer_sizes import sizes_of_layers
-from skyrl_train.models.loading import has_separate_head, load_config
-from skyrl_train.storage.copies import local_copy
-from skyrl_train.weight_sync.wire import ROUTES
+from skyrl_train.models.composite import is_composite, to_composite_overrides
+from skyrl_train.models.layer_sizes import get_layer_sizes
+from skyrl_train.models.loading import has_untied_head, load_config
+from skyrl_train.storage.download_cache import local_copy
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 
 SEED = "seed"
 """A request's seed is in its `extra_args`: in vLLM's own place for it, vLLM would make a generator for each request."""
@@ -44,7 +44,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
     """
     given = dict(given)
     if given.pop("batch_invariant", False):
-        make_batch_invariant(on_cpu)
+        enable_batch_invariance(on_cpu)
     rope = {name: given.pop(name, None) for name in ("rope_scaling", "rope_theta")}
     arguments: dict[str, Any] = {
         "model": local_copy(model),
@@ -70,13 +70,13 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, given: dict[s
             "generator.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16, so its "
             "log-probs would differ from the learner's. Use bfloat16 or generator.backend=transformers."
         )
-    if has_separate_head(model):
+    if has_untied_head(model):
         changed["tie_word_embeddings"] = False
     changed |= _query_scales(config.get_text_config())
     if is_composite(config):
-        refuse_composite(model, config)
+        check_composite(model, config)
         arguments["language_model_only"] = True
-        changed = overrides_of_composite(config, changed)
+        changed = to_composite_overrides(config, changed)
     if changed:
         arguments["hf_overrides"] = changed
     if not on_cpu:
@@ -102,13 +102,13 @@ def _query_scales(text: Any) -> dict[str, Any]:
 
 def _listen_for_other_nodes() -> None:
     """Have the ranks of this node listen where the run's other processes reach it."""
-    address = os.environ.get(GROUP_ADDRESS)
+    address = os.environ.get(BIND_ADDRESS)
     if address is not None:
         os.environ["VLLM_HOST_IP"] = address
         choose_interface(address)
 
 
-def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
+def configure_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
     """Leave the placement of threads to the system: on a CPU vLLM would bind all processes' to the same cores.
 
     `ranks`: those on this node.
@@ -122,7 +122,7 @@ def bind_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
 
 
-def started(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
+def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
     """vLLM with these arguments. Raises ConfigError for what it refuses."""
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -133,7 +133,7 @@ def started(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
     return engine
 
 
-def make_batch_invariant(on_cpu: bool) -> None:
+def enable_batch_invariance(on_cpu: bool) -> None:
     """vLLM reads the variable where its attention is imported, and when a rank starts: after this.
 
     Raises ConfigError on a CPU, which has no such kernels, and if it is too late.
@@ -149,7 +149,7 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that differ on a CPU: no compilation, a cache of the size needed."""
     text = config.get_text_config()
     length = given["max_model_len"] or text.max_position_embeddings
-    head_sizes = sizes_of_layers(text, "head_dim") or [text.hidden_size // text.num_attention_heads]
+    head_sizes = get_layer_sizes(text, "head_dim") or [text.hidden_size // text.num_attention_heads]
     if wrong := [size for size in head_sizes if size % 32]:
         raise ConfigError(
             f"vLLM's attention on CPUs needs a head size that 32 divides; {given['model']} has {wrong[0]}. "
@@ -173,7 +173,7 @@ def _cpu_arguments(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "max_lora_rank out of generator.engine_init_kwargs and set trainer.policy.model.lora.sync=merged, or set "
             "generator.backend=transformers."
         )
-    heads = max(sizes_of_layers(text, "num_key_value_heads"), default=text.num_attention_heads)
+    heads = max(get_layer_sizes(text, "num_key_value_heads"), default=text.num_attention_heads)
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_sizes[-1] * 4
     needed = bytes_per_token * length * given["max_num_seqs"]
     return {
@@ -221,8 +221,8 @@ def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, nodes: int = 1)
         refusals["adapter"] = f"it is on {nodes} nodes, of which one alone would see it; syncs bring adapters to all."
     return Capabilities(
         name=name,
-        sampling=SAMPLING,
-        weight_routes=ROUTES,
+        sampling=SAMPLING_PARAM_NAMES,
+        weight_routes=WEIGHT_ROUTES,
         weight_ranks=ranks,
         lora=max_lora_rank > 0 and nodes == 1,
         synced_adapter_rank=max_lora_rank,

@@ -7,7 +7,7 @@ import importlib.util
 from transformers import PreTrainedConfig
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import composite_class
+from skyrl_train.models.composite import get_composite_class_name
 
 _SERVED_WRONGLY = {
     "glm4v_text": "whose log-probs in vLLM are not the learner's",
@@ -16,9 +16,9 @@ _SERVED_WRONGLY = {
 """Value of `model_type` of a composite's language model -> what is wrong. vLLM starts with these."""
 
 
-def refuse_composite(model: str, config: PreTrainedConfig) -> None:
+def check_composite(model: str, config: PreTrainedConfig) -> None:
     """Raise ConfigError for a composite that vLLM serves wrongly, or cannot inspect without naming the reason."""
-    kind = composite_class(config)
+    kind = get_composite_class_name(config)
     if kind is None:
         return
     if reason := _SERVED_WRONGLY.get(config.get_text_config().model_type):

@@ -18,17 +18,17 @@ from uuid import uuid4
 
 import torch
 
-from skyrl_train.data.arrays import Tokens, plain_ids
-from skyrl_train.data.vocabulary import token_text
+from skyrl_train.data.token_arrays import Tokens, to_int_tuple
+from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.in_process import Accelerator, SteppedEngine
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, result_of, tags_freed_by
-from skyrl_train.engines.sampling import Checks, check_new_ids
+from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, await_thread_future, tags_freed_at_level
+from skyrl_train.engines.sampling_params import RequestValidator, check_unique_request_ids
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
+from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
 from skyrl_train.report.profiling import peak_memory
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.wire import Manifest
+from skyrl_train.weight_sync.protocol import Manifest
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -56,19 +56,19 @@ from vllm.v1.request import Request
 
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import (
-    bind_threads,
+    configure_threads,
     engine_arguments,
     sampling_params,
-    started,
+    create_engine,
     vllm_capabilities,
 )
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
 
-_ANSWER_S = 30.0
+_RESPONSE_TIMEOUT_S = 30.0
 """Within this time its ranks say whether their devices compute, after a failure."""
 
 
-class VLLMEngine(SteppedEngine):
+class VLLMEngine(StepLoopEngine):
     """An InferenceEngine over vLLM. It owns a thread, and with several ranks processes, so it must be closed.
 
     Keys of the prompt cache are salted with the version of the weights: requests kept during a sync continue with their
@@ -102,51 +102,51 @@ class VLLMEngine(SteppedEngine):
         if (stages := arguments.pop("pipeline_parallel_size", 1)) > 1:
             refusal = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages}: {refusal}")
-        bind_threads(threads, ranks // arguments["nnodes"], self._on_cpu)
-        self.llm_engine = started(arguments, name, self._on_cpu)
+        configure_threads(threads, ranks // arguments["nnodes"], self._on_cpu)
+        self.llm_engine = create_engine(arguments, name, self._on_cpu)
         self._core = self.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._adapters = VLLMAdapters(self.llm_engine, name)
         self.llm_engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        compute = partial(self.llm_engine.collective_rpc, "compute", timeout=_ANSWER_S)
-        self.accelerator = Accelerator(self.lifecycle, compute)
+        compute = partial(self.llm_engine.collective_rpc, "check_device", timeout=_RESPONSE_TIMEOUT_S)
+        self.device_monitor = DeviceMonitor(self.lifecycle, compute)
         self._core.set_weight_version("0")
         longest = self.llm_engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
         vocab_size = self.llm_engine.model_config.get_vocab_size()
-        self._checks = Checks(self.capabilities, vocab_size, longest, longest - 1)  # scoring samples one token more
-        ends = stop_tokens(self.llm_engine.renderer.tokenizer, *stop_configs(model))
-        self._ends = [end for end in sorted(ends) if end < vocab_size]
-        self._entries: dict[str, VLLMRequest] = {}
+        self._checks = RequestValidator(self.capabilities, vocab_size, longest, longest - 1)  # scoring samples one token more
+        ends = get_stop_tokens(self.llm_engine.renderer.tokenizer, *load_stop_configs(model))
+        self._stop_token_ids = [end for end in sorted(ends) if end < vocab_size]
+        self._requests: dict[str, VLLMRequest] = {}
         self._waiting: list[VLLMRequest] = []
         """Requests not passed to vLLM yet, as they came while new requests had to wait."""
         self._version = 0
-        self._generation = 0
+        self._cache_generation = 0
         """Incremented with every reset of the prompt cache."""
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._thread.start()
         # vLLM's kernels fail if OpenMP and torch have different numbers of threads: this call makes them agree.
-        self._ask(torch.get_num_threads)
+        self._enqueue_command(torch.get_num_threads)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See InferenceEngine. Cancelling the call aborts its requests."""
         for request in requests:
-            self._checks.request(request, self._adapters.loaded)
+            self._checks.check_request(request, self._adapters.loaded)
         if not requests:
             return []
         call = VLLMCall(requests, self._build)  # not between steps; what changes until it is admitted is seen there
         try:
-            await self._run(lambda: self._submit(call.entries), under_way=True)
-            await result_of(call.future)
+            await self._run(lambda: self._submit(call.entries), during_steps=True)
+            await await_thread_future(call.future)
         except asyncio.CancelledError:
-            self._ask(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
+            self._enqueue_command(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
             raise
         return [entry.completion(self.name, self._decode) for entry in call.entries]
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See InferenceEngine. The adapter stays loaded when the base model's weights change."""
-        self._checks.adapter(name)
+        self._checks.check_adapter(name)
         copied = await asyncio.to_thread(self._adapters.copy, name, path)
         await self._run(lambda: self._adapters.add(name, copied))
 
@@ -154,8 +154,8 @@ class VLLMEngine(SteppedEngine):
         """Running requests finish with the adapter; a name that is not loaded is ignored."""
 
         def unload() -> None:
-            self._adapters.drop(name)
-            self._deliver()
+            self._adapters.remove(name)
+            self._complete_calls()
 
         await self._run(unload)
 
@@ -164,7 +164,7 @@ class VLLMEngine(SteppedEngine):
     async def begin_weights(self, manifest: Manifest) -> None:
         """See InferenceEngine."""
         await super().begin_weights(manifest)
-        self._adapters.coming = manifest.adapter is not None
+        self._adapters.sync_has_adapter = manifest.adapter is not None
 
     async def health(self) -> EngineHealth:
         """See InferenceEngine. It does not wait for a step or transfer. Raises EngineError once closed or dead."""
@@ -172,7 +172,7 @@ class VLLMEngine(SteppedEngine):
         return self.lifecycle.health(
             self._version,
             running=running,
-            queued=max(0, len(self._entries) - running) + len(self._waiting),
+            queued=max(0, len(self._requests) - running) + len(self._waiting),
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
@@ -182,7 +182,7 @@ class VLLMEngine(SteppedEngine):
     # -- see SteppedEngine -------------------------------------------------------------------------------------------
 
     def _is_busy(self) -> bool:
-        return bool(self._entries or self._core.batch_queue)
+        return bool(self._requests or self._core.batch_queue)
 
     def _has_work(self) -> bool:
         return bool(self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
@@ -190,49 +190,49 @@ class VLLMEngine(SteppedEngine):
     def _step(self) -> None:
         """Begin a step, unless the scheduler is paused, and take in the tokens of the oldest one under way."""
         self.llm_engine.step()
-        self._deliver()
+        self._complete_calls()
 
-    def _end_steps(self) -> None:
+    def _finish_pending_steps(self) -> None:
         """Wait for the steps under way and take their tokens; no other begins."""
         if not self._core.batch_queue:
             return
         scheduler = self._core.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
-            self._try(self._step)
+            self._run_guarded(self._step)
         scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _retract(self) -> None:
         self._core.reset_prefix_cache(reset_running_requests=True)
 
-    def _free(self, level: int) -> int:
+    def _free_memory(self, level: int) -> int:
         if self._on_cpu:
-            self.lifecycle.sleep(tags_freed_by(level))
+            self.lifecycle.sleep(tags_freed_at_level(level))
             return 0
-        before = self.llm_engine.collective_rpc("free_memory")  # to ask from here would take memory there
+        before = self.llm_engine.collective_rpc("free_memory_bytes")  # to ask from here would take memory there
         # vLLM frees weights and cache at every level; at level 2 it keeps no copy of the weights.
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
         self.llm_engine.sleep(level=level)
-        return sum(self.llm_engine.collective_rpc("free_memory")) - sum(before)
+        return sum(self.llm_engine.collective_rpc("free_memory_bytes")) - sum(before)
 
-    def _allocate(self, tags: Set[str]) -> list[str]:
+    def _restore_memory(self, tags: Set[str]) -> list[str]:
         """Wake only sleeping tags, which it returns: vLLM wakes none at all if one of the tags is awake already."""
         asleep = sorted(tags & self._core.model_executor.sleeping_tags)
         if asleep:
             self.llm_engine.wake_up(asleep)
         return asleep
 
-    def _serve(self, version: int) -> None:
+    def _activate_weights(self, version: int) -> None:
         self._serve_synced_adapter()
         self._version = version
         self._core.set_weight_version(str(version))
-        self._forget_prompts()
+        self._reset_prefix_cache()
 
-    def _end(self) -> None:
+    def _shutdown(self) -> None:
         """End vLLM's processes; requests are aborted."""
         try:
             self._abort(None)
-            self.llm_engine.collective_rpc("weights", args=(partial(WeightReceiver.close),))
+            self.llm_engine.collective_rpc("call_weight_receiver", args=(partial(WeightReceiver.close),))
         finally:
             self.llm_engine.engine_core.shutdown()
             self._adapters.close()
@@ -240,37 +240,37 @@ class VLLMEngine(SteppedEngine):
     # -- requests on the thread --------------------------------------------------------------------------------------
 
     def _all_entries(self) -> list[VLLMRequest]:
-        return [*self._entries.values(), *self._waiting]
+        return [*self._requests.values(), *self._waiting]
 
     def _submit(self, entries: Sequence[VLLMRequest]) -> None:
         self.lifecycle.check_serving()
         under_way = (entry.id for entry in self._all_entries())
-        check_new_ids(self.name, (entry.request for entry in entries), under_way)
+        check_unique_request_ids(self.name, (entry.request for entry in entries), under_way)
         self._waiting.extend(entries)
-        self._clock.add((entry.id, entry.request.deadline_s) for entry in entries)
+        self._deadlines.add((entry.id, entry.request.deadline_s) for entry in entries)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to vLLM. Their weights and cache salt are those of now, not of their submission."""
-        if not self.lifecycle.admits:
+        if not self.lifecycle.can_admit:
             return
         entries, self._waiting = self._waiting, []
         for entry in entries:
             if entry.call.future.done():  # with the error of another entry of its call
-                self._clock.remove(entry.id)
+                self._deadlines.remove(entry.id)
                 continue
             try:
-                if entry.built.cache_salt != self._salt(self._lora(entry.request)):
-                    entry.built = self._build(entry.request)
-                self._add(entry.built, entry)
-                self._entries[entry.id] = entry
+                if entry.core_request.cache_salt != self._salt(self._lora(entry.request)):
+                    entry.core_request = self._build(entry.request)
+                self._add(entry.core_request, entry)
+                self._requests[entry.id] = entry
             except Exception as error:
-                self._refuse(entry.call, error)
+                self._reject_call(entry.call, error)
 
     def _build(self, request: SampleRequest) -> EngineCoreRequest:
         """The request as vLLM takes it, for the current weights and adapter. Raises UnsupportedParameter."""
         try:
-            params, lora = sampling_params(request, self._ends), self._lora(request)
+            params, lora = sampling_params(request, self._stop_token_ids), self._lora(request)
             return self._core_request(request.request_id, request.token_ids, params, lora)
         except (ValueError, VLLMClientError) as error:
             what = f"Engine {self.name!r} cannot honour request {request.request_id!r}"
@@ -281,7 +281,7 @@ class VLLMEngine(SteppedEngine):
         if request.adapter is None:
             return self._adapters.synced
         loaded = dict(self._adapters.loaded)  # the engine's thread may change it meanwhile
-        self._checks.request(request, loaded)
+        self._checks.check_request(request, loaded)
         return loaded[request.adapter]
 
     def _core_request(
@@ -289,19 +289,19 @@ class VLLMEngine(SteppedEngine):
     ) -> EngineCoreRequest:
         return self.llm_engine.input_processor.process_inputs(
             request_id,
-            tokens_input(list(plain_ids(ids)), cache_salt=self._salt(lora)),
+            tokens_input(list(to_int_tuple(ids)), cache_salt=self._salt(lora)),
             params,
             supported_tasks=self.llm_engine.get_supported_tasks(),
             lora_request=lora,
         )
 
-    def _refuse(self, call: VLLMCall, error: Exception) -> None:
+    def _reject_call(self, call: VLLMCall, error: Exception) -> None:
         """Fail a call whose requests vLLM refused when they were to begin."""
         call.future.set_exception(self.lifecycle.as_engine_error(error))
         for entry in call.entries:
-            self._clock.remove(entry.id)
+            self._deadlines.remove(entry.id)
         self.llm_engine.abort_request([entry.id for entry in call.entries])
-        self._entries = {one: entry for one, entry in self._entries.items() if entry.call is not call}
+        self._requests = {one: entry for one, entry in self._requests.items() if entry.call is not call}
 
     def _add(self, request: EngineCoreRequest, sink: VLLMRequest | ScoreSink) -> None:
         self.llm_engine.input_processor.assign_request_id(request)
@@ -318,28 +318,28 @@ class VLLMEngine(SteppedEngine):
         ids = {entry.id for entry in self._all_entries()} if request_ids is None else set(request_ids)
         unread = [entry for entry in self._waiting if entry.id in ids]
         self._waiting = [entry for entry in self._waiting if entry.id not in ids]
-        self.llm_engine.abort_request([one for one in self._entries if one in ids])
+        self.llm_engine.abort_request([one for one in self._requests if one in ids])
         for entry in unread:
-            entry.running_s = self._clock.remove(entry.id)
-            entry.put_nothing()
+            entry.running_s = self._deadlines.remove(entry.id)
+            entry.put_empty()
             entry.call.entry_done()
-        self._deliver()
+        self._complete_calls()
 
-    def _deliver(self) -> None:
+    def _complete_calls(self) -> None:
         """Complete the calls whose entries all have their output."""
-        done = [entry for entry in self._entries.values() if entry.output is not None]
+        done = [entry for entry in self._requests.values() if entry.output is not None]
         for entry in done:
-            del self._entries[entry.id]
-            entry.running_s = self._clock.remove(entry.id)
+            del self._requests[entry.id]
+            entry.running_s = self._deadlines.remove(entry.id)
             self._count(entry)
-        self._adapters.forget_unused(entry.built.lora_request for entry in self._entries.values())
+        self._adapters.forget_unused(entry.core_request.lora_request for entry in self._requests.values())
         for entry in done:  # last, so that callers see the current state of the engine
             entry.call.entry_done()
 
     def _fail(self, error: EngineError) -> None:
         """Drop all requests: their callers get `error`."""
         for entry in self._all_entries():
-            self._clock.remove(entry.id)
+            self._deadlines.remove(entry.id)
             if not entry.call.future.done():
                 entry.call.future.set_exception(error)
         self._waiting = []
@@ -348,7 +348,7 @@ class VLLMEngine(SteppedEngine):
         self._abort(None)
 
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        borrowed = self._allocate({"kv_cache"})
+        borrowed = self._restore_memory({"kv_cache"})
         scheduler = self._core.scheduler
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
@@ -365,17 +365,17 @@ class VLLMEngine(SteppedEngine):
                 before = len(answers)
                 self.llm_engine.step()
                 if len(answers) == before and not scheduler.running:
-                    self._make_room(running, waiting)
+                    self._preempt_for_score(running, waiting)
         finally:
             self.llm_engine.abort_request(names)
-            self._end_steps()
+            self._finish_pending_steps()
             scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
             if borrowed:  # until wake_up its room may be the learner's
-                self._forget_prompts()
+                self._reset_prefix_cache()
                 self._core.model_executor.discard(tuple(borrowed))
         return [answers[name] for name in names]
 
-    def _make_room(self, running: list[Request], waiting: RequestQueue) -> None:
+    def _preempt_for_score(self, running: list[Request], waiting: RequestQueue) -> None:
         """Put the last of the requests that a score set aside into the queue; its tokens are prefilled again later.
 
         Raises EngineError if there is none.
@@ -387,14 +387,14 @@ class VLLMEngine(SteppedEngine):
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         scheduler.waiting = scores
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._salt_again(request)
+        self._update_cache_salt(request)
 
-    def _transfer(self, step: partial[None]) -> None:
+    def _call_receiver(self, step: partial[None]) -> None:
         try:
-            answers = self.llm_engine.collective_rpc("weights", args=(step,))
+            answers = self.llm_engine.collective_rpc("call_weight_receiver", args=(step,))
         except Exception as error:  # of a rank's process
             self.lifecycle.invalidate_weights()
-            self.accelerator.examine()
+            self.device_monitor.check()
             what = f"{step.func.__name__} failed: {type(error).__name__}"
             raise EngineError(f"Engine {self.name!r}: {what}: {error}") from error
         if any(torn for _, torn in answers):
@@ -405,28 +405,28 @@ class VLLMEngine(SteppedEngine):
 
     def _serve_synced_adapter(self) -> None:
         """Running requests can continue with a replaced adapter, but cannot begin to use one or cease to."""
-        if (self._adapters.synced is not None) != self._adapters.coming:
-            self._abort([entry.id for entry in self._entries.values() if entry.request.adapter is None])
+        if (self._adapters.synced is not None) != self._adapters.sync_has_adapter:
+            self._abort([entry.id for entry in self._requests.values() if entry.request.adapter is None])
         try:
             self._adapters.serve_synced()
         except EngineError as error:
             self.lifecycle.invalidate_weights()
             raise WeightSyncError(str(error)) from error
 
-    def _forget_prompts(self) -> None:
-        self._generation += 1
+    def _reset_prefix_cache(self) -> None:
+        self._cache_generation += 1
         self._core.reset_prefix_cache()  # frees the blocks if nothing runs; in any case the salt hides old entries
         for request in self._core.scheduler.waiting:  # passed to vLLM, but not prefilled yet, or to be prefilled again
-            self._salt_again(request)
+            self._update_cache_salt(request)
 
-    def _salt_again(self, request: Request) -> None:
+    def _update_cache_salt(self, request: Request) -> None:
         request.cache_salt = self._salt(request.lora_request)
         request.block_hashes.clear()
         request.update_block_hashes()
 
     def _salt(self, lora: LoRARequest | None) -> str:
         """The cache salt: a part of the keys of the prompt cache."""
-        return f"{self._version}.{self._generation}.{lora.lora_int_id if lora else 0}"
+        return f"{self._version}.{self._cache_generation}.{lora.lora_int_id if lora else 0}"
 
     def _decode(self, token: int) -> str | None:
         tokenizer = self.llm_engine.renderer.tokenizer
@@ -465,13 +465,13 @@ class VLLMWorkerNode:
         arguments = engine_arguments(model, on_cpu, max_lora_rank, {"max_model_len": max_model_len, **engine_args})
         ranks = arguments["tensor_parallel_size"]
         self.capabilities = vllm_capabilities(name, ranks, max_lora_rank)
-        bind_threads(threads, ranks // arguments["nnodes"], on_cpu)
+        configure_threads(threads, ranks // arguments["nnodes"], on_cpu)
         try:
             config = EngineArgs(**arguments).create_engine_config(headless=True)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} refuses to start: {error}") from error
         self._executor = MultiprocExecutor(config, monitor_workers=False)
 
-    async def ended(self) -> None:
+    async def wait_until_exit(self) -> None:
         """Returns once one of the ranks has ended, and has ended the others."""
         await asyncio.to_thread(self._executor.start_worker_monitor, inline=True)

@@ -10,9 +10,9 @@ import numpy as np
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.sampling import check_logprobs
+from skyrl_train.engines.sampling_params import check_logprobs
 
 
 class VLLMCall:
@@ -35,7 +35,7 @@ class VLLMRequest:
         self.id = request.request_id
         self.request = request
         self.call = call
-        self.built = built
+        self.core_request = built
         """The request as vLLM takes it, for the weights and adapters of when it came."""
         self.output: RequestOutput | None = None
         self.running_s = 0.0
@@ -45,7 +45,7 @@ class VLLMRequest:
         """Called by vLLM with the final output."""
         self.output = output
 
-    def put_nothing(self) -> None:
+    def put_empty(self) -> None:
         """Set an empty output, for a request that was aborted before vLLM saw it."""
         empty = CompletionOutput(0, "", [], None, None, finish_reason="abort")
         self.put(RequestOutput(self.id, None, self.request.token_ids.tolist(), None, [empty], finished=True))
@@ -63,7 +63,7 @@ class VLLMRequest:
             stop_text = ended_by if isinstance(ended_by, str) else decode(sampled.token_ids[-1])
         return Completion(
             request_id=self.id,
-            token_ids=token_array(sampled.token_ids),
+            token_ids=to_token_array(sampled.token_ids),
             logprobs=behaviour,
             full_logprobs=full,
             stop_reason=sampled.finish_reason or "abort",

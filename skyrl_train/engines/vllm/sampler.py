@@ -25,7 +25,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from skyrl_train.engines.token_sampler import Numbers, RowSampler, Sampled
+from skyrl_train.engines.token_sampler import RowSamplingParams, RowSampler, SampledTokens
 from skyrl_train.engines.vllm.arguments import SEED
 from skyrl_train.errors import ConfigError
 
@@ -48,13 +48,13 @@ def replace_sampler(runner: Any, engine: str) -> None:
             f"Engine {engine!r}: logits_processors={unknown}: only those with is_argmax_invariant() false are applied; "
             "leave them out (generator.engine_init_kwargs)."
         )
-    rows = BatchRows(runner.device)
+    rows = BatchTracker(runner.device)
     # Not by vLLM's argument `logits_processors`: for those it waits for the tokens of every step.
     processors.append(rows)
-    runner.sampler = BehaviourSampler(rows)
+    runner.sampler = DualLogprobSampler(rows)
 
 
-class BatchRows(LogitsProcessor):
+class BatchTracker(LogitsProcessor):
     """Knows the requests in the rows of vLLM's batch, as vLLM tells its logits processors of every change.
 
     Its `sampler` draws what each row has next. vLLM appends to a request's list of tokens when it begins a step, at
@@ -65,7 +65,7 @@ class BatchRows(LogitsProcessor):
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._rows: dict[int, tuple[Numbers, int, Sequence[int]]] = {}
+        self._rows: dict[int, tuple[RowSamplingParams, int, Sequence[int]]] = {}
         """Of each row in use: its sampling parameters, its seed, and its tokens so far."""
         self._generated: list[int] = []
 
@@ -88,18 +88,18 @@ class BatchRows(LogitsProcessor):
         self._generated = generated
 
 
-def _row(params: Any, prompt: Any, output: Sequence[int]) -> tuple[Numbers, int, Sequence[int]]:
-    return Numbers.of(params), (params.extra_args or {}).get(SEED, 0), output
+def _row(params: Any, prompt: Any, output: Sequence[int]) -> tuple[RowSamplingParams, int, Sequence[int]]:
+    return RowSamplingParams.of(params), (params.extra_args or {}).get(SEED, 0), output
 
 
-class BehaviourSampler(Sampler):
+class DualLogprobSampler(Sampler):
     """Returns two log-probs of each sampled token, in the two columns that `logprobs=1` provides.
 
     The first is of the distribution sampled from (penalties, temperature, top-k, top-p, min-p; 0 if greedy), the second
     of the temperature-scaled logits alone (temperature 1 if greedy).
     """
 
-    def __init__(self, rows: BatchRows):
+    def __init__(self, rows: BatchTracker):
         super().__init__("processed_logprobs")
         self._rows = rows
 
@@ -115,7 +115,7 @@ class BehaviourSampler(Sampler):
         return SamplerOutput(sampled.ids.to(torch.int32).unsqueeze(1), told)
 
 
-def _both_logprobs(sampled: Sampled) -> LogprobsTensors:
+def _both_logprobs(sampled: SampledTokens) -> LogprobsTensors:
     ids = sampled.ids.unsqueeze(1).expand(-1, 2).to(torch.int32)
     both = torch.stack((sampled.logprobs, sampled.full_logprobs), dim=1)
     return LogprobsTensors(ids, both, torch.zeros_like(sampled.ids))

@@ -23,14 +23,14 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from skyrl_train.engines.in_process import compute, query
+from skyrl_train.engines.step_loop import check_device, poll_device_error
 from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.composite import composite_of
-from skyrl_train.models.loading import checkpoint_tensors, meta_model, served_model
-from skyrl_train.models.lora import adapted_linears, exported_linears, peft_name
-from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, refuse_adapter
-from skyrl_train.weight_sync.wire import AdapterSpec
+from skyrl_train.models.composite import get_composite
+from skyrl_train.models.loading import to_checkpoint_tensors, load_meta_model, load_meta_model_as_served
+from skyrl_train.models.lora import get_adaptable_linears, get_exported_names, peft_name
+from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, reject_adapter
+from skyrl_train.weight_sync.protocol import AdapterSpec
 
 _RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger that warns at every sync of layers that got no weights."""
@@ -50,7 +50,7 @@ class WorkerExtension:
         `adapter_folder`: a folder of this engine's own, for adapters from weight syncs.
         """
         if self.parallel_config.nnodes > 1:
-            Thread(target=_end_with_parent, name="parent", daemon=True).start()
+            Thread(target=_exit_with_parent, name="parent", daemon=True).start()
         replace_sampler(self.model_runner, name)
         head = getattr(self.model_runner.model, "logits_processor", None)
         if hasattr(head, "punica_wrapper"):
@@ -60,20 +60,20 @@ class WorkerExtension:
         config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
         # vLLM changes transformers' class of a model that it serves with it: it asks for this configuration then.
         with set_current_vllm_config(self.vllm_config):
-            adapter = SyncedAdapter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
-            store = ReloadedModel(self.model_runner.model, config, adapter)
+            adapter = SyncedAdapterWriter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
+            store = VLLMWeightStore(self.model_runner.model, config, adapter)
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank)
 
-    def compute(self: Any) -> None:
+    def check_device(self: Any) -> None:
         """Raises the device's error if it does not compute any more."""
-        compute(self.device)
+        check_device(self.device)
 
-    def free_memory(self: Any) -> int:
+    def free_memory_bytes(self: Any) -> int:
         """Bytes that are free on this rank's accelerator."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def weights(self: Any, step: partial[None]) -> tuple[str | None, bool]:
+    def call_weight_receiver(self: Any, step: partial[None]) -> tuple[str | None, bool]:
         """Call a method of WeightReceiver; returns its error message (exceptions would lose their type) and `torn`.
 
         Raises the device's error if it does not compute any more.
@@ -82,13 +82,13 @@ class WorkerExtension:
         try:
             step(receiver)
         except WeightSyncError as error:
-            query(self.device)  # a transfer also fails with what went wrong on the device before it
-            return str(error), receiver.torn
+            poll_device_error(self.device)  # a transfer also fails with what went wrong on the device before it
+            return str(error), receiver.partially_loaded
         except Exception as error:  # of vLLM's loaders, of the device
-            compute(self.device)
+            check_device(self.device)
             what = f"{step.func.__name__} failed: {type(error).__name__}"
-            return f"engine {self.engine_name}: {what}: {error}", receiver.torn
-        return None, receiver.torn
+            return f"engine {self.engine_name}: {what}: {error}", receiver.partially_loaded
+        return None, receiver.partially_loaded
 
     def reload_folder(self: Any, folder: str) -> None:
         """Load a checkpoint that has every tensor; for vLLM's own server (http/native_servers.py).
@@ -96,8 +96,8 @@ class WorkerExtension:
         Raises WeightSyncError for a model whose weights cannot be loaded again.
         """
         if not hasattr(self, "folder_store"):
-            self.folder_store = ReloadedModel(self.model_runner.model, self.model_config)
-        store: ReloadedModel = self.folder_store
+            self.folder_store = VLLMWeightStore(self.model_runner.model, self.model_config)
+        store: VLLMWeightStore = self.folder_store
         store.layout()
         store.start()
         for file in sorted(Path(folder).glob("*.safetensors")):
@@ -105,7 +105,7 @@ class WorkerExtension:
         store.finish()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """vLLM ends what waits for a scheduler on this node once that is gone, but not what waits for one on another."""
     parent = parent_process()
     assert parent is not None
@@ -156,15 +156,15 @@ def _of_layers_untied(record: logging.LogRecord) -> bool:
     return _of_layers_with_weights(record) and record.args != ("ParallelLMHead",)
 
 
-class ReloadedModel:
+class VLLMWeightStore:
     """A WeightStore whose tensors vLLM fuses, shards and repacks, layer by layer."""
 
-    def __init__(self, model: Any, config: Any, adapter: SyncedAdapter | None = None):
+    def __init__(self, model: Any, config: Any, adapter: SyncedAdapterWriter | None = None):
         self._model = model
         self._config = config
-        described = served_model(config.model, config.dtype)
+        described = load_meta_model_as_served(config.model, config.dtype)
         self._layout = dict(described.named_parameters(remove_duplicate=False))
-        self._reloading = Reloading(model, described)
+        self._reloading = WeightRenamer(model, described)
         self._adapter = adapter
         self._experts = list(_packed_experts(model))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
@@ -215,7 +215,7 @@ class ReloadedModel:
         for experts in self._experts:  # vLLM packs them after its first load only
             experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
-    def held(self, name: str) -> None:
+    def loaded_tensor(self, name: str) -> None:
         """None: tensors are fused and packed, so they do not exist as such."""
         return None
 
@@ -228,7 +228,7 @@ def _packed_experts(model: Any) -> Iterator[Any]:
             yield module
 
 
-class SyncedAdapter:
+class SyncedAdapterWriter:
     """Passes an adapter from weight syncs on to vLLM, which reads adapters only from folders.
 
     Each rank has a copy of the adapter's tensors. The first of a node writes the folder, which all load afterwards.
@@ -245,11 +245,11 @@ class SyncedAdapter:
 
     @cached_property
     def _described(self) -> PreTrainedModel:
-        return meta_model(self._model, self._dtype)
+        return load_meta_model(self._model, self._dtype)
 
     @cached_property
     def _linears(self) -> dict[str, nn.Linear]:
-        return adapted_linears(self._described)
+        return get_adaptable_linears(self._described)
 
     def layout(self, spec: AdapterSpec | None) -> Mapping[str, Tensor]:
         """Begin a sync with this adapter; returns name -> tensor of its layout. Raises WeightSyncError."""
@@ -257,7 +257,7 @@ class SyncedAdapter:
         if spec is None:
             return {}
         if not self._max_rank:
-            refuse_adapter(spec)
+            reject_adapter(spec)
         if spec.rank > self._max_rank:
             raise WeightSyncError(
                 f"an adapter of rank {spec.rank} is above max_lora_rank={self._max_rank} of this engine: raise it in "
@@ -277,7 +277,7 @@ class SyncedAdapter:
         """Write the adapter's folder in peft's format. Raises OSError."""
         if self._spec is None or not self._writes:
             return
-        names = exported_linears(self._described)
+        names = get_exported_names(self._described)
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -292,7 +292,7 @@ class SyncedAdapter:
         save_file(named, self._folder / "adapter_model.safetensors")
 
 
-class Reloading:
+class WeightRenamer:
     """Renames the tensors of one model's syncs, and copies what does not pass through a `weight_loader` itself.
 
     Between `initialize_layerwise_reload` and its end vLLM's parameters are on the meta device, and only tensors that
@@ -308,8 +308,8 @@ class Reloading:
 
     def named(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The tensors under names that pass through a `weight_loader`; the others are kept for `finish`."""
-        if self._kind in _BY_EXPERT or composite_of(self._model) is not None:
-            return checkpoint_tensors(self._model, dict(tensors)).items()
+        if self._kind in _BY_EXPERT or get_composite(self._model) is not None:
+            return to_checkpoint_tensors(self._model, dict(tensors)).items()
         return self._of_gpt_oss(tensors) if self._kind == _GPT_OSS else tensors
 
     def _of_gpt_oss(self, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ TOKEN = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 SPACE = re.compile(r"\s+")
 
 
-def boxed_contents(text: str) -> Iterator[str]:
+def iter_boxed(text: str) -> Iterator[str]:
     r"""The content of every closed \boxed{...} (or \fbox), outermost ones only, in one pass over the text."""
     opened: list[bool] = []  # for every open brace: whether it opens a box
     start, boxes = 0, 0
@@ -28,14 +28,14 @@ def boxed_contents(text: str) -> Iterator[str]:
                 yield text[start : token.start()]
 
 
-def boxed_answer(text: str) -> str | None:
+def extract_boxed_answer(text: str) -> str | None:
     r"""The content of \boxed{...}, or None if there is no box, an empty one, or several that differ.
 
     The rule: only the final answer counts (`reasoning.final_answer`), in which all boxes must have the same content,
     ignoring white space and dollar signs around it. So several guesses are no answer, but repeating one is.
     """
     answer: str | None = None
-    for content in boxed_contents(final_answer(text)):
+    for content in iter_boxed(final_answer(text)):
         content = SPACE.sub(" ", content).strip(" $")
         if answer is not None and content != answer:
             return None

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyrl_train.environments.fences import fences
-from skyrl_train.environments.graders.language import LANGUAGES, language_of
+from skyrl_train.environments.fenced_blocks import find_fenced_blocks
+from skyrl_train.environments.graders.language_detection import LANGUAGES, detect_language
 
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 RELATIONS = ("less than", "at least")
@@ -30,11 +30,11 @@ LIST_NUMBER = re.compile(r"(?:\A|\n)[ \t]*[(#*_]*\d{1,3}\Z")
 PUNCTUATION = re.compile(r"[.,?!'\"]")
 
 
-def compared(number: int, relation: str, threshold: int) -> bool:
+def compare_count(number: int, relation: str, threshold: int) -> bool:
     return number < threshold if relation == "less than" else number >= threshold
 
 
-def num_sentences_of(text: str) -> int:
+def count_sentences(text: str) -> int:
     """Count sentences. They end at . ! ? or … before white space, or at the full stops of other scripts.
 
     A sentence without words does not count, and a full stop after a title, an initial or a list's number ends none.
@@ -64,7 +64,7 @@ def existence(text: str, *, keywords: list[str]) -> bool:
 
 def frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
     """The keyword occurs as often as required, also within words, in any case."""
-    return compared(text.lower().count(keyword.strip().lower()), relation, frequency)
+    return compare_count(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def forbidden(text: str, *, forbidden_words: list[str]) -> bool:
@@ -91,16 +91,16 @@ def _is_boundary(text: str, at: int) -> bool:
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     """The character occurs as often as required, in either case."""
-    return compared(text.lower().count(letter.lower()), let_relation, let_frequency)
+    return compare_count(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def response_language(text: str, *, language: str) -> bool:
     """The response as a whole is most likely in that language."""
-    return language_of(text) == language
+    return detect_language(text) == language
 
 
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    return compared(num_sentences_of(text), relation, num_sentences)
+    return compare_count(count_sentences(text), relation, num_sentences)
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
@@ -114,7 +114,7 @@ def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
 
 def number_words(text: str, *, num_words: int, relation: str) -> bool:
     """Words are runs of letters, digits and underscores."""
-    return compared(sum(1 for _ in WORD.finditer(text)), relation, num_words)
+    return compare_count(sum(1 for _ in WORD.finditer(text)), relation, num_words)
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -174,7 +174,7 @@ def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> 
 def json_format(text: str) -> bool:
     """The whole response is JSON, or one Markdown block of it."""
     body = text.strip()
-    blocks = fences(body)
+    blocks = find_fenced_blocks(body)
     if blocks and blocks[0].start == 0 and blocks[0].end == len(body) and blocks[0].language in ("", "json"):
         body = blocks[0].body
     elif body.startswith("```"):  # on one line, as the benchmark accepts it
@@ -222,15 +222,15 @@ def quotation(text: str) -> bool:
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
     """Count of words all in capitals; "I" and a hyphenated word are one each."""
     count = sum(word[0].isupper() for word in COMPOUND_WORD.finditer(text))
-    return compared(count, capital_relation, capital_frequency)
+    return compare_count(count, capital_relation, capital_frequency)
 
 
 def english_capital(text: str) -> bool:
-    return text.isupper() and language_of(text) == "en"
+    return text.isupper() and detect_language(text) == "en"
 
 
 def english_lowercase(text: str) -> bool:
-    return text.islower() and language_of(text) == "en"
+    return text.islower() and detect_language(text) == "en"
 
 
 def no_comma(text: str) -> bool:
@@ -266,7 +266,7 @@ INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
 }
 
 
-def arguments_of(id: str, kwargs: Mapping[str, Any] | None, prompt: str) -> dict[str, Any]:
+def parse_instruction_kwargs(id: str, kwargs: Mapping[str, Any] | None, prompt: str) -> dict[str, Any]:
     """The arguments of the instruction's check, from a row's kwargs, in which those of other instructions are null.
 
     Raises ValueError, naming instruction, argument and value, for one that is unknown, missing or of the wrong kind.

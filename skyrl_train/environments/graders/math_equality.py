@@ -21,7 +21,7 @@ from math_verify import verify
 from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
-from skyrl_train.environments.graders.math_text import normalise
+from skyrl_train.environments.graders.math_normalization import normalize_latex
 
 DIGITS = 30
 MAX_DIGITS = 500
@@ -82,48 +82,48 @@ SPELLINGS = {spelling: group.split()[0] for group in UNITS.split(",") for spelli
 
 
 @dataclass(frozen=True)
-class Form:
+class ParsedAnswer:
     """The structure of an answer."""
 
     kind: str
     """"value", "words", "based" (a number and its base), "relation", "list", "set" or "tuple" (also an interval)."""
     text: str = ""
     """The LaTeX of a value, the comparison key of words, the digits in a base."""
-    mark: str = ""
+    qualifier: str = ""
     """The unit of a value, the base of digits, the sign of a relation, the brackets of a tuple."""
-    items: tuple[Form, ...] = ()
+    items: tuple[ParsedAnswer, ...] = ()
     """The members of a list, set or tuple; or the sides of a relation, the value last if there is a name."""
     name: str = ""
     """The x of x = 5, and of an interval that was written as an inequality."""
 
 
-class Unreadable(ValueError):
+class AnswerParseError(ValueError):
     """An answer that cannot be read: unbalanced brackets, or nothing at all."""
 
 
-def equal(truth: str, answer: str) -> bool:
+def is_equal(truth: str, answer: str) -> bool:
     """True if `answer` is as good as `truth`. False too if one of them cannot be read."""
-    truth, answer = normalise(truth), normalise(answer)
+    truth, answer = normalize_latex(truth), normalize_latex(answer)
     ambiguous = THOUSANDS.fullmatch(truth) or THOUSANDS.fullmatch(answer)  # 100,200 is a number or a list
     try:
-        return same(read(truth), read(answer)) or (
-            bool(ambiguous) and not answer.startswith("(") and same(read(truth, False), read(answer, False))
+        return answers_match(parse_answer(truth), parse_answer(answer)) or (
+            bool(ambiguous) and not answer.startswith("(") and answers_match(parse_answer(truth, False), parse_answer(answer, False))
         )
-    except Unreadable:
+    except AnswerParseError:
         return False
 
 
-def check(truth: str) -> str | None:
+def ground_truth_problem(truth: str) -> str | None:
     """Return why a ground truth cannot be read, or None if it can be."""
     try:
-        latex = list(_expressions(read(normalise(truth))))
-    except Unreadable as error:
+        latex = list(_expressions(parse_answer(normalize_latex(truth))))
+    except AnswerParseError as error:
         return str(error)
-    unread = [text for text in latex if parsed(text) is None]
+    unread = [text for text in latex if to_sympy(text) is None]
     return f"{unread[0]!r} is not an expression that math-verify can parse" if unread else None
 
 
-def _expressions(form: Form) -> Iterator[str]:
+def _expressions(form: ParsedAnswer) -> Iterator[str]:
     """The LaTeX that must be mathematics."""
     if form.kind == "value":
         yield form.text
@@ -134,24 +134,24 @@ def _expressions(form: Form) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read(text: str, thousands: bool = True) -> Form:
+def parse_answer(text: str, has_thousands_separators: bool = True) -> ParsedAnswer:
     """Return the form of a normalised text (see `math_text.normalise`). Raises Unreadable.
 
     Args:
         thousands: Whether 1,234 is one number; otherwise it is a list of two.
     """
-    if thousands and not text.startswith(("(", "[", r"\{")):
+    if has_thousands_separators and not text.startswith(("(", "[", r"\{")):
         text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     text = POWER.sub(lambda match: rf"\\times 10^{{{POWERS[match[1]]}}}".replace("\\\\", "\\"), text)
     text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", REPEATING.sub(_repeating, text))
-    forms: list[Form] = []
+    forms: list[ParsedAnswer] = []
     for piece, _ in _split(text.removeprefix("= "), SEPARATORS):
         for variant in _signs(piece) if piece else []:
             form = _element(variant)
             forms += form.items if form.kind == "list" else [form]
     if not forms or not text.strip("{} "):
-        raise Unreadable("there is nothing to read")
-    return forms[0] if len(forms) == 1 else Form("list", items=tuple(forms))
+        raise AnswerParseError("there is nothing to read")
+    return forms[0] if len(forms) == 1 else ParsedAnswer("list", items=tuple(forms))
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -167,12 +167,12 @@ def _split(text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
     for token in TOKEN.finditer(text):
         depth += (token[0] in OPENING) - (token[0] in CLOSING)
         if depth < 0:
-            raise Unreadable(f"{token[0]!r} closes nothing")
+            raise AnswerParseError(f"{token[0]!r} closes nothing")
         if depth == 0 and token[0] in marks:
             pieces.append((text[start : token.start()].strip(), before))
             before, start = marks[token[0]], token.end()
     if depth:
-        raise Unreadable("a bracket is not closed")
+        raise AnswerParseError("a bracket is not closed")
     return [*pieces, (text[start:].strip(), before)]
 
 
@@ -192,26 +192,26 @@ def _signs(piece: str) -> list[str]:
     ]
 
 
-def _element(text: str) -> Form:
+def _element(text: str) -> ParsedAnswer:
     """Read one value, group or relation."""
     text = text.strip()
     if not text:
-        raise Unreadable("there is nothing to read")
+        raise AnswerParseError("there is nothing to read")
     if based := _based(text):
         return based
     if REALS.fullmatch(text):
-        return Form("tuple", mark="()", items=(Form("value", f"-{INFINITY}"), Form("value", INFINITY)))
+        return ParsedAnswer("tuple", qualifier="()", items=(ParsedAnswer("value", f"-{INFINITY}"), ParsedAnswer("value", INFINITY)))
     if (ratio := RATIO.fullmatch(text)) and not TIME.fullmatch(text) and int(ratio[1]):
-        parts = [Form("value", rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number]
-        two = Form("value", rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
-        return Form("tuple", mark=":", items=tuple(parts)) if ratio[3] else two
+        parts = [ParsedAnswer("value", rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number]
+        two = ParsedAnswer("value", rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
+        return ParsedAnswer("tuple", qualifier=":", items=tuple(parts)) if ratio[3] else two
     sides = _split(text, RELATIONS)
     if len(sides) > 1:
         return _relation([side for side, _ in sides], [mark for _, mark in sides[1:]])
     return _group(text) or _words(text) or _value(text)
 
 
-def _group(text: str) -> Form | None:
+def _group(text: str) -> ParsedAnswer | None:
     """Read a set, tuple or interval, or what is in brackets around the whole text; None if there are none."""
     tokens = [token[0] for token in TOKEN.finditer(text)]
     first, last = tokens[0], tokens[-1]
@@ -225,32 +225,32 @@ def _group(text: str) -> Form | None:
     inner = text[len(first) : -len(last)].strip()
     if first in (r"\{", "{"):
         if not inner:
-            return Form("value", r"\emptyset")
+            return ParsedAnswer("value", r"\emptyset")
         if (builder := BUILDER.fullmatch(inner)) or first == "{":
-            return read(builder[1] if builder else inner)
+            return parse_answer(builder[1] if builder else inner)
     items = tuple(_element(piece) for piece, _ in _split(inner, SEPARATORS if first == r"\{" else {",": ",", ";": ","}))
     if first == r"\{":
-        return Form("set", items=items) if len(items) > 1 else items[0]
+        return ParsedAnswer("set", items=items) if len(items) > 1 else items[0]
     if len(items) == 1:
         return items[0] if first == "(" and last == ")" else None
-    return Form("tuple", mark=("[" if first == "[" else "(") + ("]" if last == "]" else ")"), items=items)
+    return ParsedAnswer("tuple", qualifier=("[" if first == "[" else "(") + ("]" if last == "]" else ")"), items=items)
 
 
-def _relation(sides: list[str], marks: list[str]) -> Form:
+def _relation(sides: list[str], marks: list[str]) -> ParsedAnswer:
     names = [_name(side) for side in sides]
     if marks == ["in"] and names[0]:
         return _element(sides[1])
     if marks == ["!="] and any(names):
         end = _element(sides[1] if names[0] else sides[0])
-        ends = (Form("value", f"-{INFINITY}"), end), (end, Form("value", INFINITY))
-        return Form("list", items=tuple(Form("tuple", "", "()", items, names[0] or names[1]) for items in ends))
+        ends = (ParsedAnswer("value", f"-{INFINITY}"), end), (end, ParsedAnswer("value", INFINITY))
+        return ParsedAnswer("list", items=tuple(ParsedAnswer("tuple", "", "()", items, names[0] or names[1]) for items in ends))
     if set(marks) == {"="} and not names[0] and names[-1]:
         sides, names = sides[::-1], names[::-1]
     if set(marks) == {"="}:
-        return Form("relation", mark="=", items=tuple(map(_element, sides)), name=names[0])
+        return ParsedAnswer("relation", qualifier="=", items=tuple(map(_element, sides)), name=names[0])
     if marks[0] in (">", ">="):
         sides, marks = sides[::-1], [FLIPPED.get(mark, mark) for mark in marks[::-1]]
-    return _interval(sides, marks) or Form("relation", mark=" ".join(marks), items=tuple(map(_element, sides)))
+    return _interval(sides, marks) or ParsedAnswer("relation", qualifier=" ".join(marks), items=tuple(map(_element, sides)))
 
 
 def _name(side: str) -> str:
@@ -263,21 +263,21 @@ def _name(side: str) -> str:
     return re.sub(r"\\text|[\s{}]", "", side)
 
 
-def _interval(sides: list[str], marks: list[str]) -> Form | None:
+def _interval(sides: list[str], marks: list[str]) -> ParsedAnswer | None:
     """Read a < or <= for one variable as an interval: 5 < x as (5, \\infty)."""
     at = [at for at, side in enumerate(sides) if VARIABLE.fullmatch(side) and side not in (r"\pi", "e", INFINITY)]
     if not set(marks) <= {"<", "<="} or len(sides) > 3 or len(at) != 1 or (len(sides) == 3 and at != [1]):
         return None
     if len(sides) == 2 and re.search(r"(?<![\\A-Za-z])[a-df-z](?![A-Za-z])", sides[1 - at[0]]):
         return None  # y < 3 - 2x is a half-plane
-    low = _element(sides[0]) if at[0] > 0 else Form("value", f"-{INFINITY}")
-    high = _element(sides[-1]) if at[0] < len(sides) - 1 else Form("value", INFINITY)
+    low = _element(sides[0]) if at[0] > 0 else ParsedAnswer("value", f"-{INFINITY}")
+    high = _element(sides[-1]) if at[0] < len(sides) - 1 else ParsedAnswer("value", INFINITY)
     opening = "[" if at[0] > 0 and marks[0] == "<=" else "("
     closing = "]" if at[0] < len(sides) - 1 and marks[-1] == "<=" else ")"
-    return Form("tuple", mark=opening + closing, items=(low, high), name=sides[at[0]])
+    return ParsedAnswer("tuple", qualifier=opening + closing, items=(low, high), name=sides[at[0]])
 
 
-def _based(text: str) -> Form | None:
+def _based(text: str) -> ParsedAnswer | None:
     r"""Read a number with its base: 101_2, 101_{\text{two}}, 101 (base 2), FF_{16}."""
     match = BASED.fullmatch(re.sub(r"\\text|[{}() ]", "", text).upper())
     if match is None or not (match[3].isdigit() or match[3] in NUMERALS):
@@ -287,16 +287,16 @@ def _based(text: str) -> Form | None:
         return None
     if digits.isalpha() and (len(digits) == 1 or base != 16):  # a_{12} is a member of a sequence
         return None
-    return Form("based", match[1] + digits, str(base))
+    return ParsedAnswer("based", match[1] + digits, str(base))
 
 
-def _words(text: str) -> Form | None:
+def _words(text: str) -> ParsedAnswer | None:
     r"""Read words, such as "ellipse" or "June 20", letters in \text{...}, or a time."""
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()
     wrapped = re.fullmatch(r"(?:\s*\\text\{[^{}]*\}\s*)+", text) or TIME.match(plain)
     if (choice := re.fullmatch(r"\(?([A-Z])\)?", plain)) and r"\text" in text:
-        return Form("words", choice[1].lower())
-    return Form("words", _key(plain)) if (WORDS if wrapped else PLAIN_WORDS).fullmatch(plain) else None
+        return ParsedAnswer("words", choice[1].lower())
+    return ParsedAnswer("words", _key(plain)) if (WORDS if wrapped else PLAIN_WORDS).fullmatch(plain) else None
 
 
 def _key(text: str) -> str:
@@ -305,7 +305,7 @@ def _key(text: str) -> str:
     return "".join(sorted(re.sub(r"[^a-z0-9:]", "", part) for part in parts))
 
 
-def _value(text: str) -> Form:
+def _value(text: str) -> ParsedAnswer:
     """Read a value with its unit, percent sign or currency."""
     unit = ""
     if match := CURRENCY.fullmatch(text):
@@ -322,7 +322,7 @@ def _value(text: str) -> Form:
             text, unit = match["value"].strip(), known or unit
     if match := MIXED.fullmatch(text):
         text = rf"{match[1]}({match[2]}+{match[3]})"
-    return Form("value", text, unit)
+    return ParsedAnswer("value", text, unit)
 
 
 def _unit(spelling: str, power: str) -> str:
@@ -338,7 +338,7 @@ def _unit(spelling: str, power: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- comparing
 
 
-def same(truth: Form, answer: Form) -> bool:
+def answers_match(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
     """True if the answer equals the truth."""
     kinds = {truth.kind, answer.kind}
     if "relation" in kinds:
@@ -352,57 +352,57 @@ def same(truth: Form, answer: Form) -> bool:
     if truth.kind == "based":  # a number without a base has the truth's
         digits = answer.text.replace(" ", "").lstrip("0") or "0"
         return truth == answer or (answer.kind == "value" and digits == truth.text)
-    return answer.mark == "10" and _same_value(truth, Form("value", answer.text))
+    return answer.qualifier == "10" and _same_value(truth, ParsedAnswer("value", answer.text))
 
 
-def _word(form: Form) -> str:
+def _word(form: ParsedAnswer) -> str:
     if form.kind in ("list", "set"):
         return "".join(sorted(map(_word, form.items)))
     return form.text if form.kind == "words" else _key(form.text) if form.text.isalpha() else ""
 
 
-def _same_group(truth: Form, answer: Form) -> bool:
+def _same_group(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
     names = [sorted(names) if (names := _distinct_names(form)) else [] for form in (truth, answer)]
     if all(names) and names[0] != names[1]:
         return False
     truth, answer = map(_point, (truth, answer))
     if not (truth.items and answer.items):
         group, value = (truth, answer) if truth.items else (answer, truth)
-        matrix = parsed(value.text) if value.kind == "value" and group.mark == "()" else None
+        matrix = to_sympy(value.text) if value.kind == "value" and group.qualifier == "()" else None
         if not isinstance(matrix, sympy.MatrixBase) or 1 not in matrix.shape or len(matrix) != len(group.items):
             return False
-        entries = [parsed(item.text) if item.kind == "value" else None for item in group.items]
+        entries = [to_sympy(item.text) if item.kind == "value" else None for item in group.items]
         return None not in entries and all(map(_equal, entries, matrix))
     kinds = {truth.kind, answer.kind}
     if "tuple" not in kinds:  # {1, 1, 2} is {1, 2}, but the lists differ
-        inside = all(any(same(item, other) for other in answer.items) for item in truth.items)
-        outside = all(any(same(other, item) for other in truth.items) for item in answer.items)
+        inside = all(any(answers_match(item, other) for other in answer.items) for item in truth.items)
+        outside = all(any(answers_match(other, item) for other in truth.items) for item in answer.items)
         return inside and outside and ("set" in kinds or len(truth.items) == len(answer.items))
     if kinds == {"tuple"}:
-        agree = truth.mark == answer.mark and (not truth.name or not answer.name or truth.name == answer.name)
+        agree = truth.qualifier == answer.qualifier and (not truth.name or not answer.name or truth.name == answer.name)
     else:
-        agree = "list" in kinds and (truth.mark or answer.mark) == "()" and not (truth.name or answer.name)
-    return agree and len(truth.items) == len(answer.items) and all(map(same, truth.items, answer.items))
+        agree = "list" in kinds and (truth.qualifier or answer.qualifier) == "()" and not (truth.name or answer.name)
+    return agree and len(truth.items) == len(answer.items) and all(map(answers_match, truth.items, answer.items))
 
 
-def _distinct_names(form: Form) -> list[str]:
+def _distinct_names(form: ParsedAnswer) -> list[str]:
     names = [item.name if item.kind == "relation" else "" for item in form.items]
     return names if form.kind == "list" and all(names) and len(set(names)) == len(names) else []
 
 
-def _point(form: Form) -> Form:
+def _point(form: ParsedAnswer) -> ParsedAnswer:
     """Return x = 2, y = 3 as the point (2, 3), and any other form as it is."""
     if not _distinct_names(form):
         return form
-    return Form("tuple", mark="()", items=tuple(sorted(form.items, key=lambda item: item.name)))
+    return ParsedAnswer("tuple", qualifier="()", items=tuple(sorted(form.items, key=lambda item: item.name)))
 
 
-def _same_relation(truth: Form, answer: Form) -> bool:
+def _same_relation(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
     if truth.kind != "relation":
-        return _agrees(answer) and same(truth, answer.items[-1])
+        return _is_consistent_chain(answer) and answers_match(truth, answer.items[-1])
     if answer.kind != "relation":
-        return bool(truth.name) and same(truth.items[-1], answer)
-    if truth.name and truth.name == answer.name and _agrees(answer) and same(truth.items[-1], answer.items[-1]):
+        return bool(truth.name) and answers_match(truth.items[-1], answer)
+    if truth.name and truth.name == answer.name and _is_consistent_chain(answer) and answers_match(truth.items[-1], answer.items[-1]):
         return True
     solved = truth.name and not re.fullmatch("[a-z]{2,}", truth.name) and _constant(truth.items[-1])  # not xy = 1
     if solved and "0" not in [item.text for item in answer.items]:
@@ -410,57 +410,57 @@ def _same_relation(truth: Form, answer: Form) -> bool:
     return len(truth.items) == len(answer.items) == 2 and _proportional(truth, answer)
 
 
-def _agrees(chain: Form) -> bool:
+def _is_consistent_chain(chain: ParsedAnswer) -> bool:
     """True if the last side of equations is a value that no other side contradicts, unlike x = 41 = 42."""
     *others, last = chain.items
-    if chain.mark != "=":
+    if chain.qualifier != "=":
         return False
     if chain.name:
-        return all(same(last, other) for other in others[1:] if _constant(other))
+        return all(answers_match(last, other) for other in others[1:] if _constant(other))
     sides = [item.text for item in chain.items]  # 1 + 41 = 42 leaves open which side is the answer
-    return all(same(last, other) for other in others) and (
+    return all(answers_match(last, other) for other in others) and (
         not _constant(last) or all(map(PLAIN_NUMBER.fullmatch, sides))
     )
 
 
-def _constant(form: Form) -> bool:
+def _constant(form: ParsedAnswer) -> bool:
     if form.kind == "value":
-        expression = parsed(form.text)
+        expression = to_sympy(form.text)
         return expression is not None and not (expression.free_symbols or expression.atoms(AppliedUndef))
     return form.kind == "based" or (bool(form.items) and all(map(_constant, form.items)))
 
 
-def _proportional(truth: Form, answer: Form) -> bool:
+def _proportional(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
     """True if both relations, with everything on the left side, differ by a factor other than 0 (positive, for <)."""
-    sides = [[parsed(item.text) for item in form.items] for form in (truth, answer)]
-    if truth.mark != answer.mark or not all(isinstance(side, sympy.Expr) for pair in sides for side in pair):
+    sides = [[to_sympy(item.text) for item in form.items] for form in (truth, answer)]
+    if truth.qualifier != answer.qualifier or not all(isinstance(side, sympy.Expr) for pair in sides for side in pair):
         return False
     differences = [left - right for left, right in sides]
-    if truth.mark == "=":  # y = 1/x is xy = 1
+    if truth.qualifier == "=":  # y = 1/x is xy = 1
         differences = [sympy.fraction(sympy.together(difference))[0] for difference in differences]
     point = next(_points(differences))
     values = [difference.subs(point) for difference in differences]
     if not all(value.is_number and value.is_finite and value != 0 for value in values):
         return False
     factor = values[0] / values[1]
-    return (truth.mark == "=" or bool(factor > 0)) and _equal(differences[0], factor * differences[1])
+    return (truth.qualifier == "=" or bool(factor > 0)) and _equal(differences[0], factor * differences[1])
 
 
-def _same_value(truth: Form, answer: Form) -> bool:
-    if truth.mark != answer.mark and "percent" in (truth.mark, answer.mark):
+def _same_value(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
+    if truth.qualifier != answer.qualifier and "percent" in (truth.qualifier, answer.qualifier):
         hundredth = [
-            replace(form, text=rf"\frac{{{form.text}}}{{100}}") if form.mark == "percent" else form
+            replace(form, text=rf"\frac{{{form.text}}}{{100}}") if form.qualifier == "percent" else form
             for form in (truth, answer)
         ]
-        left_out = truth.mark == "percent" and _same_latex(truth.text, answer.text)  # 25 for 25%, not the reverse
-        return "" in (truth.mark, answer.mark) and (left_out or _same_latex(*(form.text for form in hundredth)))
-    return (not truth.mark or not answer.mark or truth.mark == answer.mark) and _same_latex(truth.text, answer.text)
+        left_out = truth.qualifier == "percent" and _same_latex(truth.text, answer.text)  # 25 for 25%, not the reverse
+        return "" in (truth.qualifier, answer.qualifier) and (left_out or _same_latex(*(form.text for form in hundredth)))
+    return (not truth.qualifier or not answer.qualifier or truth.qualifier == answer.qualifier) and _same_latex(truth.text, answer.text)
 
 
 def _same_latex(truth: str, answer: str) -> bool:
     if truth == answer:
         return bool(truth)
-    values = parsed(truth), parsed(answer)
+    values = to_sympy(truth), to_sympy(answer)
     if None in values:
         return False
     return _equal(*values) or _rounded([truth, answer], values)
@@ -481,7 +481,7 @@ def _rounded(texts: list[str], values: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def parsed(latex: str) -> Any:
+def to_sympy(latex: str) -> Any:
     """The sympy expression that `latex` is, with exact decimals and i as the imaginary unit; None if it is none."""
     if match := DECIMAL.fullmatch(latex):
         return sympy.Rational(match[2]) * (-1) ** match[1].count("-")

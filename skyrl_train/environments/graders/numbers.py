@@ -14,7 +14,7 @@ from fractions import Fraction
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(rf"(?P<sign>[-\u2212]?)\\?[$€£]?(?P<minus>[-\u2212]?)(?P<digits>{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)")
 """A number in running text."""
-WHOLE = re.compile(
+FULL_NUMBER = re.compile(
     rf"(?:(?P<sign>[-+\u2212]?)(?:\\?[$€£] ?)?|\\?[$€£] ?(?P<minus>[-+\u2212]))"
     rf"(?P<digits>{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?: ?[€£])?"
 )
@@ -34,11 +34,11 @@ ENCLOSURES = (
     *((f"{slashes}{command}{{", "}") for command in COMMANDS for slashes in ("\\", "\\\\")),
 )
 EMPHASIS = "*_`"
-LAYERS = 8
+MAX_NESTED_ENCLOSURES = 8
 MINUS = ("-", "\u2212")
 
 
-def canonical(match: re.Match[str]) -> str:
+def canonicalize(match: re.Match[str]) -> str:
     """A match of NUMBER or WHOLE in canonical form: "$1,234.50" -> "1234.5", "-0.0" -> "0".
 
     It is a string, because a million digits compare in linear time but convert to int in quadratic time.
@@ -49,12 +49,12 @@ def canonical(match: re.Match[str]) -> str:
     return f"-{value}" if negative and value != "0" else value
 
 
-def bare(field: str) -> str:
+def strip_enclosures(field: str) -> str:
     """A field without emphasis, one closing full stop, and the ENCLOSURES that hold all of it."""
     field = field.strip().strip(EMPHASIS).strip()
     if field.endswith(".") and not field.endswith(".."):
         field = field[:-1]
-    for _ in range(LAYERS):
+    for _ in range(MAX_NESTED_ENCLOSURES):
         field = field.strip().strip(EMPHASIS).strip()
         enclosure = next((one for one in ENCLOSURES if field.startswith(one[0]) and field.endswith(one[1])), None)
         if enclosure is None or len(field) < len(enclosure[0]) + len(enclosure[1]):
@@ -63,15 +63,15 @@ def bare(field: str) -> str:
     return field
 
 
-def number(field: str) -> str | None:
+def parse_number(field: str) -> str | None:
     """The number that a field is, in canonical form, or None if it is anything else or more than that."""
-    match = WHOLE.fullmatch(bare(field))
-    return canonical(match) if match else None
+    match = FULL_NUMBER.fullmatch(strip_enclosures(field))
+    return canonicalize(match) if match else None
 
 
-def fraction(field: str) -> Fraction | None:
+def parse_fraction(field: str) -> Fraction | None:
     r"""The fraction that a field is ("1/2", "\frac{1}{2}"), or None if it is anything else or more than that."""
-    match = FRACTION.fullmatch(bare(field))
+    match = FRACTION.fullmatch(strip_enclosures(field))
     if match is None:
         return None
     above, below = (

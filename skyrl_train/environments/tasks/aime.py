@@ -8,13 +8,13 @@ from typing import Any
 
 from skyrl_train.data import reasoning
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.boxed import boxed_contents
-from skyrl_train.environments.graders.numbers import fraction, number
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.environments.graders.boxed import iter_boxed
+from skyrl_train.environments.graders.numbers import parse_fraction, parse_number
+from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
 
-TAIL = 300
+MAX_TAIL_CHARS = 300
 """Number of final characters that are examined, as in SkyRL-Gym: a solution tries many values before it answers."""
-MARKED = re.compile(r"answer[*_]{0,2}[ \t]*:([^\n]+)", re.IGNORECASE)
+ANSWER_LINE = re.compile(r"answer[*_]{0,2}[ \t]*:([^\n]+)", re.IGNORECASE)
 
 
 class AIMEEnv(TextEnv):
@@ -37,18 +37,18 @@ class AIMEEnv(TextEnv):
             isinstance(spec, Mapping) and type(truth := spec.get("ground_truth")) is int
         ):  # as some files of AIME have it
             spec = {"ground_truth": str(truth)}
-        text = ground_truth_of({"reward_spec": spec})
-        read: Callable[[str], Any] = number if number(text) is not None else fraction
+        text = parse_ground_truth({"reward_spec": spec})
+        read: Callable[[str], Any] = parse_number if parse_number(text) is not None else parse_fraction
         if read(text) is None:
             raise ValueError(f"ground truth {text!r:.80} is neither a number nor a fraction")
         return read, read(text)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.read, self.ground_truth = self.parse_row(self.extras)
+        self.parse_answer, self.ground_truth = self.parse_row(self.extras)
 
     def step(self, action: str) -> StepOutput:
-        pred = final_answer(action, self.read)
+        pred = extract_answer(action, self.parse_answer)
         right = pred == self.ground_truth
         metadata = {"acc": float(right), "no_answer": float(pred is None), "pred": None if pred is None else str(pred)}
         return StepOutput([], 1.0 if right else -1.0, done=True, metadata=metadata)
@@ -56,14 +56,14 @@ class AIMEEnv(TextEnv):
 
 def _without_boxes(field: str) -> str:
     """A field without the contents of its boxes, which are answers of their own."""
-    for content in boxed_contents(field):
+    for content in iter_boxed(field):
         field = field.replace(content, "", 1)
     return field
 
 
-def final_answer(text: str, read: Callable[[str], Any] = number) -> Any:
+def extract_answer(text: str, parse_answer: Callable[[str], Any] = parse_number) -> Any:
     """What the end of `text` gives as its answer, as `read` reads a field; None if it gives none, or several."""
-    tail = reasoning.final_answer(text)[-TAIL:]
-    fields = [*(_without_boxes(field) for field in MARKED.findall(tail)), *boxed_contents(tail)]
-    values = {read(field) for field in fields if any(map(str.isnumeric, field))}
+    tail = reasoning.final_answer(text)[-MAX_TAIL_CHARS:]
+    fields = [*(_without_boxes(field) for field in ANSWER_LINE.findall(tail)), *iter_boxed(tail)]
+    values = {parse_answer(field) for field in fields if any(map(str.isnumeric, field))}
     return values.pop() if len(values) == 1 else None

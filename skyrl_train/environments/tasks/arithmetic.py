@@ -25,7 +25,7 @@ SENTENCES = {
     "-": ("{name} gives away {n}.", "{name} loses {n}.", "{name} sells {n}."),
     "*": ("{name} multiplies them by {n}.",),
 }
-VALIDATION_SHARE = 10
+VALIDATION_ONE_IN = 10
 """One expression in ten is for validation."""
 
 
@@ -61,7 +61,7 @@ def generate(count: int, operations: int, max_value: int, seed: int, split: str)
     while len(rows) < count:
         start, steps = _expression(rng, operations, max_value)
         expression = "".join([str(start), *(f"{sign}{n}" for sign, n in steps)])
-        question = _question(rng, start, steps) if split_of(expression) == split else None
+        question = _question(rng, start, steps) if assign_split(expression) == split else None
         if question is None or question in rows:
             misses += 1
             if misses > 1000:
@@ -75,13 +75,13 @@ def generate(count: int, operations: int, max_value: int, seed: int, split: str)
     return list(rows.values())
 
 
-def split_of(expression: str) -> str:
+def assign_split(expression: str) -> str:
     """The split of an expression like "7+5-3" (read left to right), by a hash that is the same in every Python."""
     digest = hashlib.sha256(expression.encode()).digest()
-    return "validation" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+    return "validation" if int.from_bytes(digest[:8], "big") % VALIDATION_ONE_IN == 0 else "train"
 
 
-def apply(sign: str, total: int, n: int) -> int:
+def apply_operation(sign: str, total: int, n: int) -> int:
     return {"+": total + n, "-": total - n, "*": total * n}[sign]
 
 
@@ -99,7 +99,7 @@ def _expression(rng: random.Random, operations: int, max_value: int) -> tuple[in
         sign = rng.choice([sign for sign, (low, high) in ranges.items() if low <= high])
         n = rng.randint(*ranges[sign])
         steps.append((sign, n))
-        total = apply(sign, total, n)
+        total = apply_operation(sign, total, n)
     return start, steps
 
 
@@ -114,7 +114,7 @@ def _row(
 ) -> dict[str, Any]:
     total, lines = start, []
     for sign, n in steps:
-        after = apply(sign, total, n)
+        after = apply_operation(sign, total, n)
         lines.append(f"{total} {sign} {n} = {after}")
         total = after
     return {

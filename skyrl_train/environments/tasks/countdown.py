@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 
-MAX_CHARACTERS = 200
+MAX_EXPRESSION_CHARS = 200
 """Maximum characters of an expression; this also bounds its numbers, nesting and products."""
 ANSWER = re.compile(r"<answer>([^<]*)</answer>")
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
@@ -41,7 +41,7 @@ class CountdownEnv(TextEnv):
         truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
         known = truth if isinstance(truth, Mapping) else {}
         target, numbers = known.get("target"), known.get("numbers")
-        if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, [target, *numbers])):
+        if not isinstance(numbers, list) or not numbers or not all(map(_is_integer, [target, *numbers])):
             raise ValueError(
                 'the row needs reward_spec.ground_truth={"target": .., "numbers": [..]}, whole numbers, '
                 f"got {truth!r:.80}"
@@ -55,7 +55,7 @@ class CountdownEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         expression = self._expression(action)
-        parsed = calculate(expression) if expression is not None else None
+        parsed = evaluate_expression(expression) if expression is not None else None
         if parsed is None:
             return StepOutput([], 0.0, done=True, metadata={"acc": 0.0, "no_answer": 1.0})
         value, numbers = parsed
@@ -71,18 +71,18 @@ class CountdownEnv(TextEnv):
         return left if not equals or right.strip() == str(self.target) else None
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     """True for integers, and for whole floats, into which tables with nulls turn integers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
 
 
-def calculate(expression: str) -> tuple[Fraction | None, list[int]] | None:
+def evaluate_expression(expression: str) -> tuple[Fraction | None, list[int]] | None:
     """Return (value, its numbers) of an expression of integers, + - * / and parentheses, or None for anything else.
 
     The value is None if the expression divides by zero.
     """
     expression = expression.translate(SIGNS).strip()
-    if len(expression) > MAX_CHARACTERS or not ALLOWED.fullmatch(expression):
+    if len(expression) > MAX_EXPRESSION_CHARS or not ALLOWED.fullmatch(expression):
         return None
     numbers: list[int] = []
 

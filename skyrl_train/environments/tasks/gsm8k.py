@@ -8,15 +8,15 @@ from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.numbers import NUMBER, canonical, number
+from skyrl_train.environments.graders.numbers import NUMBER, canonicalize, parse_number
 
-MARKED = re.compile(r"(?<!#)####(?!#)(?P<field>[^\n]*)")
+ANSWER_LINE = re.compile(r"(?<!#)####(?!#)(?P<field>[^\n]*)")
 HEADING = re.compile(r"[^0-9A-Za-z\\]*[A-Za-z](?!\s*=)")
 """Of a field that begins with a word, as "Step 1" does; LaTeX and "x = 42" are no headings."""
 ALTERNATIVES = re.compile(r"(?:[\s,;/|&()\[\]*?!\"']|or|and|either|maybe|perhaps|possibly)*", re.IGNORECASE)
 
 
-def strict_answer(text: str) -> str | None:
+def extract_strict_answer(text: str) -> str | None:
     """The number after "####", or None if there is none or more than one.
 
     The rule: every line of the final answer (`reasoning.final_answer`) with "####" and a digit behind it is an answer,
@@ -26,7 +26,7 @@ def strict_answer(text: str) -> str | None:
     """
     values: set[str | None] = set()
     for field in _answers(text):
-        values.add(number(field))
+        values.add(parse_number(field))
         if len(values) > 1 or None in values:
             return None
     return values.pop() if values else None
@@ -35,19 +35,19 @@ def strict_answer(text: str) -> str | None:
 def _answers(text: str) -> Iterator[str]:
     """What stands behind the first "####" of every line, if it has a digit and is no heading."""
     for line in final_answer(text).splitlines():
-        marked = MARKED.search(line)
+        marked = ANSWER_LINE.search(line)
         if marked and any(map(str.isnumeric, marked["field"])) and not HEADING.match(marked["field"]):
             yield marked["field"]
 
 
-def flexible_answer(text: str) -> str | None:
+def extract_flexible_answer(text: str) -> str | None:
     """The strict answer if a line has one (see there), else the last number; None for no number or for several guesses.
 
     The rule: the last two numbers are guesses if they differ and only spaces, punctuation other than ".:=#", "or",
     "and", "either", "maybe", "perhaps" or "possibly" are between them: "41 or 42", "41, 42", "41 (42?)".
     """
     if any(True for _ in _answers(text)):
-        return strict_answer(text)
+        return extract_strict_answer(text)
     text = final_answer(text)
     last: re.Match[str] | None = None
     before: re.Match[str] | None = None
@@ -55,27 +55,27 @@ def flexible_answer(text: str) -> str | None:
         last, before = found, last
     if last is None:
         return None
-    value = canonical(last)
-    if before and canonical(before) != value and ALTERNATIVES.fullmatch(text, before.end(), last.start()):
+    value = canonicalize(last)
+    if before and canonicalize(before) != value and ALTERNATIVES.fullmatch(text, before.end(), last.start()):
         return None
     return value
 
 
-ANSWERS = {"strict": strict_answer, "flexible": flexible_answer}
+ANSWER_EXTRACTORS = {"strict": extract_strict_answer, "flexible": extract_flexible_answer}
 
 
 def score(text: str, ground_truth: str, method: str = "strict", format_score: float = 0.0) -> float:
     """Return 1.0 for the right number, `format_score` for one wrong one, 0.0 for none or several. 18 equals 18.00."""
-    truth = number(ground_truth)
+    truth = parse_number(ground_truth)
     if truth is None:
         raise ValueError(f"ground truth {ground_truth!r:.80} is not a number")
-    answer = ANSWERS[method](text)
+    answer = ANSWER_EXTRACTORS[method](text)
     if answer is None:
         return 0.0
     return 1.0 if answer == truth else format_score
 
 
-def ground_truth_of(extras: Mapping[str, Any]) -> str:
+def parse_ground_truth(extras: Mapping[str, Any]) -> str:
     """Return a row's reward_spec.ground_truth. Raises ValueError unless it is a string with more than white space."""
     reward_spec = extras.get("reward_spec")
     truth = reward_spec.get("ground_truth") if isinstance(reward_spec, Mapping) else None
@@ -87,10 +87,10 @@ def ground_truth_of(extras: Mapping[str, Any]) -> str:
     return truth
 
 
-def number_of(extras: Mapping[str, Any]) -> str:
+def parse_numeric_ground_truth(extras: Mapping[str, Any]) -> str:
     """Return a row's ground truth, as text. Raises ValueError unless it is a number."""
-    truth = ground_truth_of(extras)
-    if number(truth) is None:
+    truth = parse_ground_truth(extras)
+    if parse_number(truth) is None:
         raise ValueError(f"ground truth {truth!r:.80} is not a number")
     return truth
 
@@ -101,16 +101,16 @@ class GSM8KEnv(TextEnv):
     An empty or truncated response is scored by the same rule: 0 unless it already contains the answer.
     """
 
-    parse_row = staticmethod(number_of)
+    parse_row = staticmethod(parse_numeric_ground_truth)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.ground_truth = self.parse_row(self.extras)
         self.method = self.env_config.get("method", "strict")
-        if self.method not in ANSWERS:
-            raise ValueError(f"method={self.method!r} is not one of {sorted(ANSWERS)}")
+        if self.method not in ANSWER_EXTRACTORS:
+            raise ValueError(f"method={self.method!r} is not one of {sorted(ANSWER_EXTRACTORS)}")
         self.format_score = float(self.env_config.get("format_score", 0.0))
 
     def step(self, action: str) -> StepOutput:
         reward = score(action, self.ground_truth, self.method, self.format_score)
-        return StepOutput([], reward, done=True, metadata={"no_answer": float(ANSWERS[self.method](action) is None)})
+        return StepOutput([], reward, done=True, metadata={"no_answer": float(ANSWER_EXTRACTORS[self.method](action) is None)})

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import number_of, score, strict_answer
+from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth, score, extract_strict_answer
 
-MAX_TURNS = 5
+DEFAULT_MAX_TURNS = 5
 """SkyRL's default, used if neither the row nor generator.max_turns sets a number."""
 
 
-def turns_of(extras: Mapping[str, Any]) -> int:
+def resolve_max_turns(extras: Mapping[str, Any]) -> int:
     """The smaller of a row's `max_turns` (by default generator.max_turns) and its `extra_info.max_turns`."""
     info = extras.get("extra_info")
     said = [extras.get("max_turns"), info.get("max_turns") if isinstance(info, Mapping) else None]
-    turns = min((int(number) for number in said if number is not None), default=MAX_TURNS)
+    turns = min((int(number) for number in said if number is not None), default=DEFAULT_MAX_TURNS)
     if turns < 1:
         raise ValueError(f"max_turns={turns}: an episode has at least one turn")
     return turns
@@ -30,24 +30,24 @@ class GSM8KMultiTurnEnv(TextEnv):
     that success is worth 1 however many tries it took; SkyRL-Gym adds 1 to the rewards of earlier wrong turns.
     """
 
-    parse_row = staticmethod(number_of)
+    parse_row = staticmethod(parse_numeric_ground_truth)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.ground_truth = self.parse_row(self.extras)
-        self.max_turns = turns_of(self.extras)
+        self.max_turns = resolve_max_turns(self.extras)
         self.format_score = float(self.env_config.get("format_score", 0.2)) / self.max_turns
         self.turns = 0
-        self.paid = 0.0
+        self.total_reward = 0.0
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
         reward = score(action, self.ground_truth, "strict", self.format_score)
         right = score(action, self.ground_truth, "strict") == 1.0
-        reward = 1.0 - self.paid if right else reward
-        self.paid += reward
+        reward = 1.0 - self.total_reward if right else reward
+        self.total_reward += reward
         done = right or self.turns >= self.max_turns
-        observations = [] if done else [{"role": "user", "content": self._feedback(strict_answer(action))}]
+        observations = [] if done else [{"role": "user", "content": self._feedback(extract_strict_answer(action))}]
         return StepOutput(observations, reward, done, metadata={"turns": self.turns, "acc": float(right)})
 
     def _feedback(self, answer: str | None) -> str:

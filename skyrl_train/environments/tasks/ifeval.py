@@ -11,8 +11,8 @@ from typing import Any
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.instructions import INSTRUCTIONS, arguments_of
-from skyrl_train.environments.graders.language import language_of
+from skyrl_train.environments.graders.instructions import INSTRUCTIONS, parse_instruction_kwargs
+from skyrl_train.environments.graders.language_detection import detect_language
 
 REWARDS = ("fraction", "all")
 
@@ -50,7 +50,7 @@ def score(
             f"{len(instructions)} instructions with {len(kwargs)} kwargs: at least one, and as many of both"
         )
     checks = [
-        (INSTRUCTIONS[id], arguments_of(id, given, prompt)) for id, given in zip(instructions, kwargs, strict=True)
+        (INSTRUCTIONS[id], parse_instruction_kwargs(id, given, prompt)) for id, given in zip(instructions, kwargs, strict=True)
     ]
     text = final_answer(text)
     variants = [variant for variant in _loose_variants(text) if variant.strip()]
@@ -83,12 +83,12 @@ class IFEvalEnv(TextEnv):
         """Return the instructions' ids and their keyword arguments."""
         instructions, kwargs = _ground_truth(extras)
         for id, given in zip(instructions, kwargs, strict=True):
-            arguments_of(id, given, "the request")
+            parse_instruction_kwargs(id, given, "the request")
         return instructions, kwargs
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
-        language_of("a")
+        detect_language("a")
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)

@@ -9,18 +9,18 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.config.secrets import redact
+from skyrl_train.config.redaction import redact
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of
-from skyrl_train.environments.tools.ask import NoAnswer, ask
-from skyrl_train.environments.tools.base import cut, harmless
+from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
+from skyrl_train.environments.tools.json_request import RequestFailed, post_json
+from skyrl_train.environments.tools.base import truncate_middle, sanitize
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
-OPENAI = "https://api.openai.com/v1"
-KEY = "OPENAI_API_KEY"
-MAX_ANSWER = 20_000
+OPENAI_URL = "https://api.openai.com/v1"
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+MAX_ANSWER_CHARS = 20_000
 """Maximum characters of an answer that the judge reads; the middle of a longer one is replaced by a note."""
 VERDICT = re.compile(r"^(?:[^\S\n]|[*_#>])*+VERDICT:[\s*_]*(CORRECT|WRONG)[\s*_.]*$", re.IGNORECASE | re.MULTILINE)
 RULES = """You compare an answer to a question with a reference answer.
@@ -32,14 +32,14 @@ The answer is CORRECT when it means the same as the reference and commits itself
 Reason briefly, then end with one line: "VERDICT: CORRECT" or "VERDICT: WRONG"."""
 
 
-def prompt_of(question: str, reference: str, answer: str, mark: str) -> list[Message]:
+def build_judge_prompt(question: str, reference: str, answer: str, delimiter: str) -> list[Message]:
     """The judge's prompt. The answer must have no way to know `mark`."""
-    parts = {"question": question, "reference": reference, "answer": cut(harmless(answer), MAX_ANSWER)}
-    material = "\n\n".join(f"{mark} {name} begins\n{text}\n{mark} {name} ends" for name, text in parts.items())
-    return [{"role": "system", "content": RULES.format(mark=mark)}, {"role": "user", "content": material}]
+    parts = {"question": question, "reference": reference, "answer": truncate_middle(sanitize(answer), MAX_ANSWER_CHARS)}
+    material = "\n\n".join(f"{delimiter} {name} begins\n{text}\n{delimiter} {name} ends" for name, text in parts.items())
+    return [{"role": "system", "content": RULES.format(mark=delimiter)}, {"role": "user", "content": material}]
 
 
-def verdict_of(text: str) -> float:
+def parse_verdict(text: str) -> float:
     """Return 1.0 or 0.0. The rule: all lines of the form "VERDICT: ..." after the judge's reasoning must agree.
 
     Raises EnvironmentFailure("judge_failed") if there is none or two differ: a quoted answer must not decide.
@@ -61,23 +61,23 @@ class LLMJudgeEnv(TextEnv):
     `config.environment.JudgeConfig`. The key is read from OPENAI_API_KEY, never from a configuration or a row.
     """
 
-    parse_row = staticmethod(ground_truth_of)
+    parse_row = staticmethod(parse_ground_truth)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.reference = self.parse_row(self.extras)
         self.question = ""
         self.model = self.env_config.get("model", "gpt-4o-mini")
-        self.base_url = (self.env_config.get("base_url") or OPENAI).rstrip("/")
+        self.base_url = (self.env_config.get("base_url") or OPENAI_URL).rstrip("/")
         self.timeout = float(self.env_config.get("timeout", 30.0))
         self.sampling = dict(self.env_config.get("sampling") or {})
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
         key, url = "environment.skyrl_gym.llm_as_a_judge.base_url", env_config.get("base_url")
-        if url is None and not os.environ.get(KEY):
+        if url is None and not os.environ.get(API_KEY_VARIABLE):
             raise ConfigError(
-                f"{key}=null is OpenAI's server: set {KEY} in the environment, or the address of your own."
+                f"{key}=null is OpenAI's server: set {API_KEY_VARIABLE} in the environment, or the address of your own."
             )
         if url is not None and not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -93,18 +93,18 @@ class LLMJudgeEnv(TextEnv):
         answer = final_answer(action)
         if not answer.strip():
             return StepOutput([], 0.0, done=True)
-        return StepOutput([], verdict_of(asyncio.run(self._ask(answer))), done=True)
+        return StepOutput([], parse_verdict(asyncio.run(self._ask(answer))), done=True)
 
     async def _ask(self, answer: str) -> str:
         mark = f"=={secrets.token_hex(16)}=="
-        messages = prompt_of(self.question, self.reference, answer, mark)
+        messages = build_judge_prompt(self.question, self.reference, answer, mark)
         body = {**self.sampling, "model": self.model, "messages": messages}
-        key = os.environ.get(KEY)
+        key = os.environ.get(API_KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            reply = await ask(f"{self.base_url}/chat/completions", body, self.timeout, headers)
+            reply = await post_json(f"{self.base_url}/chat/completions", body, self.timeout, headers)
             text = reply["choices"][0]["message"]["content"]
-        except NoAnswer as error:
+        except RequestFailed as error:
             raise EnvironmentFailure("judge_failed", str(error)) from error
         except (KeyError, IndexError, TypeError) as error:
             raise EnvironmentFailure(

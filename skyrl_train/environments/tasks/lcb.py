@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.programs import CodeTest, grade, last_python_block, parse_tests
+from skyrl_train.environments.graders.code_tests import CodeTest, grade, last_python_block, parse_tests
 from skyrl_train.environments.tools.sandbox import Sandbox
 
 
@@ -28,14 +28,14 @@ class LCBEnv(TextEnv):
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
-        Sandbox.of(env_config.get("sandbox")).check()
+        Sandbox.from_config(env_config.get("sandbox")).check()
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.test_timeout_s = float(self.env_config.get("test_timeout_s", 6.0))
         self.timeout_s = float(self.env_config.get("timeout_s", 45.0))
         self.tests = self.parse_row(self.extras)[: int(self.env_config.get("max_tests", 20))]
-        self.sandbox = Sandbox.of(self.env_config.get("sandbox"))
+        self.sandbox = Sandbox.from_config(self.env_config.get("sandbox"))
 
     def step(self, action: str) -> StepOutput:
         code = last_python_block(action)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders import latex
-from skyrl_train.environments.graders.boxed import boxed_answer
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of
+from skyrl_train.environments.graders import math_grader
+from skyrl_train.environments.graders.boxed import extract_boxed_answer
+from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
 from skyrl_train.errors import DataError
 
 
@@ -21,20 +21,20 @@ class MathEnv(TextEnv):
     is killed and scores 0; the metrics `timeout` and `no_answer` are the shares of such answers.
     """
 
-    parse_row = staticmethod(ground_truth_of)
+    parse_row = staticmethod(parse_ground_truth)
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
-        latex.check_installed()
+        math_grader.check_installed()
 
     @classmethod
     def check_rows(cls, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Also refuse ground truths that the grader cannot read, to which no answer would be equal."""
         rows = list(rows)
         super().check_rows(rows)
-        with latex.Grader() as grader:
+        with math_grader.MathGrader() as grader:
             for where, extras in rows:
-                if why := grader.why_unusable(truth := cls.parse_row(extras)):
+                if why := grader.ground_truth_problem(truth := cls.parse_row(extras)):
                     raise DataError(
                         f"{where}: ground truth {truth!r:.80} cannot be read ({why}); correct or remove it."
                     )
@@ -42,11 +42,11 @@ class MathEnv(TextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.ground_truth = self.parse_row(self.extras)
-        self.grader = latex.shared(float(self.env_config.get("timeout", 5.0)))
+        self.grader = math_grader.get_grader(float(self.env_config.get("timeout", 5.0)))
         self.grader.start()  # it loads while the model generates
 
     def step(self, action: str) -> StepOutput:
-        answer = boxed_answer(action)
+        answer = extract_boxed_answer(action)
         same, how = (False, "no_answer") if answer is None else self.grader.grade(answer, self.ground_truth)
         metadata = {"no_answer": float(how == "no_answer"), "timeout": float(how in ("timeout", "died")), "how": how}
         return StepOutput([], float(same), done=True, metadata=metadata)

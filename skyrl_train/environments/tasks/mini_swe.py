@@ -19,19 +19,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.fences import blocks_in
-from skyrl_train.environments.graders.programs import same_output
-from skyrl_train.environments.tools.base import called
+from skyrl_train.environments.fenced_blocks import extract_blocks
+from skyrl_train.environments.graders.code_tests import outputs_match
+from skyrl_train.environments.tools.base import tool_call_record
 from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, Session
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.messages import visible
+from skyrl_train.terminal import escape_control_chars
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What the last command prints first: mini-swe-agent's marker."""
 _INSIDE = Path(__file__).with_name("mini_swe_inside.py")
-_SLACK_S = 10.0
+_OVERHEAD_S = 10.0
 """Time for what is around a command."""
-_MOST_FILES, _MOST_BYTES = 500, 1 << 20
+_MAX_FILES, _MAX_BYTES = 500, 1 << 20
 """Of a row's repository, and of what a submission may have more."""
 _SYSTEM = """You mend programs by shell commands. Answer every time with a thought and exactly one command:
 
@@ -95,12 +95,12 @@ class MiniSWEEnv(TextEnv):
         self.test_timeout_s = float(settings.get("test_timeout_s", 10.0))
         self.grading_timeout_s = float(settings.get("grading_timeout_s", 20.0))
         self.max_output = int(settings.get("max_output", 10_000))
-        self.sandbox = Sandbox.of(settings.get("sandbox"), _limits(self.command_timeout_s + _SLACK_S))
+        self.sandbox = Sandbox.from_config(settings.get("sandbox"), _limits(self.command_timeout_s + _OVERHEAD_S))
         self._templates = _templates(settings)
         self._session: Session | None = None
-        self._turns = self._mistakes = 0
+        self._turns = self._num_format_errors = 0
         self._steps: list[dict[str, Any]] = []
-        self._kept = False
+        self._is_saved = False
 
     @classmethod
     def parse_row(cls, extras: Mapping[str, Any]) -> tuple[dict[str, str], list[tuple[str, str]], frozenset[str]]:
@@ -110,7 +110,7 @@ class MiniSWEEnv(TextEnv):
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
-        sandbox = Sandbox.of(env_config.get("sandbox"))
+        sandbox = Sandbox.from_config(env_config.get("sandbox"))
         sandbox.check()
         if sandbox.run({}, ["/usr/bin/git", "--version"]).returncode != 0:
             raise ConfigError("environment mini_swe needs git: install it (Debian, Ubuntu: apt-get install git).")
@@ -131,55 +131,55 @@ class MiniSWEEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         self._turns += 1
-        commands = blocks_in(final_answer(action), ("bash",))
+        commands = extract_blocks(final_answer(action), ("bash",))
         if len(commands) != 1:
-            self._mistakes += 1
+            self._num_format_errors += 1
             self._steps.append({"answer": action})
-            return self._goes_on(self._render("format_error_template", actions=commands))
-        output = self._after(action, commands[0])
-        output.tool_calls = [called("bash", commands[0])]
+            return self._continue_episode(self._render("format_error_template", actions=commands))
+        output = self._step_after_command(action, commands[0])
+        output.tool_calls = [tool_call_record("bash", commands[0])]
         return output
 
-    def _after(self, action: str, command: str) -> StepOutput:
+    def _step_after_command(self, action: str, command: str) -> StepOutput:
         """Run the command of an answer."""
-        answer = self._ran(command)
+        answer = self._run_command(command)
         self._steps.append({"answer": action, "command": command, **(answer or {})})
         if answer is None:  # a limit on everything inside: the repository is gone
-            return self._over(0.0, session_lost=True)
+            return self._finish_episode(0.0, session_lost=True)
         first, _, _ = answer["output"].lstrip().partition("\n")
         if first.strip() == SUBMIT and answer["returncode"] == 0:
-            passed = self._passed()
-            return self._over(float(passed == len(self.tests)), submitted=True, tests_passed=passed / len(self.tests))
-        return self._goes_on(self._render("action_observation_template", output=answer))
+            passed = self._count_passed_tests()
+            return self._finish_episode(float(passed == len(self.tests)), submitted=True, tests_passed=passed / len(self.tests))
+        return self._continue_episode(self._render("action_observation_template", output=answer))
 
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
-        if self._steps and not self._kept:  # it was cut
-            self._keep(None)
+        if self._steps and not self._is_saved:  # it was cut
+            self._save_trajectory(None)
 
-    def _goes_on(self, text: str) -> StepOutput:
+    def _continue_episode(self, text: str) -> StepOutput:
         if self.max_turns and self._turns >= self.max_turns:
-            return self._over(0.0)
+            return self._finish_episode(0.0)
         return StepOutput([{"role": "user", "content": text}], 0.0, done=False)
 
-    def _over(self, reward: float, **metadata: Any) -> StepOutput:
-        told = {"submitted": False, "tests_passed": 0.0, "session_lost": False, "format_errors": self._mistakes}
-        self._keep(reward)
+    def _finish_episode(self, reward: float, **metadata: Any) -> StepOutput:
+        told = {"submitted": False, "tests_passed": 0.0, "session_lost": False, "format_errors": self._num_format_errors}
+        self._save_trajectory(reward)
         return StepOutput([], reward, done=True, metadata=told | {"commands": self._turns} | metadata)
 
-    def _ran(self, command: str) -> dict[str, Any] | None:
+    def _run_command(self, command: str) -> dict[str, Any] | None:
         assert self._session is not None
         outcome = self._session.execute(f"ran({command!r}, {self.command_timeout_s!r}, {self.max_output!r})")
         return _last_line(outcome.stdout) if self._session.alive else None
 
-    def _passed(self) -> int:
+    def _count_passed_tests(self) -> int:
         """How many tests the submitted repository passes before the first that it fails, or that is out of time."""
         deadline = time.monotonic() + self.grading_timeout_s
-        files = self._submitted()
+        files = self._read_submission()
         if not files:
             return 0
-        files = {name: files[name] for name in _counted(files, self.files, self.protected)}
+        files = {name: files[name] for name in _graded_files(files, self.files, self.protected)}
         files |= {name: base64.b64encode(self.files[name].encode()).decode() for name in self.protected}
         for passed, (script, output) in enumerate(self.tests):
             left = deadline - time.monotonic()
@@ -187,10 +187,10 @@ class MiniSWEEnv(TextEnv):
                 return passed
         return len(self.tests)
 
-    def _submitted(self) -> dict[str, str]:
+    def _read_submission(self) -> dict[str, str]:
         """All files of the repository, {path: base64}; none if they are too many or too large."""
         assert self._session is not None
-        most = len(self.files) + _MOST_FILES, _size(self.files) + _MOST_BYTES
+        most = len(self.files) + _MAX_FILES, _size(self.files) + _MAX_BYTES
         told = _last_line(self._session.execute(f"collected{most!r}", self.grading_timeout_s).stdout)
         files = (told or {}).get("files")
         return files if isinstance(files, dict) and self._session.alive else {}
@@ -202,13 +202,13 @@ class MiniSWEEnv(TextEnv):
             "check.py": f"import sys\nsys.path.insert(0, 'repository')\n{script}",
         }
         outcome = self.sandbox.run(inside, [PYTHON, "-I", "unpack.py"], limits=_limits(timeout_s))
-        return outcome.returncode == 0 and same_output(outcome.stdout, output)
+        return outcome.returncode == 0 and outputs_match(outcome.stdout, output)
 
     def _render(self, name: str, **values: Any) -> str:
         return _rendered(name, self._templates[name], **values)
 
-    def _keep(self, reward: float | None) -> None:
-        self._kept = True
+    def _save_trajectory(self, reward: float | None) -> None:
+        self._is_saved = True
         folder = self.env_config.get("traj_dir")
         if folder is None:
             return
@@ -219,7 +219,7 @@ class MiniSWEEnv(TextEnv):
             with path.open("x", encoding="utf-8") as file:
                 json.dump({"reward": reward, "steps": self._steps}, file, indent=1)
         except OSError as error:
-            log.warning("environment.skyrl_gym.mini_swe.traj_dir: %s", visible(str(error)))
+            log.warning("environment.skyrl_gym.mini_swe.traj_dir: %s", escape_control_chars(str(error)))
 
 
 def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -227,7 +227,7 @@ def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _limits(wall_s: float) -> Limits:
-    return Limits(wall_s=wall_s, cpu_s=wall_s, processes=64, open_files=256, output=8 * _MOST_BYTES)
+    return Limits(wall_s=wall_s, cpu_s=wall_s, processes=64, open_files=256, output=8 * _MAX_BYTES)
 
 
 def _rendered(name: str, template: str, **values: Any) -> str:
@@ -246,19 +246,19 @@ def _last_line(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _counted(submitted: Iterable[str], repository: Iterable[str], protected: frozenset[str]) -> Iterator[str]:
+def _graded_files(submitted: Iterable[str], repository: Iterable[str], protected: frozenset[str]) -> Iterator[str]:
     """The submitted files that are tested: those that were there and are not protected, and most new ones."""
     own, library = frozenset(repository), sys.stdlib_module_names - set(map(_module, repository))
     for name in submitted:
         if name in own:
             counts = name not in protected
         else:
-            counts = _module(name) not in library and not any(_displaces(name, path) for path in protected)
-        if counts and _is_below(name):
+            counts = _module(name) not in library and not any(_shadows(name, path) for path in protected)
+        if counts and _is_relative_path(name):
             yield name
 
 
-def _displaces(name: str, protected: str) -> bool:
+def _shadows(name: str, protected: str) -> bool:
     """Whether a new file is in the place of a protected one, or is imported instead of it."""
     for other, own in zip(PurePosixPath(name).parts, PurePosixPath(protected).parts, strict=False):
         if other != own:  # tests.py beside tests/, or a package beside a module
@@ -271,7 +271,7 @@ def _module(name: str) -> str:
     return name.partition("/")[0].partition(".")[0]
 
 
-def _is_below(name: str) -> bool:
+def _is_relative_path(name: str) -> bool:
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
@@ -294,12 +294,12 @@ def _repository(given: Any) -> dict[str, str]:
     """Raises ValueError for what is no mapping of paths below a folder to text, or is too large."""
     found = _parsed(given)
     good = isinstance(found, Mapping) and found and all(isinstance(text, str) for text in found.values())
-    if not good or not all(map(_is_below, found)):
+    if not good or not all(map(_is_relative_path, found)):
         raise ValueError(f'the row needs repository={{"path": "text", ...}}, got {given!r:.80}')
-    if len(found) > _MOST_FILES or _size(found) > _MOST_BYTES:
+    if len(found) > _MAX_FILES or _size(found) > _MAX_BYTES:
         raise ValueError(
-            f"the row's repository has {len(found)} files and {_size(found)} bytes: at most {_MOST_FILES} files and "
-            f"{_MOST_BYTES} bytes can be judged. Leave out what no test needs"
+            f"the row's repository has {len(found)} files and {_size(found)} bytes: at most {_MAX_FILES} files and "
+            f"{_MAX_BYTES} bytes can be judged. Leave out what no test needs"
         )
     return {str(PurePosixPath(name)): text for name, text in found.items()}
 

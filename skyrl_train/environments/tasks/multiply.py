@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.graders.boxed import boxed_answer
-from skyrl_train.environments.graders.numbers import number
-from skyrl_train.environments.tasks.arithmetic import split_of
-from skyrl_train.environments.tasks.gsm8k import number_of
-from skyrl_train.environments.tasks.gsm8k_multi_turn import turns_of
+from skyrl_train.environments.graders.boxed import extract_boxed_answer
+from skyrl_train.environments.graders.numbers import parse_number
+from skyrl_train.environments.tasks.arithmetic import assign_split
+from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth
+from skyrl_train.environments.tasks.gsm8k_multi_turn import resolve_max_turns
 from skyrl_train.errors import ConfigError
 
 INSTRUCTION = r"Multiply the two numbers step by step and put the final answer in \boxed{}."
@@ -25,18 +25,18 @@ class MultiplyEnv(TextEnv):
     model gets feedback, until the turns are used up.
     """
 
-    parse_row = staticmethod(number_of)
+    parse_row = staticmethod(parse_numeric_ground_truth)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = number(self.parse_row(self.extras))
-        self.max_turns = turns_of(self.extras)
+        self.ground_truth = parse_number(self.parse_row(self.extras))
+        self.max_turns = resolve_max_turns(self.extras)
         self.format_score = float(self.env_config.get("format_score", 0.5))
         self.turns = 0
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
-        answer = number(boxed_answer(action) or "")
+        answer = parse_number(extract_boxed_answer(action) or "")
         right = answer == self.ground_truth
         metadata = {"turns": self.turns, "acc": float(right), "parsed_answer": answer and answer[:40]}
         if right or self.turns >= self.max_turns:
@@ -67,7 +67,7 @@ def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, A
     while len(rows) < count:
         a, b = (rng.randint(10 ** (digits - 1), 10**digits - 1) for _ in range(2))
         expression = f"{a}*{b}"
-        if split_of(expression) != split or expression in rows:
+        if assign_split(expression) != split or expression in rows:
             misses += 1
             if misses > 1000:
                 raise ConfigError(f"multiply: found only {len(rows)} {split} problems of {count} with digits={digits}.")

@@ -7,15 +7,15 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_train.data.messages import ToolCalled
+from skyrl_train.data.messages import ToolCallRecord
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tools import bm25
-from skyrl_train.environments.tools.base import ToolBox, ToolResult, called
+from skyrl_train.environments.tools.base import ToolBox, ToolResult, tool_call_record
 from skyrl_train.environments.tools.search import SearchTool
 from skyrl_train.errors import EnvironmentFailure
 
-SETTINGS = ("search_url", "topk", "timeout", "log_requests", "corpus")
+SEARCH_TOOL_SETTINGS = ("search_url", "topk", "timeout", "log_requests", "corpus")
 DEFAULT_MAX_TURNS = 2
 """SkyRL-Gym's default, used if neither the row nor the run sets a number."""
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -25,7 +25,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 HINT = "Write <search>a query</search> to search, or <answer>the answer</answer> to answer."
 
 
-def normalised(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Remove case, punctuation, articles and repeated spaces: "The  Eiffel Tower!" -> "eiffel tower".
 
     From a text that consists only of these ("A", "+"), only case and repeated spaces are removed.
@@ -34,24 +34,24 @@ def normalised(text: str) -> str:
     return " ".join(plain or text.lower().split())
 
 
-def answer_of(text: str) -> str | None:
+def extract_answer(text: str) -> str | None:
     """The normalised answer in `text`; None if there is none, or if there are several that differ."""
-    found = {normalised(match[1]) for match in ANSWER.finditer(final_answer(text))}
+    found = {normalize_answer(match[1]) for match in ANSWER.finditer(final_answer(text))}
     return found.pop() if len(found) == 1 else None
 
 
 def score(text: str, targets: Sequence[str]) -> float:
     """Return 1.0 if the single answer in `text` exactly matches one of `targets` after normalisation, else 0.0."""
-    answer = answer_of(text)
-    return float(bool(answer) and answer in [normalised(target) for target in targets])
+    answer = extract_answer(text)
+    return float(bool(answer) and answer in [normalize_answer(target) for target in targets])
 
 
-def _information(text: str, *calls: ToolCalled) -> StepOutput:
+def _information(text: str, *calls: ToolCallRecord) -> StepOutput:
     observation = {"role": "user", "content": f"\n<information>{text}</information>\n"}
     return StepOutput([observation], 0.0, done=False, tool_calls=[*calls])
 
 
-def targets_of(extras: Mapping[str, Any]) -> list[str]:
+def parse_targets(extras: Mapping[str, Any]) -> list[str]:
     """The targets of a row: reward_spec.ground_truth, as {"target": [...]} (SkyRL's data), a list or one text.
 
     Raises ValueError for anything else.
@@ -72,18 +72,18 @@ def targets_of(extras: Mapping[str, Any]) -> list[str]:
     return targets
 
 
-def search_tool(env_config: Mapping[str, Any]) -> SearchTool:
-    return SearchTool(**{name: env_config[name] for name in SETTINGS if name in env_config})
+def make_search_tool(env_config: Mapping[str, Any]) -> SearchTool:
+    return SearchTool(**{name: env_config[name] for name in SEARCH_TOOL_SETTINGS if name in env_config})
 
 
 def check_search(env_config: Mapping[str, Any]) -> None:
     """Raise ConfigError for an invalid address, or for a corpus that does not exist or cannot be searched here."""
-    tool = search_tool(env_config)
+    tool = make_search_tool(env_config)
     if tool.corpus is not None:
         bm25.check(tool.corpus)
 
 
-def observation_of(result: ToolResult) -> str:
+def to_observation(result: ToolResult) -> str:
     """The model's observation. A search that failed through no fault of the model fails the episode.
 
     Such an episode would teach nothing.
@@ -105,14 +105,14 @@ class SearchEnv(TextEnv):
     masked, as "search_failed".
     """
 
-    parse_row = staticmethod(targets_of)
+    parse_row = staticmethod(parse_targets)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.targets = self.parse_row(self.extras)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = self.searches = 0
-        self.box = ToolBox([search_tool(self.env_config)])
+        self.toolbox = ToolBox([make_search_tool(self.env_config)])
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -130,8 +130,8 @@ class SearchEnv(TextEnv):
             return _information(HINT)
         self.searches += 1
         arguments = {"query": queries[-1]}
-        result = self.box.call("search", arguments)
-        return _information(observation_of(result), called("search", arguments, result.error))
+        result = self.toolbox.call("search", arguments)
+        return _information(to_observation(result), tool_call_record("search", arguments, result.error))
 
     def close(self) -> None:
-        self.box.close()
+        self.toolbox.close()

@@ -8,14 +8,14 @@ from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import number_of, score
+from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth, score
 from skyrl_train.environments.tasks.search import (
     DEFAULT_MAX_TURNS,
     check_search,
-    observation_of,
-    search_tool,
+    to_observation,
+    make_search_tool,
 )
-from skyrl_train.environments.tools.base import ToolBox, called
+from skyrl_train.environments.tools.base import ToolBox, tool_call_record
 from skyrl_train.environments.tools.registry import check_tool, make_tool
 
 CALL = re.compile(r"<tool>\s*<(search|python)>((?:(?!<tool>).)*?)</\1>\s*</tool>", re.DOTALL)
@@ -39,7 +39,7 @@ class SearchCodeEnv(TextEnv):
     episode whose search fails (see `search.observation_of`) is masked, as "search_failed".
     """
 
-    parse_row = staticmethod(number_of)
+    parse_row = staticmethod(parse_numeric_ground_truth)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
@@ -48,7 +48,7 @@ class SearchCodeEnv(TextEnv):
         self.turns = 0
         self.calls = {"search": 0, "python": 0}
         python = make_tool("python", _python_settings(self.env_config))
-        self.box = ToolBox([search_tool(self.env_config), python])
+        self.toolbox = ToolBox([make_search_tool(self.env_config), python])
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -67,13 +67,13 @@ class SearchCodeEnv(TextEnv):
             return StepOutput([{"role": "user", "content": HINT}], 0.0, done=False)
         tool, arguments = call[1], {ARGUMENT[call[1]]: call[2].strip()}
         self.calls[tool] += 1
-        result = self.box.call(tool, arguments)
-        content = observation_of(result) if tool == "search" else result.text
-        made = called(tool, arguments, result.error)
+        result = self.toolbox.call(tool, arguments)
+        content = to_observation(result) if tool == "search" else result.text
+        made = tool_call_record(tool, arguments, result.error)
         return StepOutput([{"role": "user", "content": content}], 0.0, done=False, tool_calls=[made])
 
     def close(self) -> None:
-        self.box.close()
+        self.toolbox.close()
 
 
 def _python_settings(env_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,22 +11,22 @@ from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import ground_truth_of
-from skyrl_train.environments.tools.base import called, cut, harmless
+from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
+from skyrl_train.environments.tools.base import tool_call_record, truncate_middle, sanitize
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
 from skyrl_train.errors import ConfigError, DataError
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
 """A row's `data` -> its databases' folder in SkyRL-SQL's archive; other databases are in db_path itself."""
-DEFAULT_TURNS = 5
+DEFAULT_MAX_TURNS = 5
 MAX_OBSERVATION = 9000
 """Maximum characters of an observation."""
-EXPLORING = QueryLimits(wall_s=10.0, max_rows=50)
-SCORING = QueryLimits(wall_s=20.0, max_rows=100_000, max_value=100_000, max_characters=20_000_000)
+EXPLORATION_LIMITS = QueryLimits(wall_s=10.0, max_rows=50)
+SCORING_LIMITS = QueryLimits(wall_s=20.0, max_rows=100_000, max_value=100_000, max_characters=20_000_000)
 SQL_TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|[()]|\w+", re.DOTALL)
 
 
-def between(text: str, tag: str) -> list[str]:
+def extract_tagged(text: str, tag: str) -> list[str]:
     """The contents of all <tag>...</tag>, each from an opening tag to the next closing one."""
     found, at = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
@@ -36,7 +36,7 @@ def between(text: str, tag: str) -> list[str]:
     return found
 
 
-def has_top_level_order(sql: str) -> bool:
+def has_top_level_order_by(sql: str) -> bool:
     """Whether the statement itself has an ORDER BY, not only a part of it in brackets."""
     depth, words = 0, [""]
     for token in SQL_TOKEN.finditer(sql):
@@ -46,7 +46,7 @@ def has_top_level_order(sql: str) -> bool:
     return any(pair == ("order", "by") for pair in pairwise(words))
 
 
-def same_result(found: QueryResult, wanted: QueryResult, ordered: bool) -> bool:
+def results_match(found: QueryResult, wanted: QueryResult, ordered: bool) -> bool:
     """Whether both have the same number of columns and the same rows equally often; if `ordered`, in the same order.
 
     Column names are ignored. 1 equals 1.0, and numbers that agree in 10 digits are equal, because sums depend on the
@@ -83,7 +83,7 @@ class Text2SQLEnv(TextEnv):
         name = extras.get("db_id")
         if not isinstance(name, str) or not name:
             raise ValueError(f'the row needs db_id="<database>", got {name!r:.80}')
-        return ground_truth_of(extras), name
+        return parse_ground_truth(extras), name
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -98,31 +98,31 @@ class Text2SQLEnv(TextEnv):
         self.database = find_database(
             Path(str(self.env_config.get("db_path"))).expanduser(), f"{folder}/{name}" if folder else name
         )
-        self.max_turns = int(self.extras.get("max_turns") or DEFAULT_TURNS)
+        self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
         self.turns = self.failed_queries = 0
 
     def step(self, action: str) -> StepOutput:
         self.turns += 1
         action = final_answer(action)
-        solutions = between(action, "solution")
+        solutions = extract_tagged(action, "solution")
         if solutions or self.turns >= self.max_turns:
             reward = self._score(solutions[0]) if len(solutions) == 1 else -1.0
             return StepOutput([], reward, done=True, metadata=self._metrics(len(solutions) == 1))
-        queries = between(action, "sql")
+        queries = extract_tagged(action, "sql")
         if queries:
             text, error = self._explore(queries[0])
-            calls = [called("sql", queries[0], error)]
+            calls = [tool_call_record("sql", queries[0], error)]
         else:
             text, calls = "Error: write one <sql>query</sql>, or the <solution>.", []
         left = self.max_turns - self.turns
         reminder = f"<reminder>You have {left} turn{'s' * (left != 1)} left to complete the task.</reminder>"
-        observation = f"<observation>\n{cut(harmless(text), MAX_OBSERVATION)}\n{reminder}\n</observation>"
+        observation = f"<observation>\n{truncate_middle(sanitize(text), MAX_OBSERVATION)}\n{reminder}\n</observation>"
         return StepOutput([{"role": "user", "content": observation}], 0.0, done=False, tool_calls=calls)
 
     def _explore(self, sql: str) -> tuple[str, str | None]:
         """What the model is told of the query, and the kind of its failure."""
         try:
-            found = query(self.database, sql, EXPLORING)
+            found = query(self.database, sql, EXPLORATION_LIMITS)
         except QueryError as error:
             self.failed_queries += 1
             return f"Error: {error}", "query_error"
@@ -132,17 +132,17 @@ class Text2SQLEnv(TextEnv):
 
     def _score(self, sql: str) -> float:
         try:
-            wanted = query(self.database, self.gold, SCORING)
+            wanted = query(self.database, self.gold, SCORING_LIMITS)
         except QueryError as error:
             raise DataError(f"the gold query of {self.database.name} fails: {error}") from error
         if wanted.more:
             raise DataError(f"the gold query of {self.database.name} has too many rows to compare")
         try:
-            found = query(self.database, sql, SCORING)
+            found = query(self.database, sql, SCORING_LIMITS)
         except QueryError:
             self.failed_queries += 1
             return 0.0
-        return float(same_result(found, wanted, has_top_level_order(self.gold)))
+        return float(results_match(found, wanted, has_top_level_order_by(self.gold)))
 
     def _metrics(self, has_solution: bool) -> dict[str, Any]:
         return {"turns": self.turns, "failed_queries": self.failed_queries, "has_solution": has_solution}

@@ -8,20 +8,20 @@ from dataclasses import fields
 from typing import Any
 
 from skyrl_train.config.environment import ToolUseConfig
-from skyrl_train.data.messages import Message, ToolCalled
+from skyrl_train.data.messages import Message, ToolCallRecord
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import number_of, score
-from skyrl_train.environments.tools.base import ToolBox, ToolResult, called
-from skyrl_train.environments.tools.parsers import ParseError, ToolCall, parse_calls, render_tools, tags_of
+from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth, score
+from skyrl_train.environments.tools.base import ToolBox, ToolResult, tool_call_record
+from skyrl_train.environments.tools.parsers import ParseError, ToolCall, parse_calls, render_tools, tool_tags
 from skyrl_train.environments.tools.registry import check_tool, make_tool, tools
 from skyrl_train.errors import ConfigError
 
 DEFAULT_MAX_TURNS = 5
 """Used if neither the row nor the run sets a number."""
-BEGIN_S = 20.0
+CALL_START_TIMEOUT_S = 20.0
 """Seconds after which no further call of a message is started: several slow calls in sequence would take the step past
 trainer.timeouts.environment_step_s, which kills the process and so interrupts its other episodes."""
-NOT_RUN = f"Not run: the calls of one message must begin within {BEGIN_S:g} s."
+NOT_RUN = f"Not run: the calls of one message must begin within {CALL_START_TIMEOUT_S:g} s."
 
 
 class ToolUseEnv(TextEnv):
@@ -35,19 +35,19 @@ class ToolUseEnv(TextEnv):
     tool allows a row to choose (`Tool.from_row`). Settings: `config.environment.ToolUseConfig`, and the sandbox's.
     """
 
-    parse_row = staticmethod(number_of)
+    parse_row = staticmethod(parse_numeric_ground_truth)
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.ground_truth = self.parse_row(self.extras)
         self.settings, self.sandbox = _settings(self.env_config)
         self.max_turns = int(self.extras.get("max_turns") or DEFAULT_MAX_TURNS)
-        self.turns = self.worked = self.failed = 0
+        self.turns = self.num_succeeded = self.num_failed = 0
         given = self.extras.get("tool_settings") or {}
         made = [_made_with(name, self.settings, self.sandbox, given.get(name)) for name in self.settings.tools]
-        self.box = ToolBox([make_tool(name, of_it) for name, of_it in zip(self.settings.tools, made, strict=True)])
-        self.schemas = self.box.schemas()
-        self.tags = tags_of(self.schemas)
+        self.toolbox = ToolBox([make_tool(name, of_it) for name, of_it in zip(self.settings.tools, made, strict=True)])
+        self.schemas = self.toolbox.schemas()
+        self.tags = tool_tags(self.schemas)
 
     @classmethod
     def check(cls, env_config: Mapping[str, Any]) -> None:
@@ -72,19 +72,19 @@ class ToolUseEnv(TextEnv):
         self.turns += 1
         calls = parse_calls(action, self.settings.style, self.tags)
         if not calls:
-            counted = self.worked > 0 or not self.settings.tools_required
+            counted = self.num_succeeded > 0 or not self.settings.tools_required
             reward = score(action, self.ground_truth) if counted else 0.0
             return StepOutput([], reward, done=True, metadata=self._counts(answered=True))
         if self.turns >= self.max_turns:  # the model would not see the results
             unseen = [_called(call, "no_turn_left") for call in calls]
             return StepOutput([], 0.0, done=True, metadata=self._counts(answered=False), tool_calls=unseen)
-        late = time.monotonic() + BEGIN_S
+        late = time.monotonic() + CALL_START_TIMEOUT_S
         results = [self._result(call, late) for call in calls]
         made = [_called(call, result.error) for call, result in zip(calls, results, strict=True)]
         return StepOutput(self._observations([one.text for one in results]), 0.0, done=False, tool_calls=made)
 
     def close(self) -> None:
-        self.box.close()
+        self.toolbox.close()
 
     def _result(self, call: ToolCall | ParseError, late: float) -> ToolResult:
         if isinstance(call, ParseError):
@@ -92,9 +92,9 @@ class ToolUseEnv(TextEnv):
         elif time.monotonic() > late:
             result = ToolResult(NOT_RUN, "not_run")
         else:
-            result = self.box.call(call.name, call.arguments)
-        self.worked += result.error is None
-        self.failed += result.error is not None
+            result = self.toolbox.call(call.name, call.arguments)
+        self.num_succeeded += result.error is None
+        self.num_failed += result.error is not None
         return result
 
     def _observations(self, texts: list[str]) -> list[Message]:
@@ -105,16 +105,16 @@ class ToolUseEnv(TextEnv):
         return [{"role": "user", "content": "\n".join(blocks)}]
 
     def _counts(self, answered: bool) -> dict[str, Any]:
-        return {"answered": answered, "tool_calls": self.worked, "tool_errors": self.failed}
+        return {"answered": answered, "tool_calls": self.num_succeeded, "tool_errors": self.num_failed}
 
 
-def _called(call: ToolCall | ParseError, error: str | None) -> ToolCalled:
+def _called(call: ToolCall | ParseError, error: str | None) -> ToolCallRecord:
     if isinstance(call, ParseError):
-        return called("", call.raw, "unreadable")
+        return tool_call_record("", call.raw, "unreadable")
     try:
-        return called(call.name, call.arguments, error)
+        return tool_call_record(call.name, call.arguments, error)
     except RecursionError:  # JSON is written a little less deep than it is read
-        return called(call.name, call.raw, error)
+        return tool_call_record(call.name, call.raw, error)
 
 
 def _settings(env_config: Mapping[str, Any]) -> tuple[ToolUseConfig, Mapping[str, Any]]:

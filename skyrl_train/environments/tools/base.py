@@ -12,17 +12,17 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.data.messages import ToolCalled
-from skyrl_train.environments.tools.arguments import Arguments, Unusable
+from skyrl_train.data.messages import ToolCallRecord
+from skyrl_train.environments.tools.argument_validation import ArgumentValidator, SchemaError
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Time for all tools of a box to close."""
-GRACE_S = 1.0
+CANCEL_TIMEOUT_S = 1.0
 """Time for a cancelled call to release the event loop, before the loop is abandoned."""
-MAX_REASON = 500
+MAX_ERROR_CHARS = 500
 """Number of characters of an exception's message that the model sees."""
-HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+UNSAFE_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters other than tab and line feed, which terminals obey; lone surrogates, which tokenizers reject."""
 
 
@@ -83,7 +83,7 @@ class ToolResult:
     """None, "unknown_tool", "bad_arguments", "timeout", "tool_error" (ToolError), or an exception's class name."""
 
 
-def called(name: str, arguments: Any, error: str | None = None) -> ToolCalled:
+def tool_call_record(name: str, arguments: Any, error: str | None = None) -> ToolCallRecord:
     """A call for `StepOutput.tool_calls`."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": name, "arguments": text} | ({} if error is None else {"error": error})
@@ -120,9 +120,9 @@ class ToolBox:
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return ToolResult(harmless(f"There is no tool {name!r:.100}; known tools: {known}."), "unknown_tool")
-        if wrong := arguments_of(tool).wrong(arguments):
-            return ToolResult(harmless(f"{tool.name}: {wrong}"), "bad_arguments")
+            return ToolResult(sanitize(f"There is no tool {name!r:.100}; known tools: {known}."), "unknown_tool")
+        if wrong := argument_validator(tool).find_problem(arguments):
+            return ToolResult(sanitize(f"{tool.name}: {wrong}"), "bad_arguments")
         if tool.name in self._stuck:
             return ToolResult(f"{tool.name} timed out before and is not available any more.", "timeout")
         if self._closed:
@@ -131,7 +131,7 @@ class ToolBox:
         return self._within_deadline(tool, arguments)
 
     def _within_deadline(self, tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-        running = self._submit(_outcome(tool, arguments))
+        running = self._submit(_call_tool(tool, arguments))
         try:
             return running.result(tool.deadline_s)
         except CancelledError:  # by the tool itself, or a library under it
@@ -139,7 +139,7 @@ class ToolBox:
         except TimeoutError:
             running.cancel()
         try:
-            self._submit(asyncio.sleep(0)).result(GRACE_S)
+            self._submit(asyncio.sleep(0)).result(CANCEL_TIMEOUT_S)
         except TimeoutError:
             self._stuck.add(tool.name)
             self._abandon_loop()
@@ -151,19 +151,19 @@ class ToolBox:
             tools = [self._tools[name] for name in self._used - self._stuck]
             closing = self._submit(_close_all(tools))
             try:
-                closing.result(CLOSE_S)
+                closing.result(CLOSE_TIMEOUT_S)
             except TimeoutError:
                 closing.cancel()
             thread = self._thread
             self._abandon_loop()
             assert thread is not None
-            thread.join(GRACE_S)
+            thread.join(CANCEL_TIMEOUT_S)
         self._closed = True
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="tools", daemon=True)
+            self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tools", daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -174,36 +174,36 @@ class ToolBox:
         self._loop = self._thread = None
 
 
-def arguments_of(tool: Tool) -> Arguments:
+def argument_validator(tool: Tool) -> ArgumentValidator:
     """The arguments that a tool takes. Raises ConfigError if its `parameters` are no JSON schema."""
     try:
-        return Arguments(tool.parameters)
-    except Unusable as error:
+        return ArgumentValidator(tool.parameters)
+    except SchemaError as error:
         raise ConfigError(f"the tool {tool.name!r} has parameters that cannot be checked: {error}.") from error
 
 
-async def _outcome(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
+async def _call_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     """A call's result. SystemExit is caught too: it would end the loop that the other tools share."""
     try:
         text = await tool.call(arguments)
         if not isinstance(text, str):
             raise TypeError(f"{tool.name} returned {type(text).__name__}, not text")
-        return ToolResult(cut(harmless(text), tool.max_output))
+        return ToolResult(truncate_middle(sanitize(text), tool.max_output))
     except ToolError as error:
         kind = "bad_arguments" if isinstance(error, BadArguments) else "tool_error"
-        return ToolResult(cut(harmless(str(error)), tool.max_output), kind)
+        return ToolResult(truncate_middle(sanitize(str(error)), tool.max_output), kind)
     except (asyncio.CancelledError, EnvironmentFailure, ConfigError):
         raise
     except BaseException as error:
-        text = f"{tool.name} failed: {type(error).__name__}: {str(error)[:MAX_REASON]}"
-        return ToolResult(harmless(text), type(error).__name__)
+        text = f"{tool.name} failed: {type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
+        return ToolResult(sanitize(text), type(error).__name__)
 
 
 async def _close_all(tools: Sequence[Tool]) -> None:
     await asyncio.gather(*(tool.close() for tool in tools), return_exceptions=True)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop of a box in its thread until it is stopped, then cancel the tasks that are left."""
     asyncio.set_event_loop(loop)
     try:
@@ -212,18 +212,18 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         for task in tasks:
             task.cancel()
         if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=GRACE_S))
+            loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
 
 
-def harmless(text: str) -> str:
+def sanitize(text: str) -> str:
     """Replace control characters, so that `text` can be tokenised, logged and shown on a terminal."""
-    return HARMFUL.sub("\ufffd", text.replace("\r\n", "\n"))
+    return UNSAFE_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
-def cut(text: str, limit: int) -> str:
+def truncate_middle(text: str, limit: int) -> str:
     """If `text` is longer than `limit` characters, replace its middle by a note that says how much was left out."""
     if len(text) <= limit:
         return text

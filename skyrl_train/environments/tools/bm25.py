@@ -21,7 +21,7 @@ from skyrl_train.data.dataset import read_rows
 from skyrl_train.errors import ConfigError, DataError
 
 STOPWORDS = "en"
-MISSING = "a local corpus needs bm25s; install it with: pip install 'skyrl-train[search]'."
+NOT_INSTALLED = "a local corpus needs bm25s; install it with: pip install 'skyrl-train[search]'."
 _open: dict[tuple[str, int, int], Index] = {}
 _opening = threading.Lock()
 
@@ -57,7 +57,7 @@ class Index:
         return document["contents"] if isinstance(document, dict) else document
 
 
-def index_of(documents: Sequence[str]) -> Index:
+def build_index(documents: Sequence[str]) -> Index:
     """Build an index in memory. Raises DataError if no document contains a word."""
     library = _library()
     words = library.tokenize(list(documents), stopwords=STOPWORDS, show_progress=False)
@@ -77,7 +77,7 @@ def open_index(path: str) -> Index:
     key = (str(where.resolve()), stat.st_mtime_ns, stat.st_size)
     with _opening:  # several episodes may make their first search at the same time
         if key not in _open:
-            _open[key] = _mapped(where) if where.is_dir() else index_of(list(documents_of(str(where))))
+            _open[key] = _mapped(where) if where.is_dir() else build_index(list(read_documents(str(where))))
         return _open[key]
 
 
@@ -85,7 +85,7 @@ def check(path: str) -> None:
     """Raise ConfigError if the corpus does not exist or bm25s is not installed. Neither is loaded."""
     _found(path)
     if importlib.util.find_spec("bm25s") is None:
-        raise ConfigError(MISSING)
+        raise ConfigError(NOT_INSTALLED)
 
 
 def _found(path: str) -> tuple[Path, os.stat_result]:
@@ -99,7 +99,7 @@ def _found(path: str) -> tuple[Path, os.stat_result]:
         ) from error
 
 
-def documents_of(path: str) -> Iterator[str]:
+def read_documents(path: str) -> Iterator[str]:
     """The documents of a corpus: its column `contents`, or `title` and `text`. Raises DataError naming the row."""
     for where, row in read_rows(path):
         text = row.get("contents", row.get("text"))
@@ -129,7 +129,7 @@ def _library() -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise ConfigError(MISSING) from error
+        raise ConfigError(NOT_INSTALLED) from error
     finally:
         if hidden:
             del sys.modules["numba"]
@@ -140,7 +140,7 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(f"usage: python -m skyrl_train.environments.tools.bm25 CORPUS FOLDER\n\n{__doc__}")
     try:
-        index = index_of(list(documents_of(sys.argv[1])))
+        index = build_index(list(read_documents(sys.argv[1])))
         index.save(Path(sys.argv[2]))
     except ConfigError as error:
         sys.exit(str(error))

@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
-from skyrl_train.config.secrets import looks_like_credential
+from skyrl_train.config.redaction import is_credential_name
 from skyrl_train.environments.tools.base import Tool, ToolError
-from skyrl_train.environments.tools.guard import Guard
-from skyrl_train.environments.tools.proxy import REFUSED, CheckingProxy
+from skyrl_train.environments.tools.url_policy import UrlPolicy
+from skyrl_train.environments.tools.proxy import DENIED_HEADER, FilteringProxy
 from skyrl_train.errors import ConfigError
-from skyrl_train.tasks import within
+from skyrl_train.aio import with_timeout
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -34,15 +34,15 @@ FLAGS = (
     "--js-flags=--max-old-space-size=512",
 )
 MAX_TABS = 5
-CLOSE_S = 1.5
+CLOSE_TIMEOUT_S = 1.5
 SETTLE_MS = 100
-ANSWER_S = 5.0
+PAGE_TIMEOUT_S = 5.0
 """Time for a page's process to answer on a busy machine; one that does not is stuck in a script."""
-LOST = "the page did not answer any more, so it was closed; goto opens another one."
-NEW_TAB_S = 5.0
+PAGE_CRASHED_MESSAGE = "the page did not answer any more, so it was closed; goto opens another one."
+NEW_TAB_TIMEOUT_S = 5.0
 ATTEMPTS = 10
 NAVIGATION_ERRORS = ("interrupted by another navigation", "Execution context was destroyed")
-READ = """() => {
+READ_PAGE_SCRIPT = """() => {
     document.querySelectorAll('[data-element]').forEach(e => e.removeAttribute('data-element'));
     const shown = [...document.querySelectorAll(
         'a[href],button,input:not([type=hidden]),textarea,select,[role=button]'
@@ -58,7 +58,7 @@ READ = """() => {
     };
 }"""
 """Page -> title, text and elements. It runs in the page, so its result is untrusted."""
-OPENS_TAB = """e => {
+OPENS_TAB_SCRIPT = """e => {
     const link = e.closest('a[href],area[href]');
     const form = ['submit', 'image'].includes(e.type) ? e.form : null;
     if (!link && !form) return false;
@@ -107,12 +107,12 @@ class BrowserTool(Tool):
         timeout: float = 30.0,
         max_bytes: int = 64 * 2**20,
     ):
-        self.guard = Guard(domains, allow_private)
+        self.url_policy = UrlPolicy(domains, allow_private)
         self.executable = _chromium(executable)
         _library()
         self.deadline_s = timeout
         self.max_bytes = max_bytes
-        self._proxy: CheckingProxy | None = None
+        self._proxy: FilteringProxy | None = None
         self._context: Any = None
         self._open: AsyncExitStack | None = None
         self._interrupted = False
@@ -123,15 +123,15 @@ class BrowserTool(Tool):
             await self.close()
         self._interrupted = True
         try:
-            if await self._close_lost() and arguments["action"] != "goto":
-                raise ToolError(LOST)
+            if await self._close_crashed_tabs() and arguments["action"] != "goto":
+                raise ToolError(PAGE_CRASHED_MESSAGE)
             page = await self._page()
             await self._act(page, arguments)
-            shown = await self._shown()
+            shown = await self._render_page()
             self._interrupted = False
             return shown
         except _library().Error as error:  # Playwright's own errors, including timeouts
-            reason = LOST if await self._close_lost() else str(error).splitlines()[0][:300]
+            reason = PAGE_CRASHED_MESSAGE if await self._close_crashed_tabs() else str(error).splitlines()[0][:300]
             self._interrupted = self._context is None
             raise ToolError(f"{arguments['action']} failed: {reason}") from error
         except ToolError:
@@ -144,17 +144,17 @@ class BrowserTool(Tool):
     async def _act(self, page: Any, arguments: dict[str, Any]) -> None:
         action = arguments["action"]
         if action == "goto":
-            url = _needed(arguments, "url").strip()
-            self.guard.target(url)  # for a clear message: the proxy would refuse it too
+            url = _required_argument(arguments, "url").strip()
+            self.url_policy.check_url(url)  # for a clear message: the proxy would refuse it too
             response = await _retried(page, lambda: page.goto(url))
-            if response is not None and response.headers.get(REFUSED):
+            if response is not None and response.headers.get(DENIED_HEADER):
                 raise ToolError((await response.text())[:500])
         elif action in ("click", "type"):
-            number = int(_needed(arguments, "element"))
+            number = int(_required_argument(arguments, "element"))
             element = page.locator(f'[data-element="{number}"]').first
             if await element.count() == 0:
                 raise ToolError(f"there is no element {number}; read shows which there are.")
-            await (self._click(element) if action == "click" else element.fill(_needed(arguments, "text")))
+            await (self._click(element) if action == "click" else element.fill(_required_argument(arguments, "text")))
         elif action == "back" and await page.go_back() is None and len(self._context.pages) > 1:
             await page.close()
 
@@ -163,7 +163,7 @@ class BrowserTool(Tool):
 
         What there is after 0.7 of the deadline is shown.
         """
-        opens_tab = await element.evaluate(OPENS_TAB)
+        opens_tab = await element.evaluate(OPENS_TAB_SCRIPT)
         loop = asyncio.get_running_loop()
         until = loop.time() + 0.7 * self.deadline_s
         with _Navigations(self._context) as navigations:
@@ -173,13 +173,13 @@ class BrowserTool(Tool):
                     await asyncio.sleep(SETTLE_MS / 1000)  # time for a navigation to begin
                     if opens_tab:
                         with contextlib.suppress(TimeoutError):
-                            await within(min(NEW_TAB_S, 0.2 * self.deadline_s), navigations.begun.wait())
+                            await with_timeout(min(NEW_TAB_TIMEOUT_S, 0.2 * self.deadline_s), navigations.begun.wait())
                     await navigations.finish()
                     await self._context.pages[-1].wait_for_load_state()
 
-    async def _shown(self) -> str:
+    async def _render_page(self) -> str:
         page = await self._page()
-        seen = await _retried(page, lambda: page.evaluate(READ))
+        seen = await _retried(page, lambda: page.evaluate(READ_PAGE_SCRIPT))
         elements = [
             f"[{number}] {tag} {name}{f' -> {link}' if link else ''}"
             for number, (tag, name, link) in enumerate(seen["elements"], 1)
@@ -187,17 +187,17 @@ class BrowserTool(Tool):
         listing = "\n".join(["", "Elements:", *elements]) if elements else ""
         return f"{seen['title']}\n{page.url}\n\n{seen['text']}{listing}"
 
-    async def _close_lost(self) -> bool:
+    async def _close_crashed_tabs(self) -> bool:
         """Close tabs that no navigation can leave, and return whether the newest was one."""
         tabs = list(self._context.pages) if self._context is not None else []
         answers = await asyncio.gather(*map(self._answers, tabs))
-        async with asyncio.timeout(CLOSE_S):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await asyncio.gather(*(tab.close() for tab, answer in zip(tabs, answers, strict=True) if not answer))
         return bool(tabs) and not answers[-1]
 
     async def _answers(self, page: Any) -> bool:
         try:
-            async with asyncio.timeout(min(ANSWER_S, 0.2 * self.deadline_s)):
+            async with asyncio.timeout(min(PAGE_TIMEOUT_S, 0.2 * self.deadline_s)):
                 await page.evaluate("0")
         except TimeoutError:
             return False
@@ -214,7 +214,7 @@ class BrowserTool(Tool):
     async def _start(self) -> None:
         root = os.geteuid() == 0
         self._open = AsyncExitStack()
-        self._proxy = await self._open.enter_async_context(CheckingProxy(self.guard, self.max_bytes))
+        self._proxy = await self._open.enter_async_context(FilteringProxy(self.url_policy, self.max_bytes))
         playwright = await self._open.enter_async_context(_library().async_playwright())
         browser = await playwright.chromium.launch(
             executable_path=self.executable,
@@ -222,7 +222,7 @@ class BrowserTool(Tool):
             # Chromium's own sandbox does not start as root: run training as another user to have it.
             chromium_sandbox=not root,
             proxy={"server": f"http://127.0.0.1:{self._proxy.port}", "bypass": "<-loopback>"},
-            env={name: value for name, value in os.environ.items() if not looks_like_credential(name)},
+            env={name: value for name, value in os.environ.items() if not is_credential_name(name)},
             handle_sigint=False,
             handle_sigterm=False,
             handle_sighup=False,
@@ -245,10 +245,10 @@ class BrowserTool(Tool):
             return
         with contextlib.suppress(Exception):
             if context is not None:
-                await within(CLOSE_S, context.browser.close())
+                await with_timeout(CLOSE_TIMEOUT_S, context.browser.close())
         _kill(proxy)  # if it did not close
         with contextlib.suppress(Exception):
-            await within(CLOSE_S, opened.aclose())
+            await with_timeout(CLOSE_TIMEOUT_S, opened.aclose())
 
 
 class _Navigations:
@@ -309,7 +309,7 @@ async def _retried(page: Any, attempt: Callable[[], Awaitable[Any]]) -> Any:
     return await attempt()
 
 
-def _kill(proxy: CheckingProxy) -> None:
+def _kill(proxy: FilteringProxy) -> None:
     """Kill the browser among this process's descendants that uses `proxy`."""
     mark = f"127.0.0.1:{proxy.port}"
     for process in psutil.Process().children(recursive=True):
@@ -318,13 +318,13 @@ def _kill(proxy: CheckingProxy) -> None:
                 process.kill()
 
 
-def _needed(arguments: dict[str, Any], name: str) -> Any:
+def _required_argument(arguments: dict[str, Any], name: str) -> Any:
     if name not in arguments:
         raise ToolError(f"{arguments['action']} needs the argument {name!r}.")
     return arguments[name]
 
 
-def installed() -> tuple[bool, str | None]:
+def find_browser() -> tuple[bool, str | None]:
     """Whether the library is installed, and where a browser is that it could drive."""
     found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     return importlib.util.find_spec("playwright") is not None, found

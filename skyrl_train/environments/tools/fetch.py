@@ -18,14 +18,14 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from skyrl_train.environments.tools.base import Tool, ToolError
-from skyrl_train.environments.tools.guard import Guard, Refused, Target
+from skyrl_train.environments.tools.url_policy import UrlPolicy, UrlNotAllowed, Target
 
-MAX_HOPS = 5
+MAX_REDIRECTS = 5
 MAX_BYTES = 2 * 2**20
 READ_SIZE = 2**16
 REDIRECTS = (301, 302, 303, 307, 308)
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-SILENT = {
+INVISIBLE_ELEMENTS = {
     name: re.compile(f"</{name}" if name != "head" else "</head|<body", re.IGNORECASE)
     for name in ("script", "style", "noscript", "template", "svg", "head")
 }
@@ -33,7 +33,7 @@ SILENT = {
 CHARSETS = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift_jis|ascii|mac")
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
 HREF = re.compile(r"\shref\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"'>]+)", re.IGNORECASE)
-BREAKS = frozenset({"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre"})
+BLOCK_ELEMENTS = frozenset({"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Page:
         content = self.body.decode(_charset(self.content_type), errors="replace")
         if "html" not in self.content_type:
             return content
-        shown = "".join(_shown(content))
+        shown = "".join(_visible_text(content))
         return re.sub(r"[ \t]*\n\s*", "\n", re.sub(r"[ \t]+", " ", shown)).strip()
 
 
@@ -63,7 +63,7 @@ def _charset(content_type: str) -> str:
     return "utf-8"
 
 
-def _shown(page: str) -> Iterator[str]:
+def _visible_text(page: str) -> Iterator[str]:
     """The visible text of HTML, with the targets of links. Every search continues where the last one ended, and the
     page ends at a search that finds nothing: `html.parser` takes quadratic time, hours for a hostile page."""
     links: list[str] = []
@@ -81,30 +81,30 @@ def _shown(page: str) -> Iterator[str]:
         if tag is None:
             continue
         closes, name = bool(tag[1]), tag[2].lower()
-        if name in BREAKS:
+        if name in BLOCK_ELEMENTS:
             yield "\n"
         elif name == "a" and not closes:
             href = HREF.search(page, begun, at)
             links.append(unescape(href[1].strip("\"'")) if href else "")
         elif name == "a" and links and (link := links.pop()):
             yield f" ({link[:300]})"
-        elif name in SILENT and not closes:
-            over = SILENT[name].search(page, at)
+        elif name in INVISIBLE_ELEMENTS and not closes:
+            over = INVISIBLE_ELEMENTS[name].search(page, at)
             if over is None:
                 return
             at = over.start()
     yield unescape(page[at:])
 
 
-class _CheckedResolver(AbstractResolver):
+class _PolicyResolver(AbstractResolver):
     """Gives aiohttp the addresses to connect to: the guard's, looked up once per connection."""
 
-    def __init__(self, guard: Guard):
-        self.guard = guard
+    def __init__(self, url_policy: UrlPolicy):
+        self.url_policy = url_policy
 
     async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[ResolveResult]:
         # The scheme does not matter here: `target` has already accepted the host and the port.
-        addresses = await self.guard.addresses(Target("http", host.lower().removesuffix("."), port))
+        addresses = await self.url_policy.resolve(Target("http", host.lower().removesuffix("."), port))
         return [
             ResolveResult(
                 hostname=host,
@@ -121,14 +121,14 @@ class _CheckedResolver(AbstractResolver):
         pass
 
 
-async def fetch(url: str, guard: Guard, max_bytes: int = MAX_BYTES, deadline_s: float = 20.0) -> Page:
+async def fetch(url: str, url_policy: UrlPolicy, max_bytes: int = MAX_BYTES, deadline_s: float = 20.0) -> Page:
     """GET `url`, following at most 5 redirects.
 
     Raises Refused if the guard refuses any hop, or if the body has more than `max_bytes` after decompression, which
     stops there; ToolError if the server gives no HTTP answer within `deadline_s`.
     """
     connector = aiohttp.TCPConnector(
-        resolver=_CheckedResolver(guard), use_dns_cache=False, force_close=True, limit=1, happy_eyeballs_delay=None
+        resolver=_PolicyResolver(url_policy), use_dns_cache=False, force_close=True, limit=1, happy_eyeballs_delay=None
     )
     headers = {"Accept-Encoding": "gzip, deflate", "User-Agent": "skyrl-train"}
     try:
@@ -140,40 +140,40 @@ async def fetch(url: str, guard: Guard, max_bytes: int = MAX_BYTES, deadline_s: 
                 trust_env=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
             ) as session:
-                return await _follow(session, url, guard, max_bytes)
+                return await _follow(session, url, url_policy, max_bytes)
     except TimeoutError as error:
         raise ToolError(f"{url:.200} did not answer within {deadline_s:g} s") from error
     except (aiohttp.ClientError, OSError, zlib.error) as error:
-        if isinstance(error.__cause__, Refused):
+        if isinstance(error.__cause__, UrlNotAllowed):
             raise error.__cause__ from None
         raise ToolError(f"{url:.200} could not be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-async def _follow(session: aiohttp.ClientSession, url: str, guard: Guard, max_bytes: int) -> Page:
-    for _ in range(MAX_HOPS + 1):
-        target = guard.target(url)
+async def _follow(session: aiohttp.ClientSession, url: str, url_policy: UrlPolicy, max_bytes: int) -> Page:
+    for _ in range(MAX_REDIRECTS + 1):
+        target = url_policy.check_url(url)
         if target.host.strip("[]").replace(".", "").isdigit() or ":" in target.host:
-            await guard.addresses(target)  # aiohttp asks no resolver about a numeric address
+            await url_policy.resolve(target)  # aiohttp asks no resolver about a numeric address
         async with session.get(url, allow_redirects=False) as response:
             where = response.headers.get("Location")
             if response.status not in REDIRECTS or where is None:
                 body = await _read(response, max_bytes)
                 return Page(url, response.status, response.headers.get("Content-Type", "").lower(), body)
             url = urljoin(url, where)
-    raise Refused(f"more than {MAX_HOPS} redirects")
+    raise UrlNotAllowed(f"more than {MAX_REDIRECTS} redirects")
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """The body, decompressed as far as `max_bytes`."""
     coding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if coding != "identity" and coding not in WINDOW_BITS:
-        raise Refused(f"the content encoding {coding!r:.50} is not read")
+        raise UrlNotAllowed(f"the content encoding {coding!r:.50} is not read")
     inflate = None if coding == "identity" else zlib.decompressobj(WINDOW_BITS[coding])
     body = bytearray()
     async for chunk in response.content.iter_chunked(READ_SIZE):
         body += chunk if inflate is None else inflate.decompress(chunk, max_bytes + 1 - len(body))
         if len(body) > max_bytes:
-            raise Refused(f"the answer has more than {max_bytes} bytes")
+            raise UrlNotAllowed(f"the answer has more than {max_bytes} bytes")
     return bytes(body)
 
 
@@ -193,7 +193,7 @@ class FetchTool(Tool):
         max_bytes: int = MAX_BYTES,
         timeout: float = 20.0,
     ):
-        self.guard = Guard(domains, allow_private)
+        self.url_policy = UrlPolicy(domains, allow_private)
         self.max_bytes = max_bytes
         self.deadline_s = timeout + 1.0
         self.timeout = timeout
@@ -204,7 +204,7 @@ class FetchTool(Tool):
         }
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        page = await fetch(arguments["url"].strip(), self.guard, self.max_bytes, self.timeout)
+        page = await fetch(arguments["url"].strip(), self.url_policy, self.max_bytes, self.timeout)
         if page.status >= 400:
             raise ToolError(f"{page.url} answered with status {page.status}")
         return page.text()

@@ -19,25 +19,25 @@ from typing import Any
 
 import psutil
 
-from skyrl_train.environments.tools.arguments import Arguments, Unusable
+from skyrl_train.environments.tools.argument_validation import ArgumentValidator, SchemaError
 from skyrl_train.environments.tools.base import BadArguments, Tool, ToolError
 from skyrl_train.errors import ConfigError
 
-CONNECT_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
 """Time for a server to start and list its tools, at the start of an episode."""
 MAX_PAGES = 20
 MAX_MESSAGE = 128 * 2**20
 """Maximum bytes of a server's message; a longer one ends the connection. The model gets `max_output` characters."""
-CLOSED = -32000
+CONNECTION_CLOSED = -32000
 """The SDK's code for a connection that has ended: the next call connects anew."""
-STOP_S = 1.0
+STOP_TIMEOUT_S = 1.0
 """Time for a program to exit before it is killed."""
 MAX_DESCRIPTION = 2000
 SERVER_KEYS = ("command", "args", "env", "cwd", "url", "tools", "sha256")
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class McpServer:
     """One entry of `servers`: either a program that communicates over its stdin and stdout, or a URL."""
 
     name: str
@@ -53,7 +53,7 @@ class Server:
     """The expected `fingerprint`; None accepts the list that the first connection of this process shows."""
 
     @staticmethod
-    def read(name: str, entry: Any) -> Server:
+    def from_config(name: str, entry: Any) -> McpServer:
         """Parse and check an entry of the configuration. Raises ConfigError."""
         key = f"servers.{name}"
         if not isinstance(entry, Mapping) or (strange := set(entry) - set(SERVER_KEYS)):
@@ -68,7 +68,7 @@ class Server:
             raise ConfigError(f"{key}.url={url!r} is not an http:// or https:// address.")
         if command is not None and shutil.which(str(command)) is None:
             raise ConfigError(f"{key}.command={command!r} is no program on PATH.")
-        return Server(
+        return McpServer(
             name,
             tuple(map(str, entry["tools"])),
             command,
@@ -80,11 +80,11 @@ class Server:
         )
 
 
-Listing = dict[str, dict[str, Any]]
+ToolListing = dict[str, dict[str, Any]]
 """A server's tools: name -> {"description", "parameters"}."""
 
 
-def fingerprint(listing: Listing) -> str:
+def fingerprint(listing: ToolListing) -> str:
     """SHA-256 of the names, descriptions and schemas of a server's tools, independent of their order."""
     return hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
 
@@ -103,10 +103,10 @@ class McpTool(Tool):
     def __init__(self, servers: Mapping[str, Any], timeout: float = 30.0):
         _library()
         self.deadline_s = timeout
-        self.servers = {name: Server.read(name, entry) for name, entry in servers.items()}
+        self.servers = {name: McpServer.from_config(name, entry) for name, entry in servers.items()}
         self._connections: dict[str, _Connection] = {}
-        self.pinned = {name: pinned(server) for name, server in self.servers.items()}
-        self._arguments = {name: arguments_of(server) for name, server in self.servers.items()}
+        self.pinned = {name: pinned_tools(server) for name, server in self.servers.items()}
+        self._arguments = {name: argument_validators(server) for name, server in self.servers.items()}
         allowed = [f"{name}.{tool}" for name, server in self.servers.items() for tool in server.tools]
         self.description = "Call one of these tools:\n" + "\n".join(map(self._line, allowed))
         self.parameters: dict[str, Any] = {
@@ -129,21 +129,21 @@ class McpTool(Tool):
         server = self.servers.get(name)
         if server is None or tool not in server.tools:
             raise ToolError(f"{arguments['tool']!r:.100} is not an allowed tool.")
-        if wrong := self._arguments[name][tool].wrong(arguments["arguments"]):
+        if wrong := self._arguments[name][tool].find_problem(arguments["arguments"]):
             raise BadArguments(f"{arguments['tool']}: {wrong}")
         connection = self._connections.setdefault(name, _Connection(server))
         try:
             client = await connection.client()
-            if await listing_of(client) != self.pinned[name]:
+            if await read_tool_listing(client) != self.pinned[name]:
                 raise ToolError(f"The server {name!r} has changed its tools since the episode began: refused.")
             result = await client.call_tool(tool, arguments["arguments"])
         except (ToolError, asyncio.CancelledError):
             raise
         except Exception as error:
-            if getattr(error, "code", CLOSED) == CLOSED:  # the connection ended, or the error is not the server's
+            if getattr(error, "code", CONNECTION_CLOSED) == CONNECTION_CLOSED:  # the connection ended, or the error is not the server's
                 self._connections.pop(name, None)
                 await connection.close()
-            raise ToolError(f"{arguments['tool']} failed: {reason(error)}") from error
+            raise ToolError(f"{arguments['tool']} failed: {root_cause(error)}") from error
         text = "\n".join(_text(block) for block in result.content)
         if result.is_error:
             raise ToolError(text or f"{arguments['tool']} failed.")
@@ -156,7 +156,7 @@ class McpTool(Tool):
 class _Connection:
     """A client that one task enters and leaves, as its cancel scopes require, and that any task may call."""
 
-    def __init__(self, server: Server):
+    def __init__(self, server: McpServer):
         self._server = server
         self._client: asyncio.Future[Any] | None = None
         self._stop = asyncio.Event()
@@ -171,7 +171,7 @@ class _Connection:
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         try:
-            async with connected(self._server) as client:
+            async with connect(self._server) as client:
                 ready.set_result(client)
                 await self._stop.wait()
         except Exception as error:
@@ -188,7 +188,7 @@ class _Connection:
 
 
 @asynccontextmanager
-async def connected(server: Server) -> AsyncIterator[Any]:
+async def connect(server: McpServer) -> AsyncIterator[Any]:
     """An SDK client of `server` for the duration of the block; the server's process, if any, ends with the block."""
     library = _library()
     if server.url is not None:
@@ -199,12 +199,12 @@ async def connected(server: Server) -> AsyncIterator[Any]:
         ) as client:
             yield client
         return
-    async with library.Client(_program(server), cache=None) as client:
+    async with library.Client(_stdio_streams(server), cache=None) as client:
         yield client
 
 
 @asynccontextmanager
-async def _program(server: Server) -> AsyncIterator[Any]:
+async def _stdio_streams(server: McpServer) -> AsyncIterator[Any]:
     """Streams between the SDK and a program, one JSON message a line.
 
     Replaces the SDK's own: that takes time quadratic in the length of a line, and an unresponsive server blocks it for
@@ -271,7 +271,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
     finally:
         family |= _descendants(process)
@@ -281,7 +281,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
         process._transport.close()  # type: ignore[attr-defined]  # a child that left the group may hold the pipe
 
@@ -294,9 +294,9 @@ def _descendants(process: asyncio.subprocess.Process) -> set[psutil.Process]:
     return set()
 
 
-async def listing_of(client: Any) -> Listing:
+async def read_tool_listing(client: Any) -> ToolListing:
     """All tools of a connected server. Raises ToolError for an endless list."""
-    listing: Listing = {}
+    listing: ToolListing = {}
     cursor = None
     for _ in range(MAX_PAGES):
         page = await client.list_tools(cursor=cursor)
@@ -308,15 +308,15 @@ async def listing_of(client: Any) -> Listing:
     raise ToolError(f"the server's list of tools has more than {MAX_PAGES} pages.")
 
 
-def shown_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
+def list_server_tools(name: str, entry: Mapping[str, Any]) -> list[str]:
     """The names of all tools of a server, given its entry without `tools`, for callers that allow all of them."""
-    return sorted(_first_listing(Server.read(name, {**entry, "tools": ["all"]})))
+    return sorted(_first_listing(McpServer.from_config(name, {**entry, "tools": ["all"]})))
 
 
 _pinning = threading.Lock()
 
 
-def pinned(server: Server) -> Listing:
+def pinned_tools(server: McpServer) -> ToolListing:
     """Return the list that `server` showed first in this process; every later connection must show the same.
 
     Raises ConfigError if it is not as configured.
@@ -326,7 +326,7 @@ def pinned(server: Server) -> Listing:
 
 
 @functools.cache
-def _pin(server: Server) -> Listing:
+def _pin(server: McpServer) -> ToolListing:
     listing = _first_listing(server)
     digest = fingerprint(listing)
     if server.sha256 not in (None, digest):
@@ -339,7 +339,7 @@ def _pin(server: Server) -> Listing:
     return listing
 
 
-def arguments_of(server: Server) -> dict[str, Arguments]:
+def argument_validators(server: McpServer) -> dict[str, ArgumentValidator]:
     """The arguments of a server's allowed tools, by its own schemas. Raises ConfigError for one that is none.
 
     Names that a schema does not know are the server's to refuse.
@@ -347,8 +347,8 @@ def arguments_of(server: Server) -> dict[str, Arguments]:
     found = {}
     for tool in server.tools:
         try:
-            found[tool] = Arguments(pinned(server)[tool]["parameters"], closed=False)
-        except Unusable as error:
+            found[tool] = ArgumentValidator(pinned_tools(server)[tool]["parameters"], reject_unknown=False)
+        except SchemaError as error:
             raise ConfigError(
                 f"servers.{server.name}.tools: the arguments of {tool!r} have a schema that cannot be used: {error}; "
                 "leave the tool out, or correct its server."
@@ -356,20 +356,20 @@ def arguments_of(server: Server) -> dict[str, Arguments]:
     return found
 
 
-def _first_listing(server: Server) -> Listing:
-    async def ask() -> Listing:
-        async with asyncio.timeout(CONNECT_S), connected(server) as client:
-            return await listing_of(client)
+def _first_listing(server: McpServer) -> ToolListing:
+    async def ask() -> ToolListing:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S), connect(server) as client:
+            return await read_tool_listing(client)
 
     try:
         with ThreadPoolExecutor(1) as thread:  # the tool's constructor is synchronous; its caller may have a loop
             return thread.submit(asyncio.run, ask()).result()
     except (Exception, BaseExceptionGroup) as error:
         where = server.url or json.dumps([server.command, *server.args])
-        raise ConfigError(f"servers.{server.name}: {where:.200} gave no list of tools: {reason(error)}") from error
+        raise ConfigError(f"servers.{server.name}: {where:.200} gave no list of tools: {root_cause(error)}") from error
 
 
-def reason(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """The first cause inside the exception groups that task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.environments.fences import fences, outside
+from skyrl_train.environments.fenced_blocks import find_fenced_blocks, text_outside
 
 MAX_CALLS = 16
 """Maximum number of calls in one message; one more is an error and ends parsing."""
@@ -79,7 +79,7 @@ def parse_calls(text: str, style: str, tags: Mapping[str, str] | None = None) ->
     return calls
 
 
-def tags_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def tool_tags(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Tag -> argument for `parse_calls`, for every tool whose only required argument is a string."""
     tags = {}
     for function in (schema["function"] for schema in schemas):
@@ -110,13 +110,13 @@ def _tagged(text: str, tags: Mapping[str, str]) -> Iterator[ToolCall | ParseErro
 
 def _json_calls(text: str) -> Iterator[ToolCall | ParseError]:
     """The calls in fences; without any, those from the first line outside that begins with an object or a list."""
-    found, fenced = False, fences(text)
+    found, fenced = False, find_fenced_blocks(text)
     for fence in fenced:
         if fence.language in CALL_FENCES:
             for call in _calls_in(fence.body, fence.body, strict=False):
                 found = True
                 yield call
-    rest = "" if found else outside(text, fenced)
+    rest = "" if found else text_outside(text, fenced)
     if begun := OBJECT_LINE.search(rest):
         yield from _calls_in(rest[begun.end() :], rest[begun.end() :], strict=False)
 
@@ -253,7 +253,7 @@ def render_tools(schemas: Sequence[Mapping[str, Any]], style: str, dialect: str 
 
 
 def _render_xml(schemas: Sequence[Mapping[str, Any]]) -> str:
-    tags = tags_of(schemas)
+    tags = tool_tags(schemas)
     parts = ["You can call these tools."]
     others = []
     for function in (schema["function"] for schema in schemas):

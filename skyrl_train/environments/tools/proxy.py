@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from skyrl_train.environments.tools.guard import HOST_PORT, Guard, Refused, Target
+from skyrl_train.environments.tools.url_policy import HOST_PORT, UrlPolicy, UrlNotAllowed, Target
 
-MAX_HEAD = 2**16
-CONNECT_S = 15.0
-REFUSED = "x-refused"
+MAX_HEADER_BYTES = 2**16
+CONNECT_TIMEOUT_S = 15.0
+DENIED_HEADER = "x-refused"
 """Header that marks the proxy's own answers."""
 HOP_BY_HOP = ("connection", "proxy-", "keep-alive", "host", "upgrade")
 
 
-class CheckingProxy:
+class FilteringProxy:
     """An HTTP proxy that connects only to addresses checked by `guard`, and transfers at most `max_bytes` in total.
 
     Every request has its own connection, so that none reaches a host that was checked for another request. The content
@@ -26,15 +26,15 @@ class CheckingProxy:
             ...  # chromium --proxy-server=http://127.0.0.1:{proxy.port} --proxy-bypass-list=<-loopback>
     """
 
-    def __init__(self, guard: Guard, max_bytes: int = 64 * 2**20):
-        self.guard = guard
-        self.left = max_bytes
+    def __init__(self, url_policy: UrlPolicy, max_bytes: int = 64 * 2**20):
+        self.url_policy = url_policy
+        self.bytes_left = max_bytes
         self.port = 0
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> CheckingProxy:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=MAX_HEAD)
+    async def __aenter__(self) -> FilteringProxy:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=MAX_HEADER_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -64,8 +64,8 @@ class CheckingProxy:
         where, _, _ = rest.rpartition(" ")
         try:
             target = self._target(method, where)
-            above, below = await _connect(await self.guard.addresses(target), target)
-        except Refused as refused:
+            above, below = await _connect(await self.url_policy.resolve(target), target)
+        except UrlNotAllowed as refused:
             await _answer(writer, 403, f"Refused: {refused}")
             return
         except (OSError, TimeoutError) as error:
@@ -85,11 +85,11 @@ class CheckingProxy:
 
     def _target(self, method: str, where: str) -> Target:
         if method != "CONNECT":
-            return self.guard.target(where)
+            return self.url_policy.check_url(where)
         parts = HOST_PORT.fullmatch(where.lower())
         if parts is None:
-            raise Refused(f"{where!r:.200} is no host and port")
-        return self.guard.checked("https", parts["host"], int(parts["port"]))
+            raise UrlNotAllowed(f"{where!r:.200} is no host and port")
+        return self.url_policy.check_host("https", parts["host"], int(parts["port"]))
 
     async def _relay(
         self,
@@ -112,8 +112,8 @@ class CheckingProxy:
             await asyncio.gather(upwards, return_exceptions=True)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while (data := await source.read(2**16)) and self.left > 0:
-            self.left -= len(data)
+        while (data := await source.read(2**16)) and self.bytes_left > 0:
+            self.bytes_left -= len(data)
             sink.write(data)
             await sink.drain()
 
@@ -121,8 +121,8 @@ class CheckingProxy:
 async def _connect(addresses: Sequence[str], target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     for number, address in enumerate(addresses, 1):
         try:
-            async with asyncio.timeout(CONNECT_S):
-                return await asyncio.open_connection(address, target.port, limit=MAX_HEAD)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await asyncio.open_connection(address, target.port, limit=MAX_HEADER_BYTES)
         except (OSError, TimeoutError):
             if number == len(addresses):
                 raise
@@ -139,5 +139,5 @@ def _request(first: str, headers: Sequence[str], target: Target) -> bytes:
 async def _answer(writer: asyncio.StreamWriter, status: int, text: str) -> None:
     body = text.encode(errors="replace")
     head = f"HTTP/1.1 {status} Refused\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
-    writer.write(f"{head}{REFUSED}: 1\r\nConnection: close\r\n\r\n".encode() + body)
+    writer.write(f"{head}{DENIED_HEADER}: 1\r\nConnection: close\r\n\r\n".encode() + body)
     await writer.drain()

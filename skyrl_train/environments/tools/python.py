@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.tools.base import Tool
-from skyrl_train.environments.tools.sandbox import END_S, PYTHON, START_S, Limits, Outcome, Sandbox, Session
+from skyrl_train.environments.tools.sandbox import KILL_TIMEOUT_S, PYTHON, START_TIMEOUT_S, Limits, SandboxResult, Sandbox, Session
 
 
 class PythonTool(Tool):
@@ -36,13 +36,13 @@ class PythonTool(Tool):
     ):
         self.persistent = persistent
         self.max_output = max_output
-        self.deadline_s = wall_s + START_S + END_S
-        self._sandbox = Sandbox.of(sandbox, Limits(wall_s=wall_s, cpu_s=wall_s, memory_mb=memory_mb))
+        self.deadline_s = wall_s + START_TIMEOUT_S + KILL_TIMEOUT_S
+        self._sandbox = Sandbox.from_config(sandbox, Limits(wall_s=wall_s, cpu_s=wall_s, memory_mb=memory_mb))
         self._session: Session | None = None
 
     @classmethod
     def check(cls, **settings: Any) -> None:
-        Sandbox.of(settings.get("sandbox")).check()
+        Sandbox.from_config(settings.get("sandbox")).check()
 
     async def call(self, arguments: dict[str, Any]) -> str:
         return await asyncio.to_thread(self._continue if self.persistent else self._run, arguments["code"])
@@ -60,7 +60,7 @@ class PythonTool(Tool):
             self._session = self._sandbox.session()
         return self.rendered(self._session.execute(code))
 
-    def rendered(self, outcome: Outcome) -> str:
+    def rendered(self, outcome: SandboxResult) -> str:
         """The text that the model reads of a run. Subclasses may raise ToolError for runs that they consider failed."""
         parts = [text.rstrip("\n") for text in (outcome.stdout, outcome.stderr) if text.strip("\n")]
         if outcome.timed_out:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import TOOLS
-from skyrl_train.environments.tools.base import Tool, arguments_of
+from skyrl_train.environments.tools.base import Tool, argument_validator
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import Registry
 
@@ -38,5 +38,5 @@ def check_tool(name: str, settings: Mapping[str, Any] | None = None) -> None:
     Raises ConfigError.
     """
     made = make_tool(name, settings)
-    arguments_of(made)
+    argument_validator(made)
     type(made).check(**(settings or {}))

@@ -30,11 +30,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from skyrl_train.config.environment import SandboxConfig
-from skyrl_train.environments.tools.sandbox_streams import WATCH_S, Block, Streams
-from skyrl_train.environments.tools.sandbox_view import SandboxView
-from skyrl_train.environments.tools.syscalls import denied_program
+from skyrl_train.environments.tools.sandbox_streams import POLL_INTERVAL_S, CodeBlock, OutputStreams
+from skyrl_train.environments.tools.sandbox_monitor import SandboxMonitor
+from skyrl_train.environments.tools.seccomp_filter import build_filter
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.messages import to_stderr
+from skyrl_train.terminal import print_stderr
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ PYTHON = "/usr/bin/python3"
 KINDS = ("bubblewrap", "unsafe_local")
 KEY = "environment.skyrl_gym.sandbox"
 CONSENT = "i_know_this_runs_model_code_on_this_machine"
-END_S = 10.0
+KILL_TIMEOUT_S = 10.0
 """Time for a killed process tree to end."""
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 """Time for bubblewrap to make a sandbox on a busy machine; not counted as the program's time."""
 TOKEN_BYTES = 16
 _SCRATCH_UID = 2_000_000_000
@@ -74,7 +74,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SandboxResult:
     """How a run ended."""
 
     stdout: str
@@ -102,7 +102,7 @@ class Sandbox:
         self.kind = kind
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any] | None, limits: Limits | None = None) -> Sandbox:
+    def from_config(cls, settings: Mapping[str, Any] | None, limits: Limits | None = None) -> Sandbox:
         """Make the sandbox that `environment.skyrl_gym.sandbox` describes.
 
         Raises ConfigError for unsafe_local without the second key, which consents to it.
@@ -122,7 +122,7 @@ class Sandbox:
         For unsafe_local it only prints a banner.
         """
         if self.kind == "unsafe_local":
-            to_stderr(_BANNER)
+            print_stderr(_BANNER)
             return
         with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
             os.chmod(folder, 0o755)
@@ -130,10 +130,10 @@ class Sandbox:
             planted.write_text("here")
             port = server.getsockname()[1]
             limits = Limits(wall_s=60.0, files=8)
-            probe = [PYTHON, "-I", "-c", _PROBE, str(planted), str(port), str(limits.processes)]
+            probe = [PYTHON, "-I", "-c", _ESCAPE_PROBE, str(planted), str(port), str(limits.processes)]
             try:
                 found = self.run({}, probe, limits=limits)
-                crowd = self.run({}, [PYTHON, "-I", "-c", _CROWD], limits=limits)
+                crowd = self.run({}, [PYTHON, "-I", "-c", _FILE_LIMIT_PROBE], limits=limits)
             except (EnvironmentFailure, OSError) as error:
                 raise ConfigError(_refusal(f"it does not start: {error}")) from error
         if crowd.killed_by != "files":
@@ -149,13 +149,13 @@ class Sandbox:
         command: Sequence[str],
         stdin: bytes = b"",
         limits: Limits | None = None,
-    ) -> Outcome:
+    ) -> SandboxResult:
         """Run `command` in a folder that contains `files` (names relative to it), and wait for its end.
 
         Thread-safe. Raises EnvironmentFailure("sandbox") if the sandbox itself cannot be created.
         """
         limits = limits or self.limits
-        with _Running(self.kind, files, command, limits, stdin) as running:
+        with _SandboxProcess(self.kind, files, command, limits, stdin) as running:
             return running.outcome(time.monotonic() + limits.wall_s)
 
     def session(self, limits: Limits | None = None) -> Session:
@@ -178,7 +178,7 @@ class Session:
             command = [PYTHON, "-I", "-u", _INSIDE.name, str(done)]
             inside = {_INSIDE.name: _INSIDE.read_bytes()}
             whole = replace(limits, cpu_s=self.CPU_S)
-            self._running: _Running | None = _Running(kind, inside, command, whole, code, keep=(done,))
+            self._running: _SandboxProcess | None = _SandboxProcess(kind, inside, command, whole, code, keep=(done,))
         except BaseException:
             self._close_pipes()
             raise
@@ -192,7 +192,7 @@ class Session:
         """False once a block was killed or ended the process, which loses all variables."""
         return self._running is not None
 
-    def execute(self, code: str, wall_s: float | None = None) -> Outcome:
+    def execute(self, code: str, wall_s: float | None = None) -> SandboxResult:
         """Run one block, for at most `wall_s` or the limit of the session.
 
         What it started ends with it; if it exceeds a limit or exits the process, so does the session.
@@ -203,7 +203,7 @@ class Session:
             raise RuntimeError("the session has ended")
         body = code.encode("utf-8", "replace")
         token = secrets.token_bytes(TOKEN_BYTES)
-        block = Block(len(body).to_bytes(8, "big") + token + body, token, self._code, self._done)
+        block = CodeBlock(len(body).to_bytes(8, "big") + token + body, token, self._code, self._done)
         self._running.resume()
         outcome = self._running.outcome(time.monotonic() + (wall_s or self._limits.wall_s), block)
         if self._running.ended:
@@ -229,7 +229,7 @@ class Session:
         self.close()
 
 
-class _Running:
+class _SandboxProcess:
     """One process tree, from its start to `end`."""
 
     def __init__(
@@ -244,15 +244,15 @@ class _Running:
         """`stdin` is the program's input, as bytes or as a descriptor; `keep` are descriptors that it inherits."""
         self.ended = False
         self._limits = limits
-        self._boxed = kind == "bubblewrap"
+        self._is_isolated = kind == "bubblewrap"
         self._report = b""
         """What bubblewrap reported about its first process and, at the end, about the program's exit."""
         self._init = -1
         """A descriptor of the first process inside, with which all others end; -1 if it did not start."""
-        self._view: SandboxView | None = None
+        self._view: SandboxMonitor | None = None
         with ExitStack() as stack, ExitStack() as at_end:
             source = _memory_file(stdin, stack) if isinstance(stdin, bytes) else stdin
-            if self._boxed:
+            if self._is_isolated:
                 self._status, status = os.pipe()
                 held, self._release = os.pipe()
                 for fd, owner in ((self._status, at_end), (status, stack), (held, stack), (self._release, at_end)):
@@ -276,7 +276,7 @@ class _Running:
         assert self._process.stdout is not None and self._process.stderr is not None
         self._at_end.enter_context(self._process.stdout)
         self._at_end.enter_context(self._process.stderr)
-        if self._boxed:
+        if self._is_isolated:
             try:
                 self._start(options)
             except BaseException:
@@ -295,7 +295,7 @@ class _Running:
         except ProcessLookupError:
             return
         self._at_end.callback(os.close, self._init)
-        self._view = SandboxView.wait_for(pid, self._init, START_S, self._at_end)
+        self._view = SandboxMonitor.wait_for(pid, self._init, START_TIMEOUT_S, self._at_end)
         if self._view is None:
             return
         limiter = [_installed("prlimit"), "--pid", str(pid), *_prlimit(self._limits)]
@@ -307,7 +307,7 @@ class _Running:
             os.write(self._release, b".")
 
     def _first_process(self) -> int | None:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while b"\n" not in self._report:
             if not select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
@@ -318,29 +318,29 @@ class _Running:
             return int(json.loads(self._report.partition(b"\n")[0])["child-pid"])
         return None
 
-    def outcome(self, deadline: float, block: Block | None = None) -> Outcome:
+    def outcome(self, deadline: float, block: CodeBlock | None = None) -> SandboxResult:
         """Read until the program ends or must be killed, or until `block` is done, which leaves it frozen."""
-        streams = Streams(self._process, self._limits.output)
+        streams = OutputStreams(self._process, self._limits.output)
         killed_by = streams.read(deadline, self._exceeded, block)
-        if streams.done:
+        if streams.is_block_done:
             frozen = self._view is None or self._view.freeze()
             streams.drain()
             if not frozen:
                 self.end()
-            return Outcome(*streams.texts(), 0)
+            return SandboxResult(*streams.texts(), 0)
         killed_by = killed_by or self._wait(deadline)
         returncode = self.end()
         stdout, stderr = streams.texts()
-        if self._boxed and self._view is None:
+        if self._is_isolated and self._view is None:
             raise EnvironmentFailure("sandbox", stderr.strip() or "bubblewrap made no sandbox")
         if killed_by is not None:
-            return Outcome(stdout, stderr, -signal.SIGKILL, killed_by == "wall", killed_by)
-        if self._boxed and b"exit-code" not in self._report:
+            return SandboxResult(stdout, stderr, -signal.SIGKILL, killed_by == "wall", killed_by)
+        if self._is_isolated and b"exit-code" not in self._report:
             raise EnvironmentFailure("sandbox", stderr.strip() or f"bubblewrap ended with {returncode}")
         returncode = 128 - returncode if returncode < 0 else returncode
         if returncode == 128 + signal.SIGXCPU:
-            return Outcome(stdout, stderr, returncode, True, "cpu")
-        return Outcome(stdout, stderr, returncode)
+            return SandboxResult(stdout, stderr, returncode, True, "cpu")
+        return SandboxResult(stdout, stderr, returncode)
 
     def resume(self) -> None:
         """Let a program go on that a finished block left frozen."""
@@ -351,13 +351,13 @@ class _Running:
         """The limit on all processes together for which the program must be killed now, if any."""
         if self._view is None:
             return None
-        return self._view.exceeds(self._limits.memory_mb * 2**20, self._limits.files)
+        return self._view.exceeded_limit(self._limits.memory_mb * 2**20, self._limits.files)
 
     def _wait(self, deadline: float) -> str | None:
         """Wait for the process's end: None; or the limit for which it must be killed."""
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(0.0, min(WATCH_S, deadline - time.monotonic())))
+                self._process.wait(max(0.0, min(POLL_INTERVAL_S, deadline - time.monotonic())))
                 return None
             if time.monotonic() > deadline:
                 return "wall"
@@ -373,17 +373,17 @@ class _Running:
             with contextlib.suppress(ProcessLookupError):
                 if self._init >= 0:
                     signal.pidfd_send_signal(self._init, signal.SIGKILL)
-                elif not self._boxed or self._process.poll() is None:
+                elif not self._is_isolated or self._process.poll() is None:
                     os.killpg(self._process.pid, signal.SIGKILL)
             # when it has ended, so has its namespace: the kernel kills all others first
-            if self._init >= 0 and not select.select([self._init], [], [], END_S)[0]:
-                log.warning("a sandbox was killed and has not ended within %g s", END_S)
+            if self._init >= 0 and not select.select([self._init], [], [], KILL_TIMEOUT_S)[0]:
+                log.warning("a sandbox was killed and has not ended within %g s", KILL_TIMEOUT_S)
             try:
-                self._process.wait(END_S)
+                self._process.wait(KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            if self._boxed:
+            if self._is_isolated:
                 os.set_blocking(self._status, False)
                 with contextlib.suppress(BlockingIOError):
                     self._report += os.read(self._status, 4096)
@@ -401,7 +401,7 @@ def _bubblewrap(
 ) -> tuple[list[str], tuple[int, ...]]:
     """The command line, and the descriptors that it uses: on `status` it reports, on `held` it waits for a byte."""
     program = _installed("bwrap")
-    rules = _memory_file(denied_program(), stack)
+    rules = _memory_file(build_filter(), stack)
     fds = [status, held, rules]
     links = [
         ["--symlink", f"usr/{name}", f"/{name}"] for name in ("bin", "lib", "lib64") if Path("/usr", name).exists()
@@ -501,7 +501,7 @@ def _refusal(reason: str) -> str:
     )
 
 
-_PROBE = """
+_ESCAPE_PROBE = """
 import os, resource, socket, sys
 out = [name for name in (sys.argv[1], "/etc/shadow", "/root", "/home") if os.path.exists(name)]
 try:
@@ -518,7 +518,7 @@ if open("/proc/1/limits").read() != open("/proc/self/limits").read():
 print("open: " + ", ".join(out) if out else "closed")
 """
 
-_CROWD = """
+_FILE_LIMIT_PROBE = """
 import os, time
 for number in range(100):
     os.mkdir(f"/tmp/{number}")

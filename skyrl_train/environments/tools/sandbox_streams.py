@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-WATCH_S = 0.05
+POLL_INTERVAL_S = 0.05
 """Time between two looks at what all processes of a sandbox occupy together."""
 MAX_PIPE = 2**20
 """Bytes that an unprivileged user's pipe can hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CodeBlock:
     """A block of a session: what is written to its process, and what that answers at the end, on two descriptors."""
 
     frame: bytes
@@ -25,14 +25,14 @@ class Block:
     done: int
 
 
-class Streams:
+class OutputStreams:
     """The stdout and stderr of a process, at most `limit` bytes of each."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: int):
         assert process.stdout is not None and process.stderr is not None
         self._texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
         self._limit = limit
-        self.done = False
+        self.is_block_done = False
         """Whether the block is done: the process waits for the next one."""
         for fd in self._texts:
             os.set_blocking(fd, False)
@@ -41,7 +41,7 @@ class Streams:
         stdout, stderr = (bytes(text[: self._limit]).decode("utf-8", "replace") for text in self._texts.values())
         return stdout, stderr
 
-    def read(self, deadline: float, exceeded: Callable[[], str | None], block: Block | None = None) -> str | None:
+    def read(self, deadline: float, exceeded: Callable[[], str | None], block: CodeBlock | None = None) -> str | None:
         """Read until all streams end or `block` is done: None; or the limit for which the process must be killed.
 
         `exceeded` is asked for limits every `WATCH_S`.
@@ -61,7 +61,7 @@ class Streams:
             while open_streams:
                 if (left := deadline - time.monotonic()) <= 0:
                     return "wall"
-                for key, _ in selector.select(min(left, WATCH_S)):
+                for key, _ in selector.select(min(left, POLL_INTERVAL_S)):
                     if block and key.fd == block.write_to:
                         frame = _write_some(key.fd, frame)
                         closed = not frame
@@ -71,7 +71,7 @@ class Streams:
                         selector.unregister(key.fd)
                         open_streams.discard(key.fd)
                 if block and block.token in buffers[block.done]:
-                    self.done = True
+                    self.is_block_done = True
                     return None
                 if any(len(buffer) > self._limit for buffer in buffers.values()):
                     return "output"

@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from skyrl_train.environments.tools import bm25
-from skyrl_train.environments.tools.ask import NoAnswer, ask
+from skyrl_train.environments.tools.json_request import RequestFailed, post_json
 from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError
 
@@ -66,16 +66,16 @@ class SearchTool(Tool):
     async def _search(self, query: str) -> list[str]:
         if self.corpus is None:
             body = {"queries": [query], "topk": self.topk, "return_scores": True}
-            return passages_of(await ask(self.search_url, body, self.timeout), self.topk)
+            return parse_passages(await post_json(self.search_url, body, self.timeout), self.topk)
         try:
             async with asyncio.timeout(self.timeout):
                 index = await asyncio.to_thread(bm25.open_index, self.corpus)
                 return [text for text, _ in await asyncio.to_thread(index.search, query, self.topk)]
         except TimeoutError as error:
-            raise NoAnswer(f"{self.corpus} was not searched within {self.timeout:g} s") from error
+            raise RequestFailed(f"{self.corpus} was not searched within {self.timeout:g} s") from error
 
 
-def passages_of(answer: Any, topk: int) -> list[str]:
+def parse_passages(answer: Any, topk: int) -> list[str]:
     """The contents of a retriever's answer, at most `topk` of them. Raises NoAnswer if it has another shape."""
     try:
         results = answer["result"][0] if answer["result"] else []
@@ -83,4 +83,4 @@ def passages_of(answer: Any, topk: int) -> list[str]:
         documents = [item.get("document", item) for item in results[:topk]]
         return [str(document["contents"]) for document in documents]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise NoAnswer(f"the retriever answered with {answer!r:.200}") from error
+        raise RequestFailed(f"the retriever answered with {answer!r:.200}") from error

@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_train.environments.tools.base import Tool, ToolError
 from skyrl_train.errors import ConfigError, DataError
 
-START_S = 30.0
+START_TIMEOUT_S = 30.0
 """Time for a query's process to start on a busy machine; not counted as the query's time."""
 MEMORY_MB = 1024
 _INSIDE = Path(__file__).with_name("sql_inside.py")
@@ -80,7 +80,7 @@ def query(database: Path, sql: str, limits: QueryLimits | None = None) -> QueryR
             [*limit_command, sys.executable, "-I", "-S", str(_INSIDE)],
             input=json.dumps(request).encode("ascii"),
             capture_output=True,
-            timeout=limits.wall_s + START_S,
+            timeout=limits.wall_s + START_TIMEOUT_S,
             env={},
             start_new_session=True,
         )
@@ -117,7 +117,7 @@ class SQLTool(Tool):
         max_output: int = 8192,
     ):
         self.max_output = max_output
-        self.deadline_s = wall_s + 2 * START_S
+        self.deadline_s = wall_s + 2 * START_TIMEOUT_S
         self._folder, self._database = folder, database
         self._limits = QueryLimits(wall_s=wall_s, max_rows=max_rows)
 

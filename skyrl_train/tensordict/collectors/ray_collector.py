@@ -10,8 +10,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from skyrl_train.cluster.actors import Remote, spawn_anywhere
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.actors import ActorProxy, spawn_unpinned
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.collectors.delivery import Buffer, Delivery, Postproc
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector, check_yields, one_source
@@ -131,10 +131,10 @@ class RayLLMCollector(Delivery):
 
     # -- the actor ----------------------------------------------------------------------------------------------------
 
-    def _start_actor(self, settings: dict[str, Any], options: dict[str, Any]) -> Remote:
+    def _start_actor(self, settings: dict[str, Any], options: dict[str, Any]) -> ActorProxy:
         target = f"{_Hosted.__module__}:{_Hosted.__name__}"
         try:
-            actor = spawn_anywhere(
+            actor = spawn_unpinned(
                 self._cluster,
                 target,
                 {"settings": settings},
@@ -147,7 +147,7 @@ class RayLLMCollector(Delivery):
                 f"RayLLMCollector: something given cannot travel to the actor ({str(error).splitlines()[0]}); give "
                 "functions that make it there: env, policy_factory, weight_updater."
             ) from error
-        call(actor.read("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
+        call(actor.get_attribute("ready", self.timeout), "the start of the collector's actor", self.timeout + 5.0)
         return actor
 
     def _ask(self, method: str, *args: Any) -> Any:

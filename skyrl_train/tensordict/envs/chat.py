@@ -10,8 +10,8 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from skyrl_train.data.chat import render_prompt, render_text
-from skyrl_train.data.dataset import read_hub, read_rows
-from skyrl_train.data.messages import Message, continues_message
+from skyrl_train.data.dataset import read_hub_dataset, read_rows
+from skyrl_train.data.messages import Message, continues_last_message
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.base import TensorDictEnv
 from skyrl_train.tensordict.envs.conversation import (
@@ -102,7 +102,7 @@ class ChatEnv(TensorDictEnv):
         asked: list[Message] = (
             [{"role": self.user_role, "content": question}] if isinstance(question, str) else list(question)
         )
-        if continues_message(asked, self.policy_role):
+        if continues_last_message(asked, self.policy_role):
             asked[-1] = {**asked[-1], "is_complete": False}
         return asked if self.system_prompt is None else [self._system(), *asked]
 
@@ -136,7 +136,7 @@ class ChatEnv(TensorDictEnv):
         if self.tokenizer is None:
             return Text(prompt="\n\n".join(str(message["content"]) for message in messages), batch_size=[])
         way = "continue" if is_continued(messages, self.policy_role) else "open"
-        text = render_text(self.tokenizer, rendered_form(messages), self.template_kwargs, way=way)
+        text = render_text(self.tokenizer, rendered_form(messages), self.template_kwargs, mode=way)
         return Text(prompt=text, batch_size=[])
 
     def _step_row(self, root: TensorDictBase) -> TensorDictBase:
@@ -301,7 +301,7 @@ def _rows(dataset: Any, name: str | None, split: str | None) -> list[Mapping[str
     if not isinstance(dataset, str):
         rows = list(dataset)
     elif name is not None or (split is not None and not dataset.endswith((".parquet", ".json", ".jsonl"))):
-        rows = [row for _, row in read_hub(dataset, split or "train", name)]
+        rows = [row for _, row in read_hub_dataset(dataset, split or "train", name)]
     else:
         rows = [row for _, row in read_rows(dataset)]
     if not rows:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
-from skyrl_train.data.chat import decode_response, opened_reasoning, plain_text
-from skyrl_train.data.messages import Message, continues_message, joined_text_parts
-from skyrl_train.data.reasoning import opening_at_end
+from skyrl_train.data.chat import decode_response, get_reasoning_opening, get_message_text
+from skyrl_train.data.messages import Message, continues_last_message, join_text_parts
+from skyrl_train.data.reasoning import find_trailing_opening
 from skyrl_train.tensordict.containers import ChatHistory
 from skyrl_train.tensordict.history import History
 
@@ -39,7 +39,7 @@ def question_of(given: TensorDictBase, key: Any) -> str | list[Message] | None:
     fit = all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
     if not fit:
         return None
-    return [{**message, "content": joined_text_parts(message["content"])} for message in messages]
+    return [{**message, "content": join_text_parts(message["content"])} for message in messages]
 
 
 def set_texts(tensordict: TensorDictBase, key: Any, texts: Sequence[str]) -> None:
@@ -67,14 +67,14 @@ def messages_of(history: History) -> list[Message]:
 
 def is_continued(messages: Sequence[Message], role: str = "assistant") -> bool:
     """True if the model's next text continues the last message, which is its own and not complete."""
-    return continues_message(messages, role) and not messages[-1].get("is_complete", True)
+    return continues_last_message(messages, role) and not messages[-1].get("is_complete", True)
 
 
 def with_response(prompt: Sequence[Message], response: Sequence[Message], role: str = "assistant") -> list[Message]:
     """Return a conversation and the model's messages; the first of these may continue its last message."""
     if not is_continued(prompt, role) or not response:
         return [*prompt, *response]
-    first = {**response[0], "content": plain_text(prompt[-1]) + plain_text(response[0])}
+    first = {**response[0], "content": get_message_text(prompt[-1]) + get_message_text(response[0])}
     return [*prompt[:-1], first, *response[1:]]
 
 
@@ -128,18 +128,18 @@ def _opened(row: TensorDictBase, tokenizer: Any) -> str:
     if prompt is None and row.get("history", None) is None:  # else "text" is the question
         prompt = text_of(row, "text")
     if isinstance(prompt, str):
-        return opening_at_end(prompt)
+        return find_trailing_opening(prompt)
     tokens = part(row, "tokens", "prompt")
     if tokens is None or tokenizer is None:
         return ""
-    return opened_reasoning(tokenizer, unpadded(row, tokens, response=False).tolist())
+    return get_reasoning_opening(tokenizer, unpadded(row, tokens, response=False).tolist())
 
 
 def _said(row: TensorDictBase, tokenizer: Any, policy_role: str) -> str | None:
     messages = full_messages(row, policy_role)
     if messages is not None:
         said = messages and messages[-1]["role"] in (policy_role, "assistant")  # wrappers write the latter
-        return plain_text(messages[-1]) if said else None
+        return get_message_text(messages[-1]) if said else None
     for key in (("text", "response"), "text_response"):
         text = part(row, *key) if isinstance(key, tuple) else text_of(row, key)
         if isinstance(text, str):

@@ -8,8 +8,8 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from skyrl_train.data.reasoning import reasoning_blocks
-from skyrl_train.environments.graders.numbers import number
-from skyrl_train.environments.tasks.gsm8k import strict_answer
+from skyrl_train.environments.graders.numbers import parse_number
+from skyrl_train.environments.tasks.gsm8k import extract_strict_answer
 from skyrl_train.tensordict.envs.base import StepCounter, TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.envs.conversation import last_response, set_texts, text_of
@@ -36,20 +36,20 @@ def given_answer(text: str) -> str | None:
     """
     blocks = answers_in(text)
     if not blocks:
-        return strict_answer(text)
-    values = {number(block) or _with_unit(block) for block in blocks}
+        return extract_strict_answer(text)
+    values = {parse_number(block) or _with_unit(block) for block in blocks}
     return values.pop() if len(values) == 1 else None
 
 
 def _with_unit(block: str) -> str | None:
     """The number in front of one word, unless that word is part of the number."""
     head, _, unit = block.strip().removesuffix(".").rpartition(" ")
-    return number(head) if unit.isalpha() and unit.lower() not in SCALES else None
+    return parse_number(head) if unit.isalpha() and unit.lower() not in SCALES else None
 
 
 def true_answer(answer: str) -> str:
     """The number in a row's "answer": after "####", else the whole text. Raises ValueError if that is not a number."""
-    truth = number(answer.rpartition("####")[2])
+    truth = parse_number(answer.rpartition("####")[2])
     if truth is None:
         raise ValueError(f"the row's answer {answer!r:.80} does not end in '#### <number>' and is no number")
     return truth

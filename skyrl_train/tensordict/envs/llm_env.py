@@ -138,12 +138,12 @@ def make_gsm8k_env(
     Rows have "question" and "answer". An episode is one step, rewarded by `GSM8KRewardParser`.
     `group_repeats` is DataLoadingPrimer's, accepted without effect: repeats are always consecutive.
     """
-    from skyrl_train.data.dataset import read_hub, read_rows
+    from skyrl_train.data.dataset import read_hub_dataset, read_rows
 
     if not isinstance(dataset, str):
         rows = list(dataset)
     elif dataset == "openai/gsm8k":
-        rows = [row for _, row in read_hub(dataset, "train", "main")]
+        rows = [row for _, row in read_hub_dataset(dataset, "train", "main")]
     else:
         rows = [row for _, row in read_rows(dataset)]
     texts = [{"text": row["question"], "answer": row["answer"]} for row in rows]

@@ -11,9 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.environments.base import StepOutput, checked_messages, checked_step_output
-from skyrl_train.environments.fences import fences
-from skyrl_train.environments.foreign.openenv import OpenEnvEnv
+from skyrl_train.environments.base import StepOutput, validate_messages, validate_step_output
+from skyrl_train.environments.fenced_blocks import find_fenced_blocks
+from skyrl_train.environments.integrations.openenv import OpenEnvEnv
 from skyrl_train.tensordict.envs.base import keys_of
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, full_messages, last_response
@@ -70,7 +70,7 @@ class MLGymWrapper(ChatEnv):
         opening = asked or ([self._system()] if self.system_prompt is not None else [])
         episode = self._make()
         try:
-            messages = checked_messages(episode.init(opening)[0])
+            messages = validate_messages(episode.init(opening)[0])
         except BaseException:
             episode.close()
             raise
@@ -94,12 +94,12 @@ class MLGymWrapper(ChatEnv):
 
     def _answered(self, episode: TextEnvLike, text: str) -> StepOutput:
         if self.reward_wrong_format is None:
-            return checked_step_output(episode.step(text))
-        blocks = [fence.body for fence in fences(final_answer(text)) if fence.closed]
+            return validate_step_output(episode.step(text))
+        blocks = [fence.body for fence in find_fenced_blocks(final_answer(text)) if fence.is_closed]
         if len(blocks) != 1:
             observation: Message = {"role": self.user_role, "content": WRONG_FORMAT}
             return StepOutput([observation], self.reward_wrong_format, done=False)
-        return checked_step_output(episode.step(blocks[0].rstrip("\n")))
+        return validate_step_output(episode.step(blocks[0].rstrip("\n")))
 
     def _end_episodes(self, episodes: Sequence[int] | None) -> None:
         for number in list(self._running) if episodes is None else episodes:

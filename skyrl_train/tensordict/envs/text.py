@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from skyrl_train.data.chat import decode_response, is_control, render_continuation, render_prompt, render_text
+from skyrl_train.data.chat import decode_response, is_control_token, render_continuation, render_prompt, render_text
 from skyrl_train.data.messages import Message
 from skyrl_train.tensordict.containers import Tokens
 from skyrl_train.tensordict.envs.base import Transform
@@ -193,7 +193,7 @@ class IncrementalTokenizer(Transform):
                 render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
             )
             if continuation is not None:
-                if continuation and ids and is_control(self.tokenizer, continuation[0]) and ids[-1] == continuation[0]:
+                if continuation and ids and is_control_token(self.tokenizer, continuation[0]) and ids[-1] == continuation[0]:
                     continuation = continuation[1:]  # the model already ended its turn
                 return ids + continuation
         return self._rendered(written)

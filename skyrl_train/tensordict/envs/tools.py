@@ -14,13 +14,13 @@ from tensordict import TensorDictBase, lazy_stack
 
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
-from skyrl_train.environments.fences import PYTHON, blocks_in
+from skyrl_train.environments.fenced_blocks import PYTHON_LANGUAGES, extract_blocks
 from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, ToolResult
 from skyrl_train.environments.tools.browser import BrowserTool
-from skyrl_train.environments.tools.mcp import McpTool, shown_tools
+from skyrl_train.environments.tools.mcp import McpTool, list_server_tools
 from skyrl_train.environments.tools.parsers import MAX_CALLS
 from skyrl_train.environments.tools.python import PythonTool
-from skyrl_train.environments.tools.sandbox import Outcome
+from skyrl_train.environments.tools.sandbox import SandboxResult
 from skyrl_train.tensordict.envs.base import TensorDictEnv, Transform
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.envs.conversation import conversation, last_response, messages_of, part
@@ -163,7 +163,7 @@ class PythonInterpreter(ToolTransform):
         return [_Blocks(persistent=self.persistent, wall_s=self.timeout, sandbox=self.sandbox)]
 
     def calls(self, text: str) -> list[ParsedCall]:
-        blocks = blocks_in(text, PYTHON)
+        blocks = extract_blocks(text, PYTHON_LANGUAGES)
         return [ParsedCall(f"Code block {number}", "python", {"code": code}) for number, code in enumerate(blocks, 1)]
 
     def told(self, call: ParsedCall, result: ToolResult) -> str:
@@ -172,7 +172,7 @@ class PythonInterpreter(ToolTransform):
 
 
 class _Blocks(PythonTool):
-    def rendered(self, outcome: Outcome) -> str:
+    def rendered(self, outcome: SandboxResult) -> str:
         text = super().rendered(outcome)
         raised = re.search(r"^Traceback \(most recent call last\)", outcome.stderr, re.MULTILINE) is not None
         if outcome.returncode or outcome.timed_out or outcome.killed_by or raised:
@@ -235,7 +235,7 @@ class MCPToolTransform(_BlockTools):
         if not servers:
             raise ValueError("servers={}: name at least one")
         self.servers = {
-            name: entry if "tools" in entry else {**entry, "tools": shown_tools(name, entry)}
+            name: entry if "tools" in entry else {**entry, "tools": list_server_tools(name, entry)}
             for name, entry in servers.items()
         }
         self.timeout = timeout

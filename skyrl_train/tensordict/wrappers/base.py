@@ -13,12 +13,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from skyrl_train.data.chat import is_control
+from skyrl_train.data.chat import is_control_token
 from skyrl_train.engines.base import InferenceEngine
-from skyrl_train.engines.sampling import check_supported, with_stop_token
+from skyrl_train.engines.sampling_params import check_supported, with_stop_token
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.models.stop_tokens import end_tokens
+from skyrl_train.models.stop_tokens import get_eos_tokens
 from skyrl_train.tensordict.history import pad_id
 from skyrl_train.tensordict.ragged import rows_of
 from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher
@@ -209,8 +209,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _ends(self, answers: Sequence[Answer]) -> frozenset[int]:
         """Ids that end a turn: the tokenizer's own, and control tokens at which an answer stopped."""
         last = {answer.ids[-1] for answer in answers if answer.ended and answer.ids}
-        controls = {i for i in last if self.tokenizer is not None and is_control(self.tokenizer, i)}
-        return end_tokens(self.tokenizer) | controls
+        controls = {i for i in last if self.tokenizer is not None and is_control_token(self.tokenizer, i)}
+        return get_eos_tokens(self.tokenizer) | controls
 
     def _place(
         self, given: TensorDictBase, out: TensorDictBase | None, containers: dict[str, Any], samples: tuple[int, ...]

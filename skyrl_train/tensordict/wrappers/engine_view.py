@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_causal_lm, meta_model
+from skyrl_train.models.loading import load_causal_lm, load_meta_model
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.tensordict.wrappers.stateless_group import StatelessGroup, stateless_init_process_group
 from skyrl_train.tensordict.wrappers.weight_sync import Source, WeightPusher, weights_of
-from skyrl_train.weight_sync.wire import dtype_of
+from skyrl_train.weight_sync.protocol import dtype_of
 
 
 class EngineView:
@@ -53,7 +53,7 @@ class EngineView:
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """dtype and shape of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
         dtype = dtype_of(self.dtype)
-        return {name: (one.dtype, one.shape) for name, one in meta_model(self.model_path, dtype).named_parameters()}
+        return {name: (one.dtype, one.shape) for name, one in load_meta_model(self.model_path, dtype).named_parameters()}
 
     def update_weights(self, weights: Source | Iterable[tuple[str, Tensor]], version: int | None = None) -> int:
         """Load a model's weights (merging LoRA), or tensors by name; return the version that is now served.

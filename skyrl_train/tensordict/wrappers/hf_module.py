@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.weight_sync.wire import dtype_of
+from skyrl_train.weight_sync.protocol import dtype_of
 
 
 class ModuleScorer:

@@ -12,9 +12,9 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
-from skyrl_train.data.chat import is_control, render_conversation, render_prompt
-from skyrl_train.data.control_tokens import end_of_turn_token
-from skyrl_train.data.messages import continues_message
+from skyrl_train.data.chat import is_control_token, render_conversation, render_prompt
+from skyrl_train.data.control_tokens import find_end_of_turn_token
+from skyrl_train.data.messages import continues_last_message
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.history import History, pad_id, rendered_form, template_options
 
@@ -68,7 +68,7 @@ class Reader:
         if self.mode == "history":
             with suppress(ConfigError):  # rows that hold tokens need no template
                 options = template_options(self.tokenizer, self.template, self.template_name)
-                return end_of_turn_token(self.tokenizer, options)
+                return find_end_of_turn_token(self.tokenizer, options)
         return None
 
     def _value(self, row: TensorDictBase) -> Any:
@@ -94,13 +94,13 @@ class Reader:
         options = template_options(self.tokenizer, self.template, self.template_name)
         plain = rendered_form(messages)
         if not self.whole:
-            goes_on = continues_message(plain) and messages[-1].get("is_complete") is False
+            goes_on = continues_last_message(plain) and messages[-1].get("is_complete") is False
             ids = render_prompt(self.tokenizer, plain, options, continue_final_message=goes_on)
             return EngineInput(ids, history=history)
         ids, mask = render_conversation(self.tokenizer, plain, options)
         if messages and messages[-1].get("is_complete") is False and any(mask):
             last = max(place for place, one in enumerate(mask) if one)
-            end = last if is_control(self.tokenizer, ids[last]) else last + 1
+            end = last if is_control_token(self.tokenizer, ids[last]) else last + 1
             ids, mask = ids[:end], mask[:end]
         return EngineInput(ids, history=history, assistant=mask)
 

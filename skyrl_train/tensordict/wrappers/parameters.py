@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.sampling import normalise
+from skyrl_train.engines.sampling_params import parse_sampling_params
 from skyrl_train.errors import ConfigError
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -52,7 +52,7 @@ def read_generate_kwargs(given: Mapping[str, Any] | None, num_samples: int | Non
         raise ConfigError(f"{key}.skip_special_tokens={skip!r}: give true or false.")
     _greedy(key, values)
     values["max_tokens"] = values.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-    return Generation(normalise(values, key), samples, seed, skip)
+    return Generation(parse_sampling_params(values, key), samples, seed, skip)
 
 
 def common_names(given: Mapping[str, Any] | None) -> dict[str, Any]:

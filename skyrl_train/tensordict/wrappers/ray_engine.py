@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.cluster.actors import spawn
-from skyrl_train.cluster.placement import places_of, reserve, visible_devices
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.placement import locate_gpus, reserve_pool, visible_devices
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.tensordict.wrappers.event_loop import call
 
@@ -31,16 +31,16 @@ def engine_in_actor(
     Ray has any. Raises RuntimeError if Ray was not started, unless `start_ray`, and ConfigError if there is no room.
     """
     cluster = Cluster()
-    if not cluster.connected and not start_ray:
+    if not cluster.is_connected and not start_ray:
         raise RuntimeError("Ray is not started: call ray.init() first, or pass make_ray_worker=False.")
     cluster.connect()
     try:
-        device = options.get("device") or ("cuda" if cluster.gpus else "cpu")
+        device = options.get("device") or ("cuda" if cluster.num_gpus else "cpu")
         on_gpu = device != "cpu"
-        slots = reserve(
+        slots = reserve_pool(
             cluster,
             count=ranks if on_gpu else 1,
-            tenants=1,
+            actors_per_slot=1,
             device="cuda" if on_gpu else "cpu",
             total_slots=ranks,
             deadline_s=_PLACED_S,
@@ -48,7 +48,7 @@ def engine_in_actor(
         )
         visible = None
         if on_gpu and (devices is not None or ranks > 1):
-            places = call(places_of(slots, range(ranks), _PLACED_S), "the engine's accelerators", _PLACED_S + 5.0)
+            places = call(locate_gpus(slots, range(ranks), _PLACED_S), "the engine's accelerators", _PLACED_S + 5.0)
             visible = visible_devices(places, name)
             if devices is not None and set(devices) != set(visible.split(",")):
                 raise ConfigError(
@@ -59,16 +59,16 @@ def engine_in_actor(
             cluster,
             target,
             {**options, "device": device},
-            slots=slots,
+            pool=slots,
             index=0,
             name=name,
-            concurrent=True,
+            is_async=True,
             deadline_s=deadline_s,
-            died=EngineError,
+            death_error=EngineError,
             devices=visible,
         )
-        known = call(engine.read("capabilities", deadline_s), f"starting {name}", deadline_s + 5.0)
-        engine.know(capabilities=known)
+        known = call(engine.get_attribute("capabilities", deadline_s), f"starting {name}", deadline_s + 5.0)
+        engine.cache_attributes(capabilities=known)
     except BaseException:
         cluster.__exit__(None, None, None)
         raise

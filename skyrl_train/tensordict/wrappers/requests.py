@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from skyrl_train.engines.base import Capabilities, SampleRequest, request_ids
-from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.base import Capabilities, SampleRequest, parse_token_ids
+from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.tensordict.wrappers.parameters import Generation
 
@@ -35,7 +35,7 @@ def sample_requests(
         text = str(place) if generation.seed is None else ",".join(map(str, row))
         if generation.seed is not None and copies[place]:
             text += f";{copies[place]}"
-        ids = request_ids(f"row {place}", row)
+        ids = parse_token_ids(f"row {place}", row)
         for sample in range(generation.num_samples or 1):
             seed = request_seed(base, text, sample, 0, 0)
             requests.append(

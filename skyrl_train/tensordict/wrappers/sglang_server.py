@@ -18,9 +18,9 @@ from skyrl_train.engines.base import Completion, InferenceEngine, SampleRequest
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.engines.http.native_servers import SGLangServer
-from skyrl_train.engines.sampling import check_supported
+from skyrl_train.engines.sampling_params import check_supported
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
-from skyrl_train.listening import API_KEY
+from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.registry import load_object
 from skyrl_train.tensordict.wrappers.engine_view import EngineView
@@ -68,7 +68,7 @@ class AsyncSGLang(EngineView):
             if server_kwargs or tp_size != 1:
                 given = sorted(server_kwargs) or ["tp_size"]
                 raise ConfigError(f"{given}: a server that runs already was started with its own; leave them out.")
-            key = os.environ.get(API_KEY, "") if token is None else token
+            key = os.environ.get(API_KEY_ENV, "") if token is None else token
             folder = weight_folder or tempfile.mkdtemp(prefix="skyrl-sglang-")
             if weight_folder is None:
                 closing = _removing(folder)
@@ -193,12 +193,12 @@ async def _served(connection: Connection, deadline_s: float) -> str:
     """The path of a server's model."""
 
     async def asked() -> tuple[int, bytes] | None:
-        status, raw = await connection.once("GET", "/server_info")
+        status, raw = await connection.request("GET", "/server_info")
         return None if status == 503 else (status, raw)
 
     await connection.open()
     try:
-        status, raw = await connection.until_there(asked, deadline_s)
+        status, raw = await connection.wait_until_ready(asked, deadline_s)
     finally:
         await connection.close()
     try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
 
 
 class StatelessGroup:
@@ -18,13 +18,13 @@ class StatelessGroup:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._group = BroadcastGroup(address, rank, world_size, device, timeout)
 
-    def broadcast(self, tensor: Tensor, src: int = ROOT, stream: Any = None) -> Tensor:
+    def broadcast(self, tensor: Tensor, src: int = ROOT_RANK, stream: Any = None) -> Tensor:
         """Fill `tensor` with rank 0's values and return it once they have arrived; `stream` is ignored.
 
         Raises ConfigError for another `src` or device, WeightSyncError if a rank is lost or late.
         """
-        if src != ROOT:
-            raise ConfigError(f"src={src}: weights come from rank {ROOT}.")
+        if src != ROOT_RANK:
+            raise ConfigError(f"src={src}: weights come from rank {ROOT_RANK}.")
         if tensor.device.type != self.device.type:
             raise ConfigError(f"a tensor on {tensor.device} in a group on {self.device}; move it there first.")
         if not tensor.is_contiguous():

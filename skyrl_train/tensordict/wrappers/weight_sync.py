@@ -12,14 +12,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.weight_sync.sender import SendingRank, WeightSender
+from skyrl_train.weight_sync.sender import WeightSenderMixin, WeightSender
 from skyrl_train.weight_sync.sync import WeightSync
-from skyrl_train.weight_sync.wire import ROUTES
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
 """A model, a wrapper over one, or tensors by Hugging Face name; a nested tensordict's keys are joined by
@@ -119,8 +119,8 @@ class WeightPusher:
         timeout: float = 600.0,
     ):
         """`address`: of the `broadcast` group; a port of None means a free one. `folder`: of route `checkpoint`."""
-        if route not in ROUTES:
-            raise ConfigError(f"route={route!r} is not one of {sorted(ROUTES)}.")
+        if route not in WEIGHT_ROUTES:
+            raise ConfigError(f"route={route!r} is not one of {sorted(WEIGHT_ROUTES)}.")
         self._engines, self._timeout, self._route = list(engines), timeout, route
         self._rank = _Rank(address, wire_dtype, bucket_bytes)
         self._sync = WeightSync(self._rank, lambda: self._engines, route=route, deadline_s=timeout, folder=folder)
@@ -156,7 +156,7 @@ class WeightPusher:
                     call(engine.connect_weights("in_process", "", 1, 2, _LEAVING_S), "leaving a group", _LEAVING_S)
 
 
-class _Rank(SendingRank):
+class _Rank(WeightSenderMixin):
     """The only rank of a trainer: its own `TrainerRanks`."""
 
     def __init__(self, address: tuple[str, int | None], wire_dtype: str, bucket_bytes: int):
@@ -167,7 +167,7 @@ class _Rank(SendingRank):
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.weights.items()
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
     def address(self, other_machines: bool = False) -> tuple[str, int]:

@@ -10,52 +10,52 @@ from typing import Any
 import pytest
 import ray
 
-from skyrl_train.cluster.actors import Remote, spawn
-from skyrl_train.cluster.paths import SharedPath, check_paths
-from skyrl_train.cluster.placement import Slots, placed_again, reserve
-from skyrl_train.cluster.room import Need, fits, free_nodes
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.errors import ConfigError, NoRoom, WorkerDied
+from skyrl_train.cluster.actors import ActorProxy, spawn
+from skyrl_train.cluster.shared_paths import SharedPath, check_shared_paths
+from skyrl_train.cluster.placement import ResourcePool, wait_for_rescheduling, reserve_pool
+from skyrl_train.cluster.capacity import ResourceDemand, can_place, query_free_capacity
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.errors import ConfigError, InsufficientResources, WorkerDied
 
 TRAINER = {"role": "trainer"}
-ONE_OF_EACH: dict[str, Any] = {"tenants": 1, "device": "cpu", "total_slots": 5, "deadline_s": 20.0, "key": "test"}
+ONE_OF_EACH: dict[str, Any] = {"actors_per_slot": 1, "device": "cpu", "total_slots": 5, "deadline_s": 20.0, "key": "test"}
 
 
 def say(line: str) -> None:
     print(line, flush=True)
 
 
-def labels_of(slots: Slots) -> list[str]:
+def labels_of(slots: ResourcePool) -> list[str]:
     found = {node["NodeID"]: node["Labels"].get("role", "none") for node in ray.nodes()}
-    return [found[node] for node in slots.nodes]
+    return [found[node] for node in slots.slot_node_ids]
 
 
-def check_placement(cluster: Cluster) -> tuple[Slots, Slots]:
+def check_placement(cluster: Cluster) -> tuple[ResourcePool, ResourcePool]:
     """Two slots spread over the trainer's nodes, and a pair on one node that is anybody's."""
-    ranks = reserve(cluster, count=2, strategy="SPREAD", labels=TRAINER, **ONE_OF_EACH)
+    ranks = reserve_pool(cluster, count=2, strategy="SPREAD", labels=TRAINER, **ONE_OF_EACH)
     assert labels_of(ranks) == ["trainer", "trainer"]
-    assert len(set(ranks.nodes)) == 2
-    pair = reserve(cluster, count=2, together=2, strategy="SPREAD", labels={"role": "engine"}, **ONE_OF_EACH)
-    assert len(set(pair.nodes)) == 1
-    assert pair.bundle(1) == 0
+    assert len(set(ranks.slot_node_ids)) == 2
+    pair = reserve_pool(cluster, count=2, slots_per_bundle=2, strategy="SPREAD", labels={"role": "engine"}, **ONE_OF_EACH)
+    assert len(set(pair.slot_node_ids)) == 1
+    assert pair.bundle_index(1) == 0
     with pytest.raises(ConfigError, match=r"test: needs 1 slots of .* on nodes with the labels {'role': 'nobody'}"):
-        reserve(cluster, count=1, labels={"role": "nobody"}, **(ONE_OF_EACH | {"deadline_s": 1.0}))
+        reserve_pool(cluster, count=1, labels={"role": "nobody"}, **(ONE_OF_EACH | {"deadline_s": 1.0}))
     # An autoscaler adds nodes for a group that waits, so what nobody has is waited for.
     with pytest.raises(ConfigError, match=r"test: needs 1 slots of 1 GPU.*not placed within 1 s"):
-        reserve(cluster, count=1, **(ONE_OF_EACH | {"deadline_s": 1.0, "device": "cuda"}))
+        reserve_pool(cluster, count=1, **(ONE_OF_EACH | {"deadline_s": 1.0, "device": "cuda"}))
     return ranks, pair
 
 
-def check_seen(ranks: Slots) -> None:
+def check_seen(ranks: ResourcePool) -> None:
     """/proc/self/cwd is a folder of each node's own."""
-    nodes = frozenset(ranks.nodes)
+    nodes = frozenset(ranks.slot_node_ids)
     here, there = (Path("/proc/self/cwd") / name for name in ("one-node-lacks-it", "one-node-has-it"))
     nowhere = SharedPath("hub", "/proc/self/cwd/nobody-has-it", nodes)
-    check_paths([SharedPath("model", os.getcwd(), nodes), SharedPath("ckpts", os.getcwd(), nodes, True)], 60)
+    check_shared_paths([SharedPath("model", os.getcwd(), nodes), SharedPath("ckpts", os.getcwd(), nodes, True)], 60)
     assert not list(Path.cwd().glob(".seen*"))
     ckpts, resumed = SharedPath("ckpts", "/proc/self/cwd", nodes, True), SharedPath("resume", str(there), nodes)
     with pytest.raises(ConfigError) as caught:
-        check_paths([SharedPath("model", str(here), nodes), ckpts, resumed, nowhere], 60)
+        check_shared_paths([SharedPath("model", str(here), nodes), ckpts, resumed, nowhere], 60)
     first, second, third = str(caught.value).splitlines()
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     assert f"model='{here}': 1 of the 2 nodes that use it do not see it: 127." in first
@@ -64,40 +64,40 @@ def check_seen(ranks: Slots) -> None:
     assert f"resume='{there}': 1 of the 2 nodes that use it do not see it: 127." in third
 
 
-def rank_on(cluster: Cluster, slots: Slots, index: int) -> Remote:
+def rank_on(cluster: Cluster, slots: ResourcePool, index: int) -> ActorProxy:
     target = "tests.integration.cluster.subject:Subject"
-    kwargs: dict[str, Any] = {"slots": slots, "index": index, "name": f"rank {index}", "concurrent": False}
+    kwargs: dict[str, Any] = {"pool": slots, "index": index, "name": f"rank {index}", "is_async": False}
     return spawn(cluster, target, {}, deadline_s=60.0, **kwargs)
 
 
-async def check_loss(cluster: Cluster, ranks: Slots) -> None:
+async def check_loss(cluster: Cluster, ranks: ResourcePool) -> None:
     """A node is lost: named by what ran there; its slot has no room on the one that is full, and then it has."""
     workers = [rank_on(cluster, ranks, index) for index in range(2)]
     for worker in workers:
         await worker.add(1)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    beside = reserve(cluster, count=1, labels=TRAINER, **(ONE_OF_EACH | {"total_slots": 1}))
-    lost = next(node for node in ranks.nodes if node not in beside.nodes)
+    beside = reserve_pool(cluster, count=1, labels=TRAINER, **(ONE_OF_EACH | {"total_slots": 1}))
+    lost = next(node for node in ranks.slot_node_ids if node not in beside.slot_node_ids)
     say(f"KILL {addresses[lost]}")
-    dead = workers[ranks.nodes.index(lost)]
+    dead = workers[ranks.slot_node_ids.index(lost)]
     with pytest.raises(WorkerDied, match=rf"its node {addresses[lost]} \(Ray's id {lost[:12]}\) was lost"):
         await dead.hang()
-    with pytest.raises(NoRoom, match="the others have no room for them"):
-        await placed_again(ranks, [0, 1], 1.0)
-    kept = 1 - ranks.nodes.index(lost)
+    with pytest.raises(InsufficientResources, match="the others have no room for them"):
+        await wait_for_rescheduling(ranks, [0, 1], 1.0)
+    kept = 1 - ranks.slot_node_ids.index(lost)
     workers[kept].kill()
-    await placed_again(ranks, [kept], 0.0)
+    await wait_for_rescheduling(ranks, [kept], 0.0)
     assert await rank_on(cluster, ranks, kept).add(1) == 1, "Ray starts actors in bundles whose node lives"
-    assert not fits([Need(1, {"CPU": ranks.cpus}, TRAINER)], free_nodes())
-    ray.util.remove_placement_group(beside.group)
-    await placed_again(ranks, [0, 1], 20.0)
-    again = rank_on(cluster, ranks, ranks.nodes.index(lost))
+    assert not can_place([ResourceDemand(1, {"CPU": ranks.cpus_per_slot}, TRAINER)], query_free_capacity())
+    ray.util.remove_placement_group(beside.placement_group)
+    await wait_for_rescheduling(ranks, [0, 1], 20.0)
+    again = rank_on(cluster, ranks, ranks.slot_node_ids.index(lost))
     assert await again.add(2) == 2
 
 
 def main() -> None:
     with Cluster() as cluster:
-        assert not cluster.single_machine
+        assert not cluster.is_single_node
         ranks, _ = check_placement(cluster)
         check_seen(ranks)
         asyncio.run(check_loss(cluster, ranks))

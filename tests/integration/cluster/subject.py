@@ -8,14 +8,14 @@ import sys
 import time
 from typing import Any
 
-from skyrl_train.cluster.sockets import GROUP_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
+from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
 from skyrl_train.errors import ConfigError
 
 
 class Together:
     """A plan whose call has one argument: all stored values."""
 
-    def arguments(self, *values: Any) -> tuple[Any]:
+    def build_arguments(self, *values: Any) -> tuple[Any]:
         return (values,)
 
 
@@ -64,7 +64,7 @@ class Subject:
 
     def addresses(self) -> tuple[str, str]:
         """Those at which the run's actors, and other machines, reach it."""
-        return os.environ[GROUP_ADDRESS], os.environ[NODE_ADDRESS]
+        return os.environ[BIND_ADDRESS], os.environ[NODE_ADDRESS]
 
     def raise_config_error(self) -> None:
         raise ConfigError("key=3 is wrong")
@@ -84,7 +84,7 @@ class Subject:
 
     over: asyncio.Future[None] | None = None
 
-    async def ended(self) -> None:
+    async def wait_until_exit(self) -> None:
         self.over = asyncio.get_running_loop().create_future()
         await self.over
 

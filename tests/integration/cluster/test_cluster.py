@@ -18,16 +18,16 @@ import pytest
 import ray
 from tensordict import TensorDict
 
-from skyrl_train.cluster.actors import Remote, spawn
-from skyrl_train.cluster.placement import cpus_per_slot, reserve
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.cluster.stacks import stacks
+from skyrl_train.cluster.actors import ActorProxy, spawn
+from skyrl_train.cluster.placement import cpus_per_slot, reserve_pool
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.cluster.stack_dumps import collect_stacks
 from skyrl_train.config.predicates import count_slots
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
-from skyrl_train.experiment.layout import Layout, place
+from skyrl_train.experiment.placement import RunPlacement, reserve_slots
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
-from skyrl_train.learner.shards import Stored
+from skyrl_train.learner.batch_sharding import StoredCall
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
 from tests.integration.cluster.subject import Together
 from tests.support.padded_reference import grouped_batch
@@ -41,7 +41,7 @@ LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S = 3.0
 
 @pytest.fixture(scope="module")
 def ray_runtime() -> Iterator[None]:
-    with Cluster(workers=CPUS, preload=[PRELOADED]):
+    with Cluster(num_actors=CPUS, preload=[PRELOADED]):
         yield
 
 
@@ -58,10 +58,10 @@ def start(
     deadline_s: float = 180.0,
     deadlines: dict[str, float] | None = None,
     **kwargs: bool,
-) -> Remote:
-    slots = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
+) -> ActorProxy:
+    slots = reserve_pool(cluster, count=1, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     return spawn(
-        cluster, SUBJECT, kwargs, slots=slots, index=0, name="subject", concurrent=concurrent,
+        cluster, SUBJECT, kwargs, pool=slots, index=0, name="subject", is_async=concurrent,
         deadline_s=deadline_s, deadlines=deadlines,
     )  # fmt: skip
 
@@ -75,10 +75,10 @@ def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
     deadline = time.monotonic() + 60
     while len(workers := idle_workers()) < CPUS and time.monotonic() < deadline:
         time.sleep(0.1)
-    slots = reserve(cluster, count=CPUS, tenants=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test")
+    slots = reserve_pool(cluster, count=CPUS, actors_per_slot=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test")
     time.sleep(LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S)
-    kwargs: dict[str, Any] = {"slots": slots, "name": "subject", "deadline_s": 60.0}
-    subjects = [spawn(cluster, SUBJECT, {}, index=index, concurrent=index == 0, **kwargs) for index in range(CPUS)]
+    kwargs: dict[str, Any] = {"pool": slots, "name": "subject", "deadline_s": 60.0}
+    subjects = [spawn(cluster, SUBJECT, {}, index=index, is_async=index == 0, **kwargs) for index in range(CPUS)]
 
     async def run() -> list[tuple[int, bool]]:
         return list(await asyncio.gather(*(subject.process(PRELOADED) for subject in subjects)))
@@ -91,7 +91,7 @@ def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, how: st
     async def run() -> None:
         whole, part = (start(cluster, concurrent=True) for _ in range(2))
         assert [await one.add(1, 2) for one in (whole, part)] == [3, 3]
-        whole.lives_with([part], cluster)
+        whole.link_lifetimes([part], cluster)
         waiting = asyncio.ensure_future((part if how.startswith("whole") else whole).wait(60.0))
         await asyncio.sleep(0.5)
         if how == "whole is killed":
@@ -111,19 +111,19 @@ def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, how: st
 
 async def meeting_ranks(cluster: Cluster, deadline_s: float) -> tuple[WorkerGroup, list[int]]:
     """Two ranks that have met, with the pid of each. What both import takes longer than the deadline of a call."""
-    slots = reserve(cluster, count=2, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
+    slots = reserve_pool(cluster, count=2, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     ranks = [
         spawn(
-            cluster, "tests.integration.cluster.subject:Rank", {"rank": rank}, slots=slots, index=rank,
-            name=f"policy rank {rank}", concurrent=False, deadline_s=deadline_s, deadlines={"setup": 120.0},
+            cluster, "tests.integration.cluster.subject:Rank", {"rank": rank}, pool=slots, index=rank,
+            name=f"policy rank {rank}", is_async=False, deadline_s=deadline_s, deadlines={"setup": 120.0},
         )
         for rank in range(2)
     ]  # fmt: skip
     for rank in ranks:
-        await rank.read("rank", 120.0)
+        await rank.get_attribute("rank", 120.0)
     address, port = await ranks[0].address()
     group = WorkerGroup(ranks)
-    return group, await group.all("setup", address, port)
+    return group, await group.call_all("setup", address, port)
 
 
 @pytest.mark.fault("F33")
@@ -136,11 +136,11 @@ def test_the_rank_that_the_others_wait_for_is_named_and_all_stacks_are_in_one_fi
         group, pids = await meeting_ranks(cluster, deadline_s=3.0)
         if stopped:
             os.kill(pids[1], signal.SIGSTOP)
-            assert await stacks([group.workers[1].id], 0.5) == {}  # a node that answers too late
+            assert await collect_stacks([group.workers[1].id], 0.5) == {}  # a node that answers too late
         learner = Learner(group, None, BatchSizes(1), stacks_file=tmp_path / "stacks.txt")
         with pytest.raises(DeadlineExceeded) as caught:
-            await group.scatter("reduce", [(False, False), (True, False)])
-        await learner.explain(caught.value)
+            await group.call_sharded("reduce", [(False, False), (True, False)])
+        await learner.attach_stall_report(caught.value)
         return caught.value, pids[1]
 
     error, pid = asyncio.run(run())
@@ -159,19 +159,19 @@ def test_of_ranks_that_lost_a_peer_and_the_peer_that_died_the_death_is_raised(cl
     async def run() -> None:
         group, _ = await meeting_ranks(cluster, deadline_s=60.0)
         with pytest.raises(WorkerDied, match="policy rank 1 died during reduce"):
-            await group.scatter("reduce", [(False, False), (False, True)])
+            await group.call_sharded("reduce", [(False, False), (False, True)])
 
     asyncio.run(run())
 
 
 def test_ranks_read_their_parts_of_a_batch_where_they_were_stored(cluster: Cluster):
     """One part for two ranks, of two values. Its arrays are large enough for shared memory."""
-    slots = reserve(cluster, count=2, tenants=1, device="cpu", total_slots=8, deadline_s=10, key="test")
-    kwargs: dict[str, Any] = {"slots": slots, "name": "subject", "concurrent": False, "deadline_s": 60.0}
+    slots = reserve_pool(cluster, count=2, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
+    kwargs: dict[str, Any] = {"pool": slots, "name": "subject", "is_async": False, "deadline_s": 60.0}
     group = WorkerGroup([spawn(cluster, SUBJECT, {}, index=index, **kwargs) for index in range(2)], parallel_size=2)
     batch = grouped_batch([(7, [5, 9, 3]), (4, [60_000])])
-    stored = [group.store(batch.select([0, 2])), group.store(batch.select([3]))]
-    answers = asyncio.run(group.scatter("overwrites", [Stored(stored, Together())]))
+    stored = [group.put(batch.select([0, 2])), group.put(batch.select([3]))]
+    answers = asyncio.run(group.call_sharded("overwrites", [StoredCall(stored, Together())]))
     wanted = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
     assert answers == [(wanted, True)] * 2
 
@@ -181,7 +181,7 @@ def test_calls_results_and_errors_cross_as_they_are(cluster: Cluster):
 
     async def run() -> None:
         assert await subject.add(2, b=3) == 5
-        assert await subject.read("constant", 10.0) == 7
+        assert await subject.get_attribute("constant", 10.0) == 7
         with pytest.raises(ConfigError, match=r"^key=3 is wrong$"):
             await subject.raise_config_error()
 
@@ -240,7 +240,7 @@ def test_thousands_of_calls_that_wait_keep_no_health_check_waiting(cluster: Clus
         await subject.add(1)
         waiting = [asyncio.ensure_future(subject.wait(600.0)) for _ in range(3000)]
         await asyncio.sleep(0)  # now they are sent
-        assert await subject.call_within(10.0, "add", 2) == 2
+        assert await subject.call_with_deadline(10.0, "add", 2) == 2
         for one in waiting:
             one.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -267,7 +267,7 @@ def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
     async def run() -> None:
         await hanging.add(1)
         with pytest.raises(DeadlineExceeded, match=r"subject\.hang did not finish within 0\.3 s"):
-            await hanging.call_within(0.3, "hang")
+            await hanging.call_with_deadline(0.3, "hang")
         with pytest.raises(WorkerDied, match="subject died during die"):
             await dying.die()
         with pytest.raises(WorkerDied, match="no such model"):
@@ -281,11 +281,11 @@ def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
 def test_more_than_the_cluster_has_is_refused_at_once_with_need_and_have(cluster: Cluster):
     begun = time.monotonic()
     with pytest.raises(ConfigError, match=r"policy.*needs 2 slots of 1 GPU, 2 GPUs.*has .* and 0 GPUs"):
-        reserve(cluster, count=2, tenants=1, device="cuda", total_slots=2, deadline_s=10, key="policy")
-    occupied = reserve(cluster, count=1, tenants=1, device="cpu", total_slots=1, deadline_s=10, key="first")
-    assert occupied.count == 1
+        reserve_pool(cluster, count=2, actors_per_slot=1, device="cuda", total_slots=2, deadline_s=10, key="policy")
+    occupied = reserve_pool(cluster, count=1, actors_per_slot=1, device="cpu", total_slots=1, deadline_s=10, key="first")
+    assert occupied.num_slots == 1
     with pytest.raises(ConfigError, match=r"engines: needs 64 slots of 1 CPU.*not placed within 1 s.*colocate"):
-        reserve(cluster, count=64, tenants=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
+        reserve_pool(cluster, count=64, actors_per_slot=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
     assert time.monotonic() - begun < 20
 
 
@@ -296,9 +296,9 @@ def test_two_ranks_and_an_engine_fit_two_cores():
 
 def place_on(
     cluster: Cluster, placement: PlacementConfig, generator: GeneratorConfig, at_once: bool = False, **roles: bool
-) -> Layout:
+) -> RunPlacement:
     counts = count_slots(placement, generator, **roles)
-    return place(cluster, counts, placement, generator, device="cpu", deadline_s=10, at_once=at_once)
+    return reserve_slots(cluster, counts, placement, generator, device="cpu", deadline_s=10, overlaps_training=at_once)
 
 
 @pytest.mark.defect("threads-for-engines-that-are-elsewhere")
@@ -307,24 +307,24 @@ def test_layouts_share_slots_only_when_colocated(cluster: Cluster):
     colocated = PlacementConfig(policy_num_gpus_per_node=2)
     with Cluster() as one_run:
         layout = place_on(one_run, colocated, generator, with_reference=True)
-    assert layout.time_shared
+    assert layout.engines_colocated
     assert layout.policy and layout.engines and layout.reference
-    assert layout.policy.slots is layout.engines.slots is layout.reference.slots
-    assert layout.policy.slots.tenants == 3
+    assert layout.policy.pool is layout.engines.pool is layout.reference.pool
+    assert layout.policy.pool.actors_per_slot == 3
     dedicated = PlacementConfig(colocate_all=False)
     with Cluster() as another_run:
         layout = place_on(another_run, dedicated, generator, at_once=True)
     assert layout.policy and layout.engines
-    assert (layout.policy.beside, layout.engines.beside) == (2, 1)
+    assert (layout.policy.num_concurrent, layout.engines.num_concurrent) == (2, 1)
     with Cluster() as a_third:
         layout = place_on(a_third, dedicated, generator, at_once=True, with_engines=False)
-    assert layout.policy and layout.policy.beside == 0, "engines elsewhere take none of these cores"
+    assert layout.policy and layout.policy.num_concurrent == 0, "engines elsewhere take none of these cores"
     layout = place_on(cluster, dedicated, generator, with_reference=True)
-    assert not layout.time_shared
+    assert not layout.engines_colocated
     assert layout.policy and layout.engines and layout.reference
-    assert layout.policy.slots is not layout.engines.slots
-    assert layout.policy.slots is layout.reference.slots
-    assert layout.policy.beside == layout.engines.beside == 0, "they wait for each other"
+    assert layout.policy.pool is not layout.engines.pool
+    assert layout.policy.pool is layout.reference.pool
+    assert layout.policy.num_concurrent == layout.engines.num_concurrent == 0, "they wait for each other"
 
 
 def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluster):
@@ -333,16 +333,16 @@ def test_a_reward_model_shares_the_policy_s_slots_or_has_its_own(cluster: Cluste
     with Cluster() as one_run:
         layout = place_on(one_run, colocated, generator, with_reward=True)
     assert layout.reward is layout.policy and layout.policy is not None
-    assert layout.policy.slots.tenants == 3
+    assert layout.policy.pool.actors_per_slot == 3
     dedicated = PlacementConfig(colocate_all=False, reward_num_gpus_per_node=2)
     with Cluster() as one_run:
         layout = place_on(one_run, dedicated, generator, with_reward=True)
     assert layout.policy and layout.reward
-    assert (layout.reward.count, layout.reward.slots.tenants, layout.policy.slots.tenants) == (2, 1, 1)
+    assert (layout.reward.count, layout.reward.pool.actors_per_slot, layout.policy.pool.actors_per_slot) == (2, 1, 1)
     with Cluster() as one_run:
         alone = place_on(one_run, colocated, generator, with_policy=False, with_reward=True)
     assert alone.policy is None and alone.reward and alone.engines
-    assert alone.reward.slots is alone.engines.slots and alone.engines.slots.tenants == 2
+    assert alone.reward.pool is alone.engines.pool and alone.engines.pool.actors_per_slot == 2
     elsewhere = {"with_policy": False, "with_engines": False, "with_reward": True}
     layout = place_on(cluster, colocated, generator, **elsewhere)
     assert layout.reward and layout.reward.count == 3
@@ -353,7 +353,7 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
     # In a process of its own, because a driver has one cluster: the check for left-overs is the conftest's.
     code = (
         "from pathlib import Path\n"
-        "from skyrl_train.cluster.runtime import Cluster\n"
+        "from skyrl_train.cluster.ray_cluster import Cluster\n"
         "import ray\n"
         "first, second = Cluster(), Cluster()\n"
         "first.connect()\n"
@@ -375,7 +375,7 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
 def test_sigterm_handler_survives_connecting_and_disconnecting():
     code = (
         "import os, signal\n"
-        "from skyrl_train.cluster.runtime import Cluster\n"
+        "from skyrl_train.cluster.ray_cluster import Cluster\n"
         "signal.signal(signal.SIGTERM, lambda number, frame: print('handled'))\n"
         "with Cluster():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

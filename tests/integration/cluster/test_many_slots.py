@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from skyrl_train.cluster.actors import spawn
-from skyrl_train.cluster.placement import places_of, reserve, visible_devices
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.placement import locate_gpus, reserve_pool, visible_devices
+from skyrl_train.cluster.ray_cluster import Cluster
 
 
 class Sees:
@@ -35,12 +35,12 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.defect("one-core-beside-an-accelerator")
 @pytest.mark.slow
 def test_an_actor_sees_the_accelerators_of_all_its_slots_and_their_cores_beside_a_tenant_in_each(cluster: Cluster):
-    slots = reserve(cluster, count=4, tenants=2, device="cuda", total_slots=4, deadline_s=30, key="test")
+    slots = reserve_pool(cluster, count=4, actors_per_slot=2, device="cuda", total_slots=4, deadline_s=30, key="test")
     target = f"{__name__}:Sees"
 
     async def run() -> None:
         ranks = [
-            spawn(cluster, target, {}, slots=slots, index=index, name="rank", concurrent=False, deadline_s=60)
+            spawn(cluster, target, {}, pool=slots, index=index, name="rank", is_async=False, deadline_s=60)
             for index in range(4)
         ]
         seen = [await rank.devices() for rank in ranks]
@@ -48,12 +48,12 @@ def test_an_actor_sees_the_accelerators_of_all_its_slots_and_their_cores_beside_
         assert await ranks[0].threads() == (2, "2"), "8 CPUs for four slots"
         engines = []
         for first in (0, 2):
-            places = await places_of(slots, range(first, first + 2), 60)
+            places = await locate_gpus(slots, range(first, first + 2), 60)
             devices = visible_devices(places, "test")
             assert devices == f"{seen[first]},{seen[first + 1]}"
             engines.append(
                 spawn(
-                    cluster, target, {}, slots=slots, index=first, name="engine", concurrent=True, deadline_s=60,
+                    cluster, target, {}, pool=slots, index=first, name="engine", is_async=True, deadline_s=60,
                     devices=devices,
                 )
             )  # fmt: skip

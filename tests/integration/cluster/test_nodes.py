@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.support.raylets import raylets
+from tests.support.ray_nodes import ray_nodes
 
 
 @pytest.mark.defect("a-growing-cluster-was-refused-at-once")
@@ -22,7 +22,7 @@ def test_slots_are_where_they_should_be_and_a_lost_node_is_named_and_replaced(tm
         (one / "one-node-lacks-it").touch()
     (folders[1] / "one-node-has-it").touch()
     roles = [{"role": "trainer"}, {"role": "trainer"}, {"role": "engine"}]
-    with raylets([{}, {}, {}], cpus=[2, 2, 2], labels=roles, folders=[str(folder) for folder in folders]) as nodes:
+    with ray_nodes([{}, {}, {}], cpus=[2, 2, 2], labels=roles, folders=[str(folder) for folder in folders]) as nodes:
         program = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.cluster.on_nodes"],
             env=os.environ | nodes.environment | {"PYTHONPATH": str(REPOSITORY)},

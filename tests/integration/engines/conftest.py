@@ -21,10 +21,10 @@ from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.wire import ROUTES
-from tests.support.engine_bench import MAX_MODEL_LEN, MAX_NUM_SEQS, BackgroundLoop, Bench, save_as_base_model
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
+from tests.support.engine_harness import MAX_MODEL_LEN, MAX_NUM_SEQS, BackgroundLoop, EngineHarness, save_as_base_model
 from tests.support.native_servers import TOKEN, NativeServerProcess
-from tests.support.overlapped_vllm import overlap_steps
+from tests.support.vllm_async_scheduling import enable_async_scheduling
 from tests.support.reference_sampler import Reference
 
 # What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         kinds = list(ENGINES)  # the others are the same to a wrapper
     arrival = metafunc.function.__name__ == "test_after_every_sync_the_engine_serves_the_new_weights"
     kinds += MOE if arrival else []
-    routes = sorted(ROUTES) if "route" in metafunc.fixturenames else [""]
+    routes = sorted(WEIGHT_ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
     with_steps_under_way = metafunc.function.__name__ == "test_pause_keep_goes_on_with_the_new_weights_where_it_stood"
     marks = {pair: _marks(*pair, every_route=arrival, overlapped=with_steps_under_way) for pair in pairs}
@@ -105,30 +105,30 @@ def _kind(item: pytest.Item) -> str:
 
 
 @dataclass
-class Started:
+class StartedEngine:
     name: str
     engine: InferenceEngine
     model: PreTrainedModel
 
 
-class Starter:
+class EngineStarter:
     """Keeps the engine that was started last until another one is wanted: behind HTTP it is the same one."""
 
     def __init__(self, folder: Path):
         self.loop = BackgroundLoop()
         self.folder = folder
-        self._current: Started | None = None
+        self._current: StartedEngine | None = None
         self._process: NativeServerProcess | None = None
         self._patch = pytest.MonkeyPatch()
 
-    def get(self, name: str, *, tied: bool, architecture: str) -> Started:
+    def get(self, name: str, *, tied: bool, architecture: str) -> StartedEngine:
         wanted = f"{architecture}-{'' if tied else 'untied-'}{name}"
         if self._current is None or self._current.name != wanted:
             self._close_current()
             model = tiny_model(architecture, tied=tied)
             path = self.folder / wanted
             save_as_base_model(model, path)
-            self._current = Started(wanted, self._start(name, str(path), adapters=architecture == "qwen3"), model)
+            self._current = StartedEngine(wanted, self._start(name, str(path), adapters=architecture == "qwen3"), model)
         return self._current
 
     def _start(self, name: str, path: str, *, adapters: bool) -> InferenceEngine:
@@ -136,7 +136,7 @@ class Starter:
         if name in NATIVE:
             return self._start_native(name, path)
         if name == OVERLAPPED:
-            overlap_steps(self._patch)
+            enable_async_scheduling(self._patch)
         place, options = ENGINES[name.removeprefix("overlapped-")]
         options = {key: value for key, value in options.items() if adapters or key != "max_lora_rank"}
         with warnings.catch_warnings():
@@ -200,14 +200,14 @@ class Starter:
 
 
 @pytest.fixture(scope="package")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    starter = Starter(tmp_path_factory.mktemp("engines"))
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStarter]:
+    starter = EngineStarter(tmp_path_factory.mktemp("engines"))
     yield starter
     starter.close()
 
 
 @pytest.fixture(scope="package")
-def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]:
+def started(request: pytest.FixtureRequest, starter: EngineStarter) -> Iterator[EngineHarness]:
     *layout, package = request.param.split("-")
     if package != "transformers" and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; scripts/cpu_engines installs it")
@@ -217,20 +217,20 @@ def started(request: pytest.FixtureRequest, starter: Starter) -> Iterator[Bench]
     if "http" not in layout:
         # A server counts a request before it has read it, SGLang's host before its process has.
         head_start_s = 0.5 if name in NATIVE else HEAD_STARTS.get(name, 0.2)
-        yield Bench(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
+        yield EngineHarness(embedded.engine, embedded.model, starter.loop, starter.folder, head_start_s)
         return
     with starter.behind_http(embedded.engine) as remote:
-        yield Bench(remote, embedded.model, starter.loop, starter.folder, HEAD_STARTS.get(name, 0.2))
+        yield EngineHarness(remote, embedded.model, starter.loop, starter.folder, HEAD_STARTS.get(name, 0.2))
 
 
 @pytest.fixture
-def bench(started: Bench) -> Iterator[Bench]:
+def bench(started: EngineHarness) -> Iterator[EngineHarness]:
     """The engine whole, awake and running, as a test finds it and leaves it."""
     yield started
     started.run(started.restore())
 
 
 @pytest.fixture
-def reference(bench: Bench) -> Reference:
+def reference(bench: EngineHarness) -> Reference:
     """What the engine must agree with; its weights are random."""
     return bench.serve(bench.random_model(0), "random")

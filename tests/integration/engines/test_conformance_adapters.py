@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import WeightSyncError
-from tests.support.engine_bench import TOLERANCE, Bench, assert_logprobs, assert_spans, largest_gap
+from tests.support.engine_harness import TOLERANCE, EngineHarness, assert_logprobs, assert_spans, largest_difference
 from tests.support.reference_sampler import Reference
 from tests.support.tiny_adapters import merged, save_tiny_adapter
 from tests.support.weight_targets import AdaptedTrainer
@@ -18,7 +18,7 @@ PROMPT = tuple(3 + (7 * n) % 250 for n in range(150))
 
 
 @pytest.fixture
-def trainer(bench: Bench) -> Iterator[AdaptedTrainer]:
+def trainer(bench: EngineHarness) -> Iterator[AdaptedTrainer]:
     """Its model is the engine's, before and after."""
     bench.serve(bench.random_model(0), "random")
     yield AdaptedTrainer(bench.model)
@@ -26,11 +26,11 @@ def trainer(bench: Bench) -> Iterator[AdaptedTrainer]:
     bench.serve(bench.model, "random")
 
 
-def lacks_it(bench: Bench) -> bool:
+def lacks_it(bench: EngineHarness) -> bool:
     return bench.capabilities.synced_adapter_rank == 0
 
 
-def assert_serves(bench: Bench, reference: Reference, adapter: str | None = None) -> None:
+def assert_serves(bench: EngineHarness, reference: Reference, adapter: str | None = None) -> None:
     request = bench.request(PROMPT, adapter=adapter)
     (completion,) = bench.generate(request)
     assert_logprobs(reference, request, completion)
@@ -40,7 +40,7 @@ def nbytes(trainer: AdaptedTrainer) -> int:
     return sum(tensor.nbytes for tensor in trainer.tensors.values())
 
 
-def test_after_every_sync_the_engine_serves_the_new_adapter(bench: Bench, route: str, trainer: AdaptedTrainer):
+def test_after_every_sync_the_engine_serves_the_new_adapter(bench: EngineHarness, route: str, trainer: AdaptedTrainer):
     async def run() -> None:
         async with bench.syncing(route, trainer=trainer) as weight_sync:
             metrics = await weight_sync.self_test(await bench.next_version())
@@ -56,12 +56,12 @@ def test_after_every_sync_the_engine_serves_the_new_adapter(bench: Bench, route:
     if lacks_it(bench):
         return
     bench.run(run())
-    assert_serves(bench, Reference(trainer.whole()))
+    assert_serves(bench, Reference(trainer.full_weights()))
     bench.run(bench.publish(trainer.model, route))
     assert_serves(bench, Reference(trainer.model))
 
 
-def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: Bench, trainer: AdaptedTrainer):
+def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: EngineHarness, trainer: AdaptedTrainer):
     if not lacks_it(bench):
         rank = bench.capabilities.synced_adapter_rank + 1
         if rank > 1 << 10:
@@ -77,13 +77,13 @@ def test_an_engine_that_cannot_take_one_says_so_and_serves_on(bench: Bench, trai
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: Bench, trainer: AdaptedTrainer):
+def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: EngineHarness, trainer: AdaptedTrainer):
     async def run(request: Any) -> tuple[Any, int]:
         async with bench.syncing(trainer=trainer) as weight_sync:
             first = await bench.next_version()
             await weight_sync.sync_all(first)
             call = bench.start(request)
-            await bench.until_running()
+            await bench.wait_until_running()
             await bench.engine.pause("keep")
             trainer.draw(1)
             await weight_sync.sync_all(first + 1)
@@ -93,19 +93,19 @@ def test_a_request_under_way_goes_on_with_the_adapter_that_comes(bench: Bench, t
 
     if lacks_it(bench):
         return
-    old = Reference(trainer.whole())
+    old = Reference(trainer.full_weights())
     request = bench.request(PROMPT, max_tokens=600)
     completion, first = bench.run(run(request))
     spans = assert_spans(completion, [first, first + 1])
     assert len(spans) == 2, "the sync came too late: nothing is tested"
     change = spans[1].start
     before = old.logprobs(PROMPT, completion.token_ids[:change], request.sampling)[1]
-    assert largest_gap(completion.full_logprobs[:change], before) <= TOLERANCE
-    after = Reference(trainer.whole()).full_logprobs_after(old, PROMPT, completion.token_ids, change)
-    assert largest_gap(completion.full_logprobs[change:], after) <= TOLERANCE
+    assert largest_difference(completion.full_logprobs[:change], before) <= TOLERANCE
+    after = Reference(trainer.full_weights()).full_logprobs_after(old, PROMPT, completion.token_ids, change)
+    assert largest_difference(completion.full_logprobs[change:], after) <= TOLERANCE
 
 
-def test_a_named_adapter_acts_on_the_model_itself(bench: Bench, trainer: AdaptedTrainer, tmp_path: Any):
+def test_a_named_adapter_acts_on_the_model_itself(bench: EngineHarness, trainer: AdaptedTrainer, tmp_path: Any):
     async def sync() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
             await weight_sync.sync_all(await bench.next_version())
@@ -115,10 +115,10 @@ def test_a_named_adapter_acts_on_the_model_itself(bench: Bench, trainer: Adapted
     folder = save_tiny_adapter(tmp_path, bench.model, seed=9)
     bench.run(bench.engine.load_adapter("a", folder))
     bench.run(sync())
-    wanted = {None: Reference(trainer.whole()), "a": Reference(merged(trainer.model, folder))}
+    wanted = {None: Reference(trainer.full_weights()), "a": Reference(merged(trainer.model, folder))}
     requests = [bench.request(PROMPT, adapter=adapter, seed=n) for n in range(2) for adapter in wanted]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert_logprobs(wanted[request.adapter], request, completion)
     bench.run(bench.engine.unload_adapter("a"))
     (scored,) = bench.run(bench.engine.score([PROMPT]))
-    assert math.isclose(largest_gap(scored, wanted[None].score([PROMPT])[0]), 0, abs_tol=TOLERANCE)
+    assert math.isclose(largest_difference(scored, wanted[None].score([PROMPT])[0]), 0, abs_tol=TOLERANCE)

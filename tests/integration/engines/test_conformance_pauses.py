@@ -11,29 +11,29 @@ import pytest
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import UnsupportedParameter
-from skyrl_train.experiment.publisher import PAUSES
-from tests.support.engine_bench import (
+from skyrl_train.experiment.publisher import PAUSE_MODES
+from tests.support.engine_harness import (
     LONG_PROMPT,
     LONGEST,
     MAX_NUM_SEQS,
     PROMPT,
     TOLERANCE,
-    Bench,
+    EngineHarness,
     assert_logprobs,
     assert_spans,
-    largest_gap,
+    largest_difference,
     long_requests,
 )
 from tests.support.reference_sampler import Reference
 
 
-def paused_with_new_weights(bench: Bench, mode: str, requests: list[SampleRequest]) -> tuple[list[Any], Any, list[int]]:
+def paused_with_new_weights(bench: EngineHarness, mode: str, requests: list[SampleRequest]) -> tuple[list[Any], Any, list[int]]:
     """Completions of `requests`, one of a request that came while paused, and the versions before and after."""
 
     async def run() -> tuple[list[Any], Any, list[int]]:
         old = (await bench.engine.health()).version
         calls = bench.start(*requests)
-        await bench.until_running(len(requests))
+        await bench.wait_until_running(len(requests))
         await bench.engine.pause(mode)
         late = bench.start(bench.request(PROMPT, temperature=0.0, max_tokens=12))
         assert (await bench.engine.health()).paused
@@ -46,25 +46,25 @@ def paused_with_new_weights(bench: Bench, mode: str, requests: list[SampleReques
     return bench.run(run())
 
 
-def refuses_mode(bench: Bench, mode: str) -> bool:
+def refuses_mode(bench: EngineHarness, mode: str) -> bool:
     """Whether the engine lacks the mode; then it says so by name."""
     if mode in bench.capabilities.pause_modes:
         return False
     with pytest.raises(UnsupportedParameter, match=mode) as caught:
         bench.run(bench.engine.pause(mode))
     assert bench.capabilities.name in str(caught.value)
-    assert bench.reason(mode)
+    assert bench.refusal_reason(mode)
     return True
 
 
-def assert_new_weights(bench: Bench, late: Any, version: int) -> None:
+def assert_new_weights(bench: EngineHarness, late: Any, version: int) -> None:
     new = Reference(bench.model)
     assert late.token_ids.tolist() == new.greedy(PROMPT, 12)
     assert_spans(late, [version])
     assert late.versions[0].version == version
 
 
-def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: Bench, reference: Reference):
+def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "keep"):
         return
     requests = long_requests(bench)
@@ -76,12 +76,12 @@ def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: Bench, re
         assert_spans(completion, versions)
         before, after = completion.versions
         old = reference.score([[*request.token_ids.tolist(), *completion.token_ids[: before.stop].tolist()]])[0]
-        assert largest_gap(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
+        assert largest_difference(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
         wanted = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
-        assert largest_gap(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
+        assert largest_difference(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
 
 
-def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Bench, reference: Reference):
+def test_pause_retract_reads_everything_again_with_the_new_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "retract"):
         return
     requests = long_requests(bench)
@@ -95,10 +95,10 @@ def test_pause_retract_reads_everything_again_with_the_new_weights(bench: Bench,
         ids, start = [*request.token_ids.tolist(), *completion.token_ids.tolist()], len(request.token_ids) - 1
         (old_scores,), (new_scores,) = reference.score([ids]), new.score([ids])
         wanted = [*old_scores[start:][: before.stop], *new_scores[start:][after.start :]]
-        assert largest_gap(completion.full_logprobs, wanted) <= TOLERANCE
+        assert largest_difference(completion.full_logprobs, wanted) <= TOLERANCE
 
 
-def test_pause_abort_returns_what_there_is(bench: Bench, reference: Reference):
+def test_pause_abort_returns_what_there_is(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "abort"):
         return
     requests = long_requests(bench)
@@ -111,7 +111,7 @@ def test_pause_abort_returns_what_there_is(bench: Bench, reference: Reference):
         assert_logprobs(reference, request, completion)
 
 
-def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: Bench, reference: Reference):
+def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "wait"):
         return
     requests = long_requests(bench)
@@ -124,9 +124,9 @@ def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: Bench, refere
 
 
 @pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
-def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, reference: Reference, on_sync: str):
+def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: EngineHarness, reference: Reference, on_sync: str):
     """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
-    if refuses_mode(bench, PAUSES[on_sync]):
+    if refuses_mode(bench, PAUSE_MODES[on_sync]):
         return
     tokens = [LONGEST if n < MAX_NUM_SEQS else 4 for n in range(64)]
     requests = [bench.request((*PROMPT, n), temperature=0.0, max_tokens=most) for n, most in enumerate(tokens)]
@@ -135,10 +135,10 @@ def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, r
     async def run() -> tuple[list[Completion], list[int], dict[str, float]]:
         old = (await bench.engine.health()).version
         begun = [asyncio.ensure_future(client.generate([request])) for request in requests[:MAX_NUM_SEQS]]
-        await bench.until_running(MAX_NUM_SEQS)
+        await bench.wait_until_running(MAX_NUM_SEQS)
         waiting = [asyncio.ensure_future(client.generate([request])) for request in requests[MAX_NUM_SEQS:]]
         await asyncio.sleep(0.05)
-        async with client.paused(PAUSES[on_sync]):
+        async with client.pause_requests(PAUSE_MODES[on_sync]):
             await bench.publish(bench.random_model(1))
         answers = await asyncio.gather(*begun, *waiting)
         return [completion for (completion,) in answers], [old, old + 1], await client.metrics()
@@ -168,7 +168,7 @@ def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: Bench, r
         ]
 
 
-def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: Bench, reference: Reference):
+def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: EngineHarness, reference: Reference):
     if refuses_mode(bench, "keep"):
         return
     running = [bench.request(LONG_PROMPT, seed=n, max_tokens=400) for n in range(MAX_NUM_SEQS)]
@@ -176,7 +176,7 @@ def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: Bench, refe
 
     async def run() -> list[Any]:
         calls = bench.start(*running)
-        await bench.until_running(MAX_NUM_SEQS)
+        await bench.wait_until_running(MAX_NUM_SEQS)
         last = bench.start(queued)
         await asyncio.sleep(0.05)
         await bench.engine.pause("keep")
@@ -190,13 +190,13 @@ def test_a_request_in_the_queue_does_not_build_on_old_weights(bench: Bench, refe
     assert_logprobs(Reference(bench.model), queued, completion)
 
 
-def test_pause_and_resume_change_nothing_by_themselves(bench: Bench, reference: Reference):
+def test_pause_and_resume_change_nothing_by_themselves(bench: EngineHarness, reference: Reference):
     for mode in sorted(bench.capabilities.pause_modes - {"abort"}):
         request = bench.request(PROMPT, seed=5, max_tokens=LONGEST)
 
         async def run(mode: str = mode, request: SampleRequest = request) -> list[Any]:
             call = bench.start(request)
-            await bench.until_running()
+            await bench.wait_until_running()
             await bench.engine.pause(mode)
             await bench.engine.resume()
             return await call
@@ -206,7 +206,7 @@ def test_pause_and_resume_change_nothing_by_themselves(bench: Bench, reference: 
         assert_logprobs(reference, request, completion)
 
 
-def test_an_unknown_pause_mode_is_refused_by_name(bench: Bench):
+def test_an_unknown_pause_mode_is_refused_by_name(bench: EngineHarness):
     with pytest.raises(UnsupportedParameter, match="later"):
         bench.run(bench.engine.pause("later"))
     assert not bench.run(bench.engine.health()).paused

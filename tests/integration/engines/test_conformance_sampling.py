@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.engines.sampling import normalise
+from skyrl_train.engines.sampling_params import parse_sampling_params
 from skyrl_train.errors import ConfigError, UnsupportedParameter
-from tests.support.engine_bench import (
+from tests.support.engine_harness import (
     END_OF_SEQUENCE,
     END_OF_TURN,
     MAX_MODEL_LEN,
     TOKENIZER,
     TOLERANCE,
-    Bench,
+    EngineHarness,
     assert_logprobs,
     assert_spans,
-    largest_gap,
+    largest_difference,
 )
 from tests.support.reference_sampler import Reference
 
@@ -26,7 +26,7 @@ PROMPTS = [(50, 60, 70, 80, 90), tuple(range(100, 131)), (9,)]
 
 
 @pytest.fixture
-def reference(bench: Bench) -> Reference:
+def reference(bench: EngineHarness) -> Reference:
     """What the engine must agree with; its weights are random."""
     return bench.serve(bench.random_model(0), "random")
 
@@ -35,18 +35,18 @@ def spell(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-def refused(bench: Bench, parameter: str, **sampling: Any) -> None:
+def refused(bench: EngineHarness, parameter: str, **sampling: Any) -> None:
     """The refusal names engine and parameter, and capabilities say why."""
     with pytest.raises(UnsupportedParameter, match=parameter) as caught:
         bench.generate(bench.request(PROMPTS[0], **sampling))
     assert bench.capabilities.name in str(caught.value)
-    assert bench.reason(parameter)
+    assert bench.refusal_reason(parameter)
 
 
 # -- tokens and log-probs ---------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_are_hugging_faces(bench: Bench, reference: Reference):
+def test_greedy_tokens_are_hugging_faces(bench: EngineHarness, reference: Reference):
     requests = [bench.request(prompt, temperature=0.0, max_tokens=24) for prompt in PROMPTS]
     for request, completion in zip(requests, bench.generate(*requests), strict=True):
         assert completion.request_id == request.request_id
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_hugging_faces(bench: Bench, reference: Reference):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_the_references(bench: Bench, reference: Reference, temperature: float):
+def test_logprobs_are_the_references(bench: EngineHarness, reference: Reference, temperature: float):
     requests = [
         bench.request(prompt, seed=seed, temperature=temperature, max_tokens=20)
         for prompt in PROMPTS
@@ -84,7 +84,7 @@ def test_logprobs_are_the_references(bench: Bench, reference: Reference, tempera
     ids=lambda sampling: " ".join(sampling),
 )
 def test_logprobs_are_of_the_distribution_really_sampled_from(
-    bench: Bench, reference: Reference, sampling: dict[str, Any]
+    bench: EngineHarness, reference: Reference, sampling: dict[str, Any]
 ):
     missing = sampling.keys() - bench.capabilities.sampling
     if missing:
@@ -96,7 +96,7 @@ def test_logprobs_are_of_the_distribution_really_sampled_from(
         assert_logprobs(reference, request, completion)
 
 
-def test_one_batch_may_mix_all_ways_of_sampling(bench: Bench, reference: Reference):
+def test_one_batch_may_mix_all_ways_of_sampling(bench: EngineHarness, reference: Reference):
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7},
@@ -110,23 +110,23 @@ def test_one_batch_may_mix_all_ways_of_sampling(bench: Bench, reference: Referen
         assert_logprobs(reference, request, completion)
 
 
-def test_scores_are_the_references(bench: Bench, reference: Reference):
+def test_scores_are_the_references(bench: EngineHarness, reference: Reference):
     sequences = [list(range(3, 43)), [9, 2], [200, 100, 50, 25, 12], [7]]
     for temperature in (1.0, 0.7):
         if temperature != 1.0 and not bench.capabilities.score_temperature:
             with pytest.raises(UnsupportedParameter, match="temperature"):
                 bench.run(bench.engine.score(sequences, temperature))
-            assert bench.reason("score")
+            assert bench.refusal_reason("score")
             continue
         scores = bench.run(bench.engine.score(sequences, temperature))
         for got, wanted in zip(scores, reference.score(sequences, temperature), strict=True):
-            assert largest_gap(got, wanted) <= TOLERANCE
+            assert largest_difference(got, wanted) <= TOLERANCE
 
 
 # -- groups and seeds -------------------------------------------------------------------------------------------------
 
 
-def test_samples_of_a_group_differ_and_come_in_request_order(bench: Bench, reference: Reference):
+def test_samples_of_a_group_differ_and_come_in_request_order(bench: EngineHarness, reference: Reference):
     requests = [bench.request(PROMPTS[1], name=f"sample-{n}", group="one", seed=n, max_tokens=8 + n) for n in range(8)]
     completions = bench.generate(*requests)
     assert [c.request_id for c in completions] == [r.request_id for r in requests]
@@ -136,9 +136,9 @@ def test_samples_of_a_group_differ_and_come_in_request_order(bench: Bench, refer
         assert_logprobs(reference, request, completion)
 
 
-def test_a_seed_decides_the_tokens_whatever_else_runs(bench: Bench, reference: Reference):
+def test_a_seed_decides_the_tokens_whatever_else_runs(bench: EngineHarness, reference: Reference):
     if not bench.capabilities.seeds:
-        assert bench.reason("seed")
+        assert bench.refusal_reason("seed")
         return
     same = [bench.request(PROMPTS[0], seed=2**64 - 7) for _ in range(3)]
     others = [bench.request(prompt, seed=n) for n in range(4) for prompt in PROMPTS]
@@ -155,12 +155,12 @@ SPELLED = "abc</d>."
 
 
 @pytest.fixture
-def speller(bench: Bench) -> Bench:
+def speller(bench: EngineHarness) -> EngineHarness:
     bench.serve(bench.spelling_model(SPELLED), "speller")
     return bench
 
 
-def spelled(bench: Bench, **sampling: Any) -> Any:
+def spelled(bench: EngineHarness, **sampling: Any) -> Any:
     """The continuation of "a"."""
     (completion,) = bench.generate(bench.request(spell("a"), **({"temperature": 0.0, "max_tokens": 40} | sampling)))
     assert len(completion.token_ids) == len(completion.logprobs) == len(completion.full_logprobs)
@@ -168,27 +168,27 @@ def spelled(bench: Bench, **sampling: Any) -> Any:
     return completion
 
 
-def test_max_tokens_ends_with_length(speller: Bench):
+def test_max_tokens_ends_with_length(speller: EngineHarness):
     completion = spelled(speller, max_tokens=11)
     assert TOKENIZER.decode(completion.token_ids) == "bc</d>.abc<"
     assert (completion.stop_reason, completion.stop_text) == ("length", None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_string_over_several_tokens_ends_and_stays(speller: Bench, temperature: float):
+def test_a_stop_string_over_several_tokens_ends_and_stays(speller: EngineHarness, temperature: float):
     completion = spelled(speller, stop=("never", "</d>"), temperature=temperature)
     assert TOKENIZER.decode(completion.token_ids) == "bc</d>"
     assert (completion.stop_reason, completion.stop_text) == ("stop", "</d>")
 
 
-def test_a_stop_token_ends_and_stays(speller: Bench):
+def test_a_stop_token_ends_and_stays(speller: EngineHarness):
     (bracket,) = spell("<")
     completion = spelled(speller, stop_token_ids=(bracket, 250))
     assert TOKENIZER.decode(completion.token_ids) == "bc<"
     assert (completion.stop_reason, completion.stop_text) == ("stop", "<")
 
 
-def test_stops_of_one_request_do_not_end_another(speller: Bench):
+def test_stops_of_one_request_do_not_end_another(speller: EngineHarness):
     requests = [
         speller.request(spell("a"), temperature=0.0, max_tokens=12, **stops)
         for stops in ({"stop": ("c",)}, {}, {"stop_token_ids": tuple(spell("/"))})
@@ -198,7 +198,7 @@ def test_stops_of_one_request_do_not_end_another(speller: Bench):
     assert [c.stop_reason for c in completions] == ["stop", "length", "stop"]
 
 
-def test_min_tokens_puts_a_stop_string_off(speller: Bench):
+def test_min_tokens_puts_a_stop_string_off(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
         refused(speller, "min_tokens", min_tokens=6)
         return
@@ -208,7 +208,7 @@ def test_min_tokens_puts_a_stop_string_off(speller: Bench):
 
 
 @pytest.mark.parametrize(("least", "text"), [(2, "bc<"), (3, "bc<"), (4, "bc</d>.abc<")])
-def test_a_stop_string_may_end_with_token_number_min_tokens(speller: Bench, least: int, text: str):
+def test_a_stop_string_may_end_with_token_number_min_tokens(speller: EngineHarness, least: int, text: str):
     if "min_tokens" not in speller.capabilities.sampling:
         refused(speller, "min_tokens", min_tokens=6)
         return
@@ -217,7 +217,7 @@ def test_a_stop_string_may_end_with_token_number_min_tokens(speller: Bench, leas
     assert (completion.stop_reason, completion.stop_text) == ("stop", "c<")
 
 
-def test_min_tokens_forbids_a_stop_token(speller: Bench):
+def test_min_tokens_forbids_a_stop_token(speller: EngineHarness):
     if "min_tokens" not in speller.capabilities.sampling:
         refused(speller, "min_tokens", min_tokens=6)
         return
@@ -228,32 +228,32 @@ def test_min_tokens_forbids_a_stop_token(speller: Bench):
 
 
 @pytest.fixture(params=[END_OF_SEQUENCE, END_OF_TURN])
-def end(bench: Bench, request: pytest.FixtureRequest) -> str:
+def end(bench: EngineHarness, request: pytest.FixtureRequest) -> str:
     """A token that ends responses; the model spells "ab", then this token, and "a" again where it is ignored."""
     bench.serve(bench.spelling_model(f"ab{request.param}"), f"ending in {request.param}")
     return str(request.param)
 
 
-def test_an_end_token_ends_and_is_kept(bench: Bench, end: str):
+def test_an_end_token_ends_and_is_kept(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=False)
     assert completion.token_ids.tolist() == spell(f"b{end}")
     assert (completion.stop_reason, completion.stop_text) == ("stop", end)
 
 
-def test_an_end_token_ends_beside_own_stop_tokens(bench: Bench, end: str):
+def test_an_end_token_ends_beside_own_stop_tokens(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("x")))
     assert completion.token_ids.tolist() == spell(f"b{end}")
     completion = spelled(bench, ignore_eos=False, stop_token_ids=tuple(spell("b")))
     assert completion.token_ids.tolist() == spell("b")
 
 
-def test_ignore_eos_goes_on(bench: Bench, end: str):
+def test_ignore_eos_goes_on(bench: EngineHarness, end: str):
     completion = spelled(bench, ignore_eos=True, max_tokens=7)
     assert completion.token_ids.tolist() == spell(f"b{end}ab{end}ab")
     assert completion.stop_reason == "length"
 
 
-def test_min_tokens_forbids_end_tokens(bench: Bench, end: str):
+def test_min_tokens_forbids_end_tokens(bench: EngineHarness, end: str):
     if "min_tokens" not in bench.capabilities.sampling:
         refused(bench, "min_tokens", min_tokens=6)
         return
@@ -265,7 +265,7 @@ def test_min_tokens_forbids_end_tokens(bench: Bench, end: str):
 # -- what cannot be honoured ------------------------------------------------------------------------------------------
 
 
-def test_every_parameter_is_honoured_or_refused_by_name(bench: Bench):
+def test_every_parameter_is_honoured_or_refused_by_name(bench: EngineHarness):
     on: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -287,7 +287,7 @@ def test_every_parameter_is_honoured_or_refused_by_name(bench: Bench):
 
 def test_a_temperature_that_is_no_number_never_reaches_an_engine():
     with pytest.raises(ConfigError, match=r"temperature=nan is not allowed"):
-        normalise({"max_tokens": 1, "temperature": math.nan})
+        parse_sampling_params({"max_tokens": 1, "temperature": math.nan})
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_temperature_that_is_no_number_never_reaches_an_engine():
     ],
     ids=["empty", "beyond the vocabulary", "negative", "too long"],
 )
-def test_prompts_that_cannot_be_read_are_refused_by_name(bench: Bench, prompt: tuple[int, ...], named: str):
+def test_prompts_that_cannot_be_read_are_refused_by_name(bench: EngineHarness, prompt: tuple[int, ...], named: str):
     before = bench.run(bench.engine.health())
     good = bench.request(PROMPTS[0])
     with pytest.raises(UnsupportedParameter, match=named) as caught:
@@ -311,7 +311,7 @@ def test_prompts_that_cannot_be_read_are_refused_by_name(bench: Bench, prompt: t
     assert after.generated_tokens == before.generated_tokens
 
 
-def test_a_prompt_may_fill_all_but_one_place_of_the_model(bench: Bench, reference: Reference):
+def test_a_prompt_may_fill_all_but_one_place_of_the_model(bench: EngineHarness, reference: Reference):
     request = bench.request([7 + n % 90 for n in range(MAX_MODEL_LEN - 1)], temperature=0.0, max_tokens=100)
     (completion,) = bench.generate(request)
     assert completion.stop_reason == "length"

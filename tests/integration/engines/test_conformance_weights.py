@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, UnsupportedParameter, WeightSyncError
-from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.buckets import plan_buckets
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import ROUTES, Bucket
-from tests.support.engine_bench import TOLERANCE, Bench, assert_logprobs
+from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket
+from tests.support.engine_harness import TOLERANCE, EngineHarness, assert_logprobs
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer
 
@@ -23,12 +23,12 @@ STAGED = "checkpoint"
 
 
 @pytest.fixture
-def reference(bench: Bench) -> Reference:
+def reference(bench: EngineHarness) -> Reference:
     """Of random weights that the engine has."""
     return bench.serve(bench.random_model(0), "random")
 
 
-def nudge(model: torch.nn.Module) -> None:
+def perturb(model: torch.nn.Module) -> None:
     """An optimizer step: every parameter moves."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def nudge(model: torch.nn.Module) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
-def assert_serves(bench: Bench, reference: Reference) -> None:
+def assert_serves(bench: EngineHarness, reference: Reference) -> None:
     """Sampling and scoring are the reference's: no weights, and no keys and values, of another version."""
     for temperature in (0.0, 1.0):
         request = bench.request(PROMPT, temperature=temperature)
@@ -47,14 +47,14 @@ def assert_serves(bench: Bench, reference: Reference) -> None:
         assert {span.version for span in completion.versions} == {bench.run(bench.engine.health()).version}
 
 
-def assert_torn(bench: Bench) -> None:
+def assert_partially_loaded(bench: EngineHarness) -> None:
     assert bench.run(bench.engine.health()).torn
     for call in (bench.engine.generate([bench.request(PROMPT)]), bench.engine.score([[1, 2, 3]])):
         with pytest.raises(EngineError, match="half of a weight transfer"):
             bench.run(call)
 
 
-class AlteringTrainer(LocalTrainer):
+class PerturbingTrainer(LocalTrainer):
     """Reads its parameters twice for a sync: to announce them, and to send them, when one of them is another."""
 
     def __init__(self, model: Any, altered: str):
@@ -62,8 +62,8 @@ class AlteringTrainer(LocalTrainer):
         self.altered = altered
         self._announced = False
 
-    def manifest(self, version: int, altered: bool = False) -> Any:
-        manifest = super().manifest(version, altered)
+    def prepare_manifest(self, version: int, perturbed: bool = False) -> Any:
+        manifest = super().prepare_manifest(version, perturbed)
         self._announced = True
         return manifest
 
@@ -75,7 +75,7 @@ class AlteringTrainer(LocalTrainer):
             yield name, tensor
 
 
-class LossyEngine:
+class DroppingEngine:
     """Loses one bucket on its way to the engine."""
 
     def __init__(self, engine: Any, lost: int):
@@ -90,22 +90,22 @@ class LossyEngine:
             await self._engine.receive_weights(bucket)
 
 
-def test_every_route_is_there_or_refused_by_name(bench: Bench):
-    for route in [*(ROUTES - bench.capabilities.weight_routes), "pigeon"]:
+def test_every_route_is_there_or_refused_by_name(bench: EngineHarness):
+    for route in [*(WEIGHT_ROUTES - bench.capabilities.weight_routes), "pigeon"]:
         with pytest.raises((UnsupportedParameter, WeightSyncError), match=route) as caught:
             bench.run(bench.engine.connect_weights(route, "", 1, 2, 1.0))
-        assert bench.easiest_route in str(caught.value), "the message says which routes there are"
+        assert bench.cheapest_route in str(caught.value), "the message says which routes there are"
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------------
 
 
-def test_after_every_sync_the_engine_serves_the_new_weights(bench: Bench, route: str, reference: Reference):
+def test_after_every_sync_the_engine_serves_the_new_weights(bench: EngineHarness, route: str, reference: Reference):
     async def run() -> None:
         async with bench.syncing(route) as weight_sync:
             for _ in range(2):
                 version = await bench.next_version()
-                nudge(bench.model)
+                perturb(bench.model)
                 metrics = await weight_sync.sync_all(version)
                 assert metrics["weights/probe_gap"] <= TOLERANCE
                 assert metrics["weights/buckets"] > 3
@@ -117,7 +117,7 @@ def test_after_every_sync_the_engine_serves_the_new_weights(bench: Bench, route:
 
 
 def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
-    bench: Bench, route: str, reference: Reference
+    bench: EngineHarness, route: str, reference: Reference
 ):
     for bucket_bytes, few in ((1, False), (1 << 30, True)):
         bench.model = bench.random_model(4)
@@ -132,7 +132,7 @@ def test_large_tensors_go_in_buckets_of_their_own_and_small_ones_together(
     assert_serves(bench, Reference(bench.model))
 
 
-def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: Bench, reference: Reference):
+def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: EngineHarness, reference: Reference):
     bench.model = bench.random_model(5)
     trainer = LocalTrainer(bench.model)
     trainer.sender = WeightSender(
@@ -148,14 +148,14 @@ def test_only_what_changed_is_sent_where_the_engine_takes_parts(bench: Bench, re
             return everything["weights/bytes"], part["weights/bytes"]
 
     if not bench.capabilities.partial_weights:
-        assert bench.reason("partial_weights")
+        assert bench.refusal_reason("partial_weights")
         return
     everything, part = bench.run(run())
     assert part == bench.model.get_parameter("model.layers.1.mlp.up_proj.weight").nbytes < everything
     assert_serves(bench, Reference(bench.model))
 
 
-def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: Bench, route: str, reference: Reference):
+def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: EngineHarness, route: str, reference: Reference):
     bench.model = bench.random_model(6)
 
     async def run() -> tuple[int, dict[str, float]]:
@@ -174,7 +174,7 @@ def test_a_self_test_opens_a_gap_and_the_true_weights_close_it(bench: Bench, rou
 
 
 def failing_sync(
-    bench: Bench, route: str, error: type[SkyRLError] | tuple[type[SkyRLError], ...], match: str, **between: Any
+    bench: EngineHarness, route: str, error: type[SkyRLError] | tuple[type[SkyRLError], ...], match: str, **between: Any
 ) -> None:
     """Weights that are not served yet fail to arrive as the next version."""
 
@@ -186,13 +186,13 @@ def failing_sync(
     bench.run(run())
 
 
-def assert_old_or_torn_then_repaired(bench: Bench, route: str, old: Reference) -> None:
+def assert_old_or_partial_then_repaired(bench: EngineHarness, route: str, old: Reference) -> None:
     """A staged route left the old weights serving, the others nothing; a complete sync ends either."""
     if route == STAGED:
         assert not bench.run(bench.engine.health()).torn
         assert_serves(bench, old)
     else:
-        assert_torn(bench)
+        assert_partially_loaded(bench)
 
     async def repair() -> None:
         async with bench.syncing(route) as weight_sync:
@@ -203,42 +203,42 @@ def assert_old_or_torn_then_repaired(bench: Bench, route: str, old: Reference) -
     assert_serves(bench, Reference(bench.model))
 
 
-def unserved_model(bench: Bench, seed: int) -> Any:
+def unserved_model(bench: EngineHarness, seed: int) -> Any:
     bench.model = bench.random_model(seed)
     return bench.model
 
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("altered", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_one_altered_bit_is_caught_by_the_tensors_name(bench: Bench, route: str, reference: Reference, altered: str):
-    trainer = AlteringTrainer(unserved_model(bench, 8), altered)
+def test_one_altered_bit_is_caught_by_the_tensors_name(bench: EngineHarness, route: str, reference: Reference, altered: str):
+    trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
     failing_sync(bench, route, WeightSyncError, rf"{altered}.* arrived altered", trainer=trainer)
-    assert_old_or_torn_then_repaired(bench, route, reference)
+    assert_old_or_partial_then_repaired(bench, route, reference)
 
 
 @pytest.mark.fault("F30")
-def test_a_lost_bucket_is_caught_by_name(bench: Bench, route: str, reference: Reference):
-    cut = buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).manifest(1))
-    third, last = LossyEngine(bench.engine, 2), LossyEngine(bench.engine, len(cut) - 1)
+def test_a_lost_bucket_is_caught_by_name(bench: EngineHarness, route: str, reference: Reference):
+    cut = plan_buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).prepare_manifest(1))
+    third, last = DroppingEngine(bench.engine, 2), DroppingEngine(bench.engine, len(cut) - 1)
     failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 came instead", engine=third)
     if route == "broadcast":  # its bytes wait for a receiver
         what = rf"bucket {len(cut)} of {len(cut)} \({cut[-1].names[0]}"
         failing_sync(bench, route, DeadlineExceeded, what, engine=last, deadline_s=6)
     else:
         failing_sync(bench, route, WeightSyncError, rf"{cut[-1].names[0]}.* never arrived", engine=last)
-    assert_old_or_torn_then_repaired(bench, route, reference)
+    assert_old_or_partial_then_repaired(bench, route, reference)
 
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_stale_version_is_refused_and_the_weights_stay(bench: Bench, route: str, reference: Reference, behind: int):
+def test_a_stale_version_is_refused_and_the_weights_stay(bench: EngineHarness, route: str, reference: Reference, behind: int):
     trainer = LocalTrainer(bench.random_model(0))
 
     async def run() -> None:
         version = await bench.next_version()
         async with bench.syncing(route, trainer=trainer) as weight_sync:
             await weight_sync.sync_all(version)
-            nudge(trainer.model)
+            perturb(trainer.model)
             stale = version - behind
             with pytest.raises(WeightSyncError, match=f"version {stale} is stale: version {version} is being"):
                 await weight_sync.sync_all(stale)
@@ -247,7 +247,7 @@ def test_a_stale_version_is_refused_and_the_weights_stay(bench: Bench, route: st
     assert_serves(bench, reference)
 
 
-def test_another_trainer_may_begin_at_any_version(bench: Bench, route: str, reference: Reference):
+def test_another_trainer_may_begin_at_any_version(bench: EngineHarness, route: str, reference: Reference):
     async def run() -> None:
         version = (await bench.engine.health()).version
         trainer = LocalTrainer(bench.random_model(12))
@@ -290,7 +290,7 @@ def with_one_more(trainer: LocalTrainer) -> Any:
     ],
 )
 def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
-    bench: Bench, reference: Reference, parameters: Callable[[LocalTrainer], Any], message: str
+    bench: EngineHarness, reference: Reference, parameters: Callable[[LocalTrainer], Any], message: str
 ):
     class Misfit(LocalTrainer):
         def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -306,18 +306,18 @@ def test_weights_that_do_not_fit_are_refused_before_a_byte_moves(
     assert_serves(bench, reference)
 
 
-def test_a_skipped_sync_is_caught_by_the_engines_name(bench: Bench, reference: Reference):
+def test_a_skipped_sync_is_caught_by_the_engines_name(bench: EngineHarness, reference: Reference):
     trainer = LocalTrainer(bench.random_model(14))
 
     async def run() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
             with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or altered"):
-                await weight_sync.check((await bench.engine.health()).version, [bench.engine])
+                await weight_sync.verify((await bench.engine.health()).version, [bench.engine])
 
     bench.run(run())
 
 
-def test_a_commit_without_a_manifest_is_refused(bench: Bench, reference: Reference):
+def test_a_commit_without_a_manifest_is_refused(bench: EngineHarness, reference: Reference):
     with pytest.raises(WeightSyncError, match="begin a sync first"):
         bench.run(bench.engine.commit_weights(99))
     assert_serves(bench, reference)

@@ -10,13 +10,13 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.tensordict.collectors.vllm_updater import vLLMUpdater
 from skyrl_train.tensordict.containers import ChatHistory, Text, Tokens
 from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper, TransformersWrapper, vLLMWrapper
-from tests.support.engine_bench import TOKENIZER, TOLERANCE, Bench, spelling_model
+from tests.support.engine_harness import TOKENIZER, TOLERANCE, EngineHarness, spelling_model
 from tests.support.reference_sampler import Reference
 
 WRAPPERS = {"transformers": TransformersWrapper, "vllm": vLLMWrapper, "sglang": SGLangWrapper}
@@ -32,12 +32,12 @@ AGREED = TOLERANCE / 2
 
 
 @pytest.fixture
-def reference(bench: Bench) -> Reference:
+def reference(bench: EngineHarness) -> Reference:
     return bench.serve(bench.random_model(0), "random")
 
 
 @pytest.fixture
-def wrap(bench: Bench, request: pytest.FixtureRequest) -> Any:
+def wrap(bench: EngineHarness, request: pytest.FixtureRequest) -> Any:
     """A greedy wrapper of the engine's own class."""
     kind = WRAPPERS[request.node.callspec.params["started"]]
 
@@ -66,7 +66,7 @@ def listed(td: Any, *key: str) -> list[list[Any]]:
 
 def trainers(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     """Log-probs (nats) of every token after its first, as an update computes them."""
-    scorer = TokenScorer(copy.deepcopy(model).eval())
+    scorer = LogprobModel(copy.deepcopy(model).eval())
     found = []
     for row in rows:
         ids, positions = torch.tensor(row), torch.arange(len(row))
@@ -82,7 +82,7 @@ def assert_close(got: Any, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_a_wrapper_in_every_mode_with_log_probs_that_are_the_trainers(
-    bench: Bench, reference: Reference, wrap: Any, mode: str
+    bench: EngineHarness, reference: Reference, wrap: Any, mode: str
 ):
     """Examples 1 to 3: the same prompts as conversations, texts and tokens get the same answers."""
     wrapper = wrap(input_mode=mode)
@@ -109,7 +109,7 @@ def test_a_wrapper_in_every_mode_with_log_probs_that_are_the_trainers(
         assert [one["content"] for one in last] == list(out["text"].response)
 
 
-def test_log_probs_alone_are_the_trainers_and_generate_nothing(bench: Bench, reference: Reference, wrap: Any):
+def test_log_probs_alone_are_the_trainers_and_generate_nothing(bench: EngineHarness, reference: Reference, wrap: Any):
     """Example 4."""
     before = bench.run(bench.engine.health()).generated_tokens
     rows = [[5, 9, 77, 30, 12, 44], [8, 250], list(range(20, 60))]
@@ -179,7 +179,7 @@ def test_a_policy_steps_an_environment(reference: Reference, wrap: Any):
 
 
 @pytest.mark.defect("D35")
-def test_what_an_updater_sends_is_what_samples(bench: Bench, reference: Reference, wrap: Any):
+def test_what_an_updater_sends_is_what_samples(bench: EngineHarness, reference: Reference, wrap: Any):
     trained, rows = bench.random_model(7), [[5, 9, 77, 30, 12, 44], [8, 250]]
     before = bench.run(bench.engine.health()).version
     updater = vLLMUpdater(v2=True, vllm_engine=wrap())
@@ -195,7 +195,7 @@ def test_what_an_updater_sends_is_what_samples(bench: Bench, reference: Referenc
 
 
 @pytest.mark.defect("D20")
-def test_an_end_is_kept_where_padding_is_the_same_token(bench: Bench, wrap: Any):
+def test_an_end_is_kept_where_padding_is_the_same_token(bench: EngineHarness, wrap: Any):
     """Last: it needs other weights. After a comes b, and after b the end."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = tokenizer.eos_token

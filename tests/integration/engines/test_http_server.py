@@ -20,24 +20,24 @@ import psutil
 import pytest
 import torch
 
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.data.arrays import token_array
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from tests.support.engine_bench import BackgroundLoop
+from tests.support.engine_harness import BackgroundLoop
 from tests.support.weight_targets import LocalTrainer, score
 
 TOKEN = "a-secret-of-this-test"
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 
 
-class Served:
+class HttpServer:
     """An engine and its endpoint, on a loop that runs beside clients that block."""
 
     def __init__(self) -> None:
@@ -53,19 +53,19 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    served = Served()
+def served() -> Iterator[HttpServer]:
+    served = HttpServer()
     yield served
     served.close()
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
+def client(served: HttpServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.endpoint.url}/v1", api_key=TOKEN, max_retries=0, timeout=60) as client:
         yield client
 
 
-def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: Served, client: openai.OpenAI):
+def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: HttpServer, client: openai.OpenAI):
     answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -80,7 +80,7 @@ def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: Served
     prompt = tuple(answer.prompt_token_ids)  # type: ignore[attr-defined]
     sampling = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9)
     requests = [
-        SampleRequest(f"{n}", token_array(prompt), sampling, request_seed(5, "0", n, 0, 0), group="g") for n in range(3)
+        SampleRequest(f"{n}", to_token_array(prompt), sampling, request_seed(5, "0", n, 0, 0), group="g") for n in range(3)
     ]
     own: list[Completion] = served.loop.run(served.engine.generate(requests))
     assert len({tuple(one.token_ids) for one in own}) == 3
@@ -118,7 +118,7 @@ def test_openai_completes_text_and_stops_before_a_stop_string(client: openai.Ope
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
-def test_openai_lists_the_model_and_sees_its_own_errors(served: Served, client: openai.OpenAI):
+def test_openai_lists_the_model_and_sees_its_own_errors(served: HttpServer, client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
@@ -138,7 +138,7 @@ def curl(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_curl_completes_a_chat(served: Served):
+def test_curl_completes_a_chat(served: HttpServer):
     body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 4})
     url = f"{served.endpoint.url}/v1/chat/completions"
     json_body = ("-H", "Content-Type: application/json", "-d", body)
@@ -147,7 +147,7 @@ def test_curl_completes_a_chat(served: Served):
     assert curl(url, *json_body).stdout.endswith("\n401")
 
 
-def test_prometheus_reads_what_a_client_was_told(served: Served, client: openai.OpenAI):
+def test_prometheus_reads_what_a_client_was_told(served: HttpServer, client: openai.OpenAI):
     def counted() -> dict[str, float]:
         text = curl(f"{served.endpoint.url}/metrics", "-H", f"Authorization: Bearer {TOKEN}").stdout.rpartition("\n")[0]
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
@@ -163,7 +163,7 @@ def test_prometheus_reads_what_a_client_was_told(served: Served, client: openai.
 
 
 @pytest.mark.fault("F28")
-def test_curl_cannot_send_a_gigabyte(served: Served, tmp_path: Path):
+def test_curl_cannot_send_a_gigabyte(served: HttpServer, tmp_path: Path):
     big = tmp_path / "big"
     with big.open("wb") as file:
         file.truncate(1 << 30)  # sparse
@@ -173,7 +173,7 @@ def test_curl_cannot_send_a_gigabyte(served: Served, tmp_path: Path):
 
 
 @pytest.mark.parametrize("route", ["broadcast", "checkpoint", "ipc"])
-def test_weights_arrive_over_http(served: Served, tmp_path: Path, route: str):
+def test_weights_arrive_over_http(served: HttpServer, tmp_path: Path, route: str):
     model = tiny_model(seed=11)
     trainer = LocalTrainer(model)
     ids = [[5, 6, 7, 8, 9], [30, 31, 32]]
@@ -197,7 +197,7 @@ def test_weights_arrive_over_http(served: Served, tmp_path: Path, route: str):
                 assert metrics["weights/probe_gap"] < 1e-4
                 assert (await remote.health()).version == version
                 done = (
-                    await remote.generate([SampleRequest("r", token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
+                    await remote.generate([SampleRequest("r", to_token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
                 )[0]
                 assert {span.version for span in done.versions} == {version}
             with torch.no_grad():
@@ -238,7 +238,7 @@ def test_a_server_killed_in_a_request_is_an_error_by_name_in_time():
         remote = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(30)
         try:
             call = asyncio.ensure_future(
-                remote.generate([SampleRequest("r", token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
+                remote.generate([SampleRequest("r", to_token_array((5, 6)), SamplingParams(max_tokens=3), 1)])
             )
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
@@ -311,7 +311,7 @@ def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str,
 def test_serve_ends_with_the_cause_once_its_engine_is_dead(tiny_model_path: str, tmp_path: Path):
     with serving(tiny_model_path, tmp_path) as (process, _):
         children = psutil.Process(process.pid).children(recursive=True)
-        (engine,) = [child for child in children if "_AsyncShell" in " ".join(child.cmdline())]
+        (engine,) = [child for child in children if "_AsyncWorkerActor" in " ".join(child.cmdline())]
         engine.kill()
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1

@@ -9,13 +9,13 @@ from typing import Any
 import openai
 import pytest
 
-from skyrl_train.data.arrays import token_array
-from skyrl_train.data.vocabulary import vocabulary_texts
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.data.token_texts import get_vocabulary_texts
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.engine_bench import BackgroundLoop
+from tests.support.engine_harness import BackgroundLoop
 from tests.support.tokenizers import KINDS
 
 NAME = "org/tiny"
@@ -27,7 +27,7 @@ MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 ALL_TOKENS = {"ignore_eos": True, "return_token_ids": True}
 
 
-class Served:
+class CompletionsServer:
     """An engine with one kind of tokenizer, its endpoint, and a client."""
 
     def __init__(self, kind: str) -> None:
@@ -61,8 +61,8 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=[*KINDS])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    served = Served(request.param)
+def served(request: pytest.FixtureRequest) -> Iterator[CompletionsServer]:
+    served = CompletionsServer(request.param)
     yield served
     served.close()
 
@@ -76,7 +76,7 @@ def check_offsets(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_tokens_joined_are_the_content(served: Served, stream: bool):
+def test_chat_tokens_joined_are_the_content(served: CompletionsServer, stream: bool):
     options: Any = SAMPLING | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 0, "extra_body": ALL_TOKENS}
     if stream:
         chunks = served.client.chat.completions.create(**options, stream=True)
@@ -97,7 +97,7 @@ def test_chat_tokens_joined_are_the_content(served: Served, stream: bool):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completion_tokens_joined_are_the_text(served: Served, stream: bool):
+def test_completion_tokens_joined_are_the_text(served: CompletionsServer, stream: bool):
     choices = served.complete(stream)
     assert len(choices) == 2
     for choice in choices:
@@ -105,7 +105,7 @@ def test_completion_tokens_joined_are_the_text(served: Served, stream: bool):
         check_offsets(choice)
 
 
-def test_greedy_log_probs_are_the_model_s(served: Served):
+def test_greedy_log_probs_are_the_model_s(served: CompletionsServer):
     choice, _ = served.complete(False, temperature=0)
     (scores,) = served.scores(choice.prompt_token_ids + choice.token_ids)
     assert choice.logprobs.token_logprobs == pytest.approx(scores[-LENGTH:], abs=1e-4)
@@ -120,7 +120,7 @@ def test_greedy_log_probs_are_the_model_s(served: Served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_puts_prompts_and_their_tokens_first(served: Served, stream: bool):
+def test_echo_puts_prompts_and_their_tokens_first(served: CompletionsServer, stream: bool):
     prompts = [PROMPT, "a mat and"]
     plain = served.complete(stream, prompt=prompts)
     echoed = served.complete(stream, prompt=prompts, echo=True)
@@ -140,7 +140,7 @@ def test_echo_puts_prompts_and_their_tokens_first(served: Served, stream: bool):
     assert short.text == PROMPT + served.complete(stream)[0].text and short.logprobs is None
 
 
-def test_tokens_of_a_text_that_a_stop_string_cut(served: Served):
+def test_tokens_of_a_text_that_a_stop_string_cut(served: CompletionsServer):
     whole, _ = served.complete(False)
     stop = next(character for character in whole.text[6:] if character.isascii() and character.isalnum())
     choice, _ = served.complete(False, stop=stop)
@@ -149,15 +149,15 @@ def test_tokens_of_a_text_that_a_stop_string_cut(served: Served):
     check_offsets(choice)
 
 
-def test_a_stop_token_reads_as_within_the_text(served: Served):
-    texts = vocabulary_texts(served.tokenizer)
+def test_a_stop_token_reads_as_within_the_text(served: CompletionsServer):
+    texts = get_vocabulary_texts(served.tokenizer)
     sampling = SamplingParams(max_tokens=8, stop_token_ids=tuple(range(len(texts))))
-    requests = [SampleRequest(str(seed), token_array((5,)), sampling, seed) for seed in range(16)]
+    requests = [SampleRequest(str(seed), to_token_array((5,)), sampling, seed) for seed in range(16)]
     completions: list[Completion] = served.loop.run(served.engine.generate(requests))
     assert [done.stop_text for done in completions] == [texts[done.token_ids[0]] for done in completions]
 
 
-def test_a_model_is_found_by_its_name(served: Served):
+def test_a_model_is_found_by_its_name(served: CompletionsServer):
     model = served.client.models.retrieve(NAME)
     assert (model.id, model.object) == (NAME, "model")
     with pytest.raises(openai.NotFoundError, match="model='org/other' is not served here"):

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from skyrl_train.config.choices import ENGINES
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from skyrl_train.weight_sync.sync import WeightSync
-from skyrl_train.weight_sync.wire import Bucket
+from skyrl_train.weight_sync.protocol import Bucket
 from tests.support.weight_targets import LocalTrainer
 
 TOKEN = "a-secret-of-this-test"
@@ -114,7 +114,7 @@ def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_go
         remote = await RemoteEngine(url, TOKEN, name="far", deadline_s=60).connect(60)
         doomed = KilledAtTheSecondBucket(remote, process.pid)
         weight_sync = WeightSync(trainer, lambda: [doomed], route=route, deadline_s=60, folder=folder)
-        request = SampleRequest("r", token_array((5, 6)), SamplingParams(max_tokens=1_000, ignore_eos=True), seed=1)
+        request = SampleRequest("r", to_token_array((5, 6)), SamplingParams(max_tokens=1_000, ignore_eos=True), seed=1)
         under_way = asyncio.ensure_future(remote.generate([request]))
         while not (await remote.health()).running:
             await asyncio.sleep(0.01)

@@ -14,18 +14,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from skyrl_train.config.hydra import load
-from skyrl_train.data.arrays import token_array
+from skyrl_train.config.hydra import load_preset
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.native import NativeEngine
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.experiment.engines import connect_engine
-from skyrl_train.listening import API_KEY
+from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper
 from skyrl_train.tensordict.wrappers.sglang_server import AsyncSGLang
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from tests.support.engine_bench import assert_logprobs
+from tests.support.engine_harness import assert_logprobs
 from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer, score
@@ -48,7 +48,7 @@ class Server:
         """`use` with an engine that is connected as a run would connect it."""
 
         async def connected() -> None:
-            cfg = load(
+            cfg = load_preset(
                 [
                     f"generator.backend={backend or self.kind}",
                     f"trainer.policy.model.path={self.model}",
@@ -86,10 +86,10 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(API_KEY, TOKEN)
+    monkeypatch.setenv(API_KEY_ENV, TOKEN)
 
 
-async def nothing(engine: NativeEngine) -> None:
+async def noop(engine: NativeEngine) -> None:
     """Connecting is enough."""
 
 
@@ -98,7 +98,7 @@ def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
 
     async def use(engine: NativeEngine) -> None:
         for temperature in (0.0, 1.0):
-            request = SampleRequest("r", token_array(PROMPT), SamplingParams(max_tokens=16, temperature=temperature), 1)
+            request = SampleRequest("r", to_token_array(PROMPT), SamplingParams(max_tokens=16, temperature=temperature), 1)
             assert_logprobs(reference, request, (await engine.generate([request]))[0])
 
     server.run(use)
@@ -107,7 +107,7 @@ def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
 def test_vllms_temperatures_need_the_right_log_probs(server: Server):
     async def use(engine: NativeEngine) -> None:
         sampling = SamplingParams(max_tokens=4, temperature=0.7, ignore_eos=True)  # a plain server draws as it likes
-        request = SampleRequest("r", token_array(PROMPT), sampling, 1)
+        request = SampleRequest("r", to_token_array(PROMPT), sampling, 1)
         if server.kind == "sglang":
             assert len((await engine.generate([request]))[0].token_ids) == 4
             return
@@ -119,21 +119,21 @@ def test_vllms_temperatures_need_the_right_log_probs(server: Server):
 
 
 def test_a_wrong_token_is_an_engine_error_that_says_401(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(API_KEY, "guessed")
+    monkeypatch.setenv(API_KEY_ENV, "guessed")
     with pytest.raises(EngineError, match=r"401.*SKYRL_API_KEY") as caught:
-        server.run(nothing)
+        server.run(noop)
     assert "guessed" not in str(caught.value)
 
 
 def test_a_server_of_another_kind_is_refused_by_address(server: Server):
     other, name = {"vllm": ("sglang", "SGLang"), "sglang": ("vllm", "vLLM")}[server.kind]
     with pytest.raises(EngineError, match=rf"{server.process.address}.* no {name} server; see generator\.backend"):
-        server.run(nothing, backend=other)
+        server.run(noop, backend=other)
 
 
 def test_a_backend_without_a_server_of_its_own_is_refused_by_key(server: Server):
     with pytest.raises(ConfigError, match=r"remote_inference_engine_urls.*generator\.backend.*transformers"):
-        server.run(nothing, backend="transformers")
+        server.run(noop, backend="transformers")
 
 
 def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
@@ -182,7 +182,7 @@ def test_torchrls_calls_reach_sglangs_own_server(server: Server):
 
 def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server):
     async def use(engine: NativeEngine) -> None:
-        request = SampleRequest("r", token_array(PROMPT), SamplingParams(max_tokens=900, ignore_eos=True), 1)
+        request = SampleRequest("r", to_token_array(PROMPT), SamplingParams(max_tokens=900, ignore_eos=True), 1)
         call = asyncio.ensure_future(engine.generate([request]))
         while not (await engine.health()).running:
             await asyncio.sleep(0.01)

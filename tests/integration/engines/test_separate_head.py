@@ -14,8 +14,8 @@ from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.registry import load_object
 from skyrl_train.weight_sync.sync import WeightSync
-from tests.support.base_models import save_with_head
-from tests.support.engine_bench import TOLERANCE, BackgroundLoop
+from tests.support.base_checkpoints import save_with_head
+from tests.support.engine_harness import TOLERANCE, BackgroundLoop
 from tests.support.weight_targets import LocalTrainer
 
 ENGINES = {

@@ -30,17 +30,17 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, PreTrainedModel, Qwen2_5_VLConfig
 
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
-from skyrl_train.engines.sglang.host import _patched_transformers, remove_stale_files
-from skyrl_train.engines.sglang.traffic import Traffic
+from skyrl_train.engines.sglang.processes import _isolated_transformers_patches, remove_stale_files
+from skyrl_train.engines.sglang.requests import RequestManager
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from skyrl_train.weight_sync.sync import WeightSync
-from tests.support.engine_bench import TOLERANCE, BackgroundLoop, largest_gap
+from tests.support.engine_harness import TOLERANCE, BackgroundLoop, largest_difference
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer
 
@@ -67,7 +67,7 @@ def surroundings() -> dict[str, Any]:
 
 
 @dataclass
-class Running:
+class RunningEngine:
     engine: SGLangEngine
     model: PreTrainedModel
     path: str
@@ -81,7 +81,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     path = tmp_path_factory.mktemp("untied")
     model = tiny_model("qwen2", **MODEL)
     model.save_pretrained(path)
@@ -96,7 +96,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     after = surroundings()
     (process,) = (child for child in set(psutil.Process().children()) - children if "sglang" in child.name())
     loop = BackgroundLoop()
-    yield Running(engine, model, str(path), loop, before, after, process)
+    yield RunningEngine(engine, model, str(path), loop, before, after, process)
     loop.run(engine.close())
     loop.close()
 
@@ -107,7 +107,7 @@ names = itertools.count()
 
 def request(prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) -> SampleRequest:
     params = SamplingParams(**{"max_tokens": 16, "ignore_eos": True, **sampling})
-    return SampleRequest(f"particular-{next(names)}", token_array(prompt), params, seed)
+    return SampleRequest(f"particular-{next(names)}", to_token_array(prompt), params, seed)
 
 
 async def under_way(engine: SGLangEngine, *requests: SampleRequest) -> list[asyncio.Task[list[Completion]]]:
@@ -181,7 +181,7 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(tiny_model_path:
 
 def test_stand_ins_have_every_name_and_do_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
-    package = "skyrl_train.engines.sglang.stand_ins"
+    package = "skyrl_train.engines.sglang.stubs"
     attention = importlib.import_module(f"{package}.sgl_kernel.flash.attention")
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.flash\.attention\.forward\.fast is not installed"):
         attention.forward.fast(1)
@@ -206,7 +206,7 @@ def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_stays(
     instance = uuid.uuid4().hex
     script = f"""
 import sys, time
-from skyrl_train.engines.sglang.host import _Files
+from skyrl_train.engines.sglang.processes import _Files
 files = _Files()
 files.name({instance!r})
 print(files.folder, flush=True)
@@ -239,18 +239,18 @@ def test_an_argument_that_sglang_does_not_know_is_an_error_and_leaves_nothing(ti
 
 
 @pytest.mark.slow
-def test_starting_it_leaves_this_process_as_it_was(running: Running):
+def test_starting_it_leaves_this_process_as_it_was(running: RunningEngine):
     assert running.after == running.before
     # Another test of this process may have imported SGLang before: equal is not enough.
     assert running.after["rope of a vision tower"]["rope_type"] == "axial"
-    with _patched_transformers():  # as a second engine of this process starts
+    with _isolated_transformers_patches():  # as a second engine of this process starts
         assert set(CONFIG_MAPPING) > set(running.after["model types"])
     assert sorted(CONFIG_MAPPING) == running.after["model types"]
     assert not any("stand_ins" in entry for entry in sys.path)
 
 
 @pytest.mark.slow
-def test_it_samples_the_very_tokens_of_the_transformers_engine(running: Running):
+def test_it_samples_the_very_tokens_of_the_transformers_engine(running: RunningEngine):
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},
@@ -274,13 +274,13 @@ def test_it_samples_the_very_tokens_of_the_transformers_engine(running: Running)
     for ours, theirs in zip(*running.run(both()), strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert (ours.stop_reason, ours.stop_text) == (theirs.stop_reason, theirs.stop_text)
-        assert largest_gap(ours.logprobs, theirs.logprobs) < TOLERANCE
-        assert largest_gap(ours.full_logprobs, theirs.full_logprobs) < TOLERANCE
+        assert largest_difference(ours.logprobs, theirs.logprobs) < TOLERANCE
+        assert largest_difference(ours.full_logprobs, theirs.full_logprobs) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: Running, mode: str):
+def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: RunningEngine, mode: str):
     async def run() -> tuple[SampleRequest, Completion, Completion]:
         first, second = (request(seed=seed, max_tokens=450) for seed in (1, 2))
         calls = await under_way(running.engine, first, second)
@@ -295,18 +295,18 @@ def test_a_request_aborted_while_paused_returns_what_it_has_at_once(running: Run
     assert (aborted.stop_reason, finished.stop_reason, len(finished.token_ids)) == ("abort", "length", 450)
     assert 0 < len(aborted.token_ids) < 450
     _, full = Reference(running.model).logprobs(PROMPT, aborted.token_ids, asked.sampling)
-    assert largest_gap(aborted.full_logprobs, full) < TOLERANCE
+    assert largest_difference(aborted.full_logprobs, full) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.defect("ids-kept-by-the-rest-of-a-failed-call")
 def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+    running: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ):
     broken, *others = (request(seed=seed, max_tokens=400) for seed in range(3))
-    sample = Traffic._sample
+    sample = RequestManager._sample
 
-    async def fails(self: Traffic, entry: Any) -> Completion:
+    async def fails(self: RequestManager, entry: Any) -> Completion:
         if entry.request is broken:
             await asyncio.sleep(0.2)
             raise EngineError("its log-probs are not finite")
@@ -314,7 +314,7 @@ def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
 
     async def run() -> list[Completion]:
         with monkeypatch.context() as patch:
-            patch.setattr(Traffic, "_sample", fails)
+            patch.setattr(RequestManager, "_sample", fails)
             with pytest.raises(EngineError, match="not finite"):
                 await running.engine.generate([broken, *others])
         assert (await running.engine.health()).running == 0
@@ -325,7 +325,7 @@ def test_a_request_that_fails_ends_the_others_of_its_call_as_all_are_sent_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
-def test_scores_beside_paused_requests_change_nothing_about_them(running: Running, mode: str):
+def test_scores_beside_paused_requests_change_nothing_about_them(running: RunningEngine, mode: str):
     sequences = [list(range(5, 200)), [7, 8, 9], list(range(30, 90))]
 
     async def run() -> tuple[list[list[float]], Completion, Completion]:
@@ -341,11 +341,11 @@ def test_scores_beside_paused_requests_change_nothing_about_them(running: Runnin
     scores, expected, completion = running.run(run())
     assert completion.token_ids.tolist() == expected.token_ids.tolist()
     for got, wanted in zip(scores, Reference(running.model).score(sequences), strict=True):
-        assert largest_gap(got, wanted) < TOLERANCE
+        assert largest_difference(got, wanted) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_requests_go_on(running: Running):
+def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_requests_go_on(running: RunningEngine):
     prompts = [tuple((7 * n + first) % 250 + 3 for n in range(280)) for first in (0, 90)]
     scored = [(11 * n) % 250 + 3 for n in range(511)]
     assert 2 * len(prompts[0]) + len(scored) > ROOM
@@ -361,11 +361,11 @@ def test_scores_for_which_paused_requests_leave_no_room_are_given_and_the_reques
 
     (score,), expected, completions = running.run(run())
     assert [one.token_ids.tolist() for one in completions] == [one.token_ids.tolist() for one in expected]
-    assert largest_gap(score, Reference(running.model).score([scored])[0]) < TOLERANCE
+    assert largest_difference(score, Reference(running.model).score([scored])[0]) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(running: Running):
+def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(running: RunningEngine):
     async def run() -> None:
         (call,) = await under_way(running.engine, request(max_tokens=450))
         await running.engine.pause()
@@ -383,7 +383,7 @@ def test_a_request_cancelled_while_others_are_scored_beside_a_pause_is_aborted(r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
-def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(running: Running, delay_s: float):
+def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(running: RunningEngine, delay_s: float):
     async def half_read(asked: SampleRequest) -> asyncio.Task[list[Completion]]:
         await running.engine.reset_prefix_cache()
         call = asyncio.ensure_future(running.engine.generate([asked]))
@@ -407,11 +407,11 @@ def test_a_prompt_that_is_half_read_can_be_aborted_while_paused_or_read_on(runni
     completion = running.run(run())
     prompt = tuple(range(3, 250)) + tuple(range(3, 203))
     _, full = Reference(running.model).logprobs(prompt, completion.token_ids, request(prompt).sampling)
-    assert largest_gap(completion.full_logprobs, full) < TOLERANCE
+    assert largest_difference(completion.full_logprobs, full) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(running: Running):
+def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(running: RunningEngine):
     asked = request(tuple(range(3, 200)), max_tokens=300)
 
     async def run() -> Completion:
@@ -429,11 +429,11 @@ def test_a_retracted_request_aborted_while_it_is_read_again_returns_what_it_has(
     assert completion.stop_reason == "abort"
     _, full = Reference(running.model).logprobs(asked.token_ids, completion.token_ids, asked.sampling)
     assert len(full) > 0
-    assert largest_gap(completion.full_logprobs, full) < TOLERANCE
+    assert largest_difference(completion.full_logprobs, full) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running: Running):
+def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running: RunningEngine):
     class Impatient:
         def __getattr__(self, name: str) -> Any:
             return getattr(running.engine, name)
@@ -463,7 +463,7 @@ def test_a_commit_that_nobody_waits_for_any_more_is_served_all_the_same(running:
 
 
 @pytest.mark.slow
-def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: Running):
+def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: RunningEngine):
     prompt = tuple(range(100, 180))
 
     async def cached(*after: SampleRequest) -> int:
@@ -486,7 +486,7 @@ def test_the_prompt_cache_is_forgotten_although_a_request_runs_on_it(running: Ru
 
 
 @pytest.mark.slow
-def test_an_idle_engine_and_a_paused_one_take_no_processor(running: Running):
+def test_an_idle_engine_and_a_paused_one_take_no_processor(running: RunningEngine):
     def used() -> float:
         times = running.process.cpu_times()
         return times.user + times.system
@@ -520,7 +520,7 @@ def still_there(inodes: set[int]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.fault("F29")
-def test_its_process_may_die_and_only_the_engine_is_gone(running: Running):
+def test_its_process_may_die_and_only_the_engine_is_gone(running: RunningEngine):
     async def run() -> None:
         (call,) = await under_way(running.engine, request(max_tokens=450))
         join = running.engine.connect_weights
@@ -540,7 +540,7 @@ def test_its_process_may_die_and_only_the_engine_is_gone(running: Running):
         with pytest.raises(WeightSyncError, match="could not meet"):
             await waiting
 
-    folder = Path(running.engine._host._files.folder)
+    folder = Path(running.engine._processes._files.folder)
     shared = shared_memory(running.process)
     assert folder.is_dir() and still_there(shared)
     running.run(run())
@@ -557,7 +557,7 @@ def short_path() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.fault("F29")
 def test_closing_it_in_the_middle_of_requests_leaves_no_process_and_no_file(
-    running: Running, short_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: RunningEngine, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     this = psutil.Process()

@@ -25,13 +25,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.engines.in_process import Accelerator
+from skyrl_train.engines.step_loop import DeviceMonitor
 from skyrl_train.engines.lifecycle import EngineState
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from tests.support.engine_bench import TOLERANCE, BackgroundLoop, Bench, assert_logprobs, largest_gap
-from tests.support.overlapped_vllm import overlap_steps
+from tests.support.engine_harness import TOLERANCE, BackgroundLoop, EngineHarness, assert_logprobs, largest_difference
+from tests.support.vllm_async_scheduling import enable_async_scheduling
 from tests.support.reference_sampler import Reference
 
 pytestmark = [
@@ -56,9 +56,9 @@ def start(path: str, **options: Any) -> Any:
 
 
 @dataclass
-class Running:
+class RunningEngine:
     engine: Any
-    bench: Bench
+    bench: EngineHarness
     loop: BackgroundLoop
     folder: Path
 
@@ -73,24 +73,24 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     folder = tmp_path_factory.mktemp("vllm")
     path = save_tiny_model(folder / "model", "qwen3")
     engine, loop = start(path, kv_cache_memory_bytes=6 * BLOCK_BYTES, max_lora_rank=8), BackgroundLoop()
-    yield Running(engine, Bench(engine, tiny_model("qwen3"), loop, folder), loop, folder)
+    yield RunningEngine(engine, EngineHarness(engine, tiny_model("qwen3"), loop, folder), loop, folder)
     loop.run(engine.close())
     loop.close()
 
 
 @pytest.fixture
-def running(one: Running) -> Iterator[Running]:
+def running(one: RunningEngine) -> Iterator[RunningEngine]:
     yield one
     if one.engine.lifecycle.state is not EngineState.CLOSED:
         one.bench.run(one.bench.restore())
 
 
 @pytest.fixture
-def reference(running: Running) -> Reference:
+def reference(running: RunningEngine) -> Reference:
     return running.bench.serve(running.bench.random_model(0), "random")
 
 
@@ -109,7 +109,7 @@ def test_latent_attention_of_a_size_that_cpus_do_not_compute_is_refused(tmp_path
 
 
 def test_requests_are_made_ready_while_steps_go_on(
-    running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, processor = running.bench, running.engine.llm_engine.input_processor
     process, threads = processor.process_inputs, list[str]()
@@ -124,13 +124,13 @@ def test_requests_are_made_ready_while_steps_go_on(
     assert threads == ["engine-bench"], "the caller's, not the one that takes steps"
 
 
-def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(running: Running, reference: Reference):
+def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(running: RunningEngine, reference: Reference):
     bench, engine = running.bench, running.engine
     requests = [bench.request(prompt, max_tokens=50, seed=n) for n, prompt in enumerate((FIRST, SECOND))]
 
     async def run() -> tuple[Any, Any, list[int]]:
         calls = bench.start(*requests)
-        await bench.until_running(2)
+        await bench.wait_until_running(2)
         await engine.pause("keep")
         running_before = len(running.core.scheduler.running)
         scores = await engine.score([THIRD, [5, 9, 77]])
@@ -141,14 +141,14 @@ def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(runni
     completions, scores, (before, after) = bench.run(run(), 60)
     assert (before, after) == (2, 1), "one of two gives way"
     for got, wanted in zip(scores, reference.score([THIRD, [5, 9, 77]]), strict=True):
-        assert largest_gap(got, wanted) <= TOLERANCE
+        assert largest_difference(got, wanted) <= TOLERANCE
     for request, completion in zip(requests, completions, strict=True):
         assert len(completion.token_ids) == 50
         assert_logprobs(reference, request, completion)
 
 
 def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
-    running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, load = running.bench, running.served.load_weights
 
@@ -168,12 +168,12 @@ def test_a_load_that_fails_leaves_the_engine_torn_until_a_complete_sync(
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: Running, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
     def died(*args: Any, **kwargs: Any) -> None:
         raise OSError("rank 1 is gone")
 
     monkeypatch.setattr(running.engine.llm_engine, "collective_rpc", died)
-    monkeypatch.setattr(running.engine, "accelerator", Accelerator(running.engine.lifecycle, died))
+    monkeypatch.setattr(running.engine, "device_monitor", DeviceMonitor(running.engine.lifecycle, died))
     monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
     with pytest.raises(EngineError, match="'particular': connect failed: OSError: rank 1 is gone"):
         running.bench.run(running.engine.connect_weights("in_process", "", 1, 2, 1.0))
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_answer_is_the_end_of_the_engine(running: Running, 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_after_a_step_that_fails_the_ranks_devices_are_asked(
-    running: Running, monkeypatch: pytest.MonkeyPatch, lost: bool
+    running: RunningEngine, monkeypatch: pytest.MonkeyPatch, lost: bool
 ):
     """The ranks' stub device is in the state that an illegal access leaves it in, or is not."""
 
@@ -191,12 +191,12 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     ranks: Any = running.core.model_executor.driver_worker.worker
-    fresh = Accelerator(running.engine.lifecycle, running.engine.accelerator.compute)
-    monkeypatch.setattr(running.engine, "accelerator", fresh)
+    fresh = DeviceMonitor(running.engine.lifecycle, running.engine.accelerator.compute)
+    monkeypatch.setattr(running.engine, "device_monitor", fresh)
     monkeypatch.setattr(running.engine.lifecycle, "_end", None)  # for the end of the test
     monkeypatch.setattr(running.engine.llm_engine, "step", fails)
     if lost:
-        monkeypatch.setattr(ranks, "compute", fails)
+        monkeypatch.setattr(ranks, "check_device", fails)
     with pytest.raises(EngineError, match="illegal memory access"):
         running.bench.generate(running.bench.request(FIRST))
     if not lost:
@@ -209,7 +209,7 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
 
 
 @pytest.fixture
-def on_device(running: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+def on_device(running: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
     """As on an accelerator: vLLM's executor is told to sleep and to wake, for which its workers on CPUs do nothing."""
     monkeypatch.setattr(running.engine, "_on_cpu", False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
@@ -217,7 +217,7 @@ def on_device(running: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     return running
 
 
-def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Running, reference: Reference):
+def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     for tags in (None, ["kv_cache"], ["weights", "kv_cache"]):
         bench.run(engine.sleep(1))
@@ -233,14 +233,14 @@ def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Runn
 
 
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(on_device: Running, reference: Reference):
+def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(on_device: RunningEngine, reference: Reference):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(1))
     with pytest.raises(EngineError, match="asleep"):
         bench.run(engine.score([[5, 9, 77]]))
     bench.run(engine.wake_up(["weights"]))
     (got,) = bench.run(engine.score([[5, 9, 77]]))
-    assert largest_gap(got, reference.score([[5, 9, 77]])[0]) <= TOLERANCE
+    assert largest_difference(got, reference.score([[5, 9, 77]])[0]) <= TOLERANCE
     assert on_device.core.model_executor.sleeping_tags == {"kv_cache"}
     assert on_device.core.scheduler.kv_cache_manager.usage == 0, "and nothing in it is found again"
     with pytest.raises(EngineError, match="asleep"):
@@ -249,7 +249,7 @@ def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(on_devi
     assert not bench.run(engine.health()).asleep
 
 
-def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: Running):
+def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: RunningEngine):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(2))
     bench.run(engine.wake_up())
@@ -263,13 +263,13 @@ def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: R
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
-def test_a_sampler_of_another_kind_is_refused(running: Running):
+def test_a_sampler_of_another_kind_is_refused(running: RunningEngine):
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         running.engine.llm_engine.collective_rpc("prepare", args=("again", 0))  # finds ours in vLLM's place
 
 
 @pytest.mark.parametrize("option", ["speculative_config", "logits_processors"])
-def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: Running, option: str):
+def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: RunningEngine, option: str):
     from vllm.v1.sample.sampler import Sampler
 
     from skyrl_train.engines.vllm.sampler import replace_sampler
@@ -283,7 +283,7 @@ def test_what_would_sample_beside_our_sampler_is_refused_by_name(running: Runnin
         replace_sampler(runner, "one")
 
 
-def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running):
+def test_graphs_are_for_accelerators_where_they_are_the_default(running: RunningEngine):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
     given = {"enforce_eager": GeneratorConfig().enforce_eager, "max_num_seqs": 4, "max_model_len": LENGTH}
@@ -292,34 +292,34 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
 
 
-def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(running: Running, monkeypatch: pytest.MonkeyPatch):
-    from skyrl_train.engines.vllm.arguments import make_batch_invariant
+def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
+    from skyrl_train.engines.vllm.arguments import enable_batch_invariance
 
     with pytest.raises(ConfigError, match=r"generator\.batch_invariant=true: .*CPUs have no such mode"):
-        make_batch_invariant(on_cpu=True)
+        enable_batch_invariance(on_cpu=True)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     monkeypatch.setitem(sys.modules, READS_IT, ModuleType(READS_IT))
     with pytest.raises(ConfigError, match="has had an engine without"):
-        make_batch_invariant(on_cpu=False)
+        enable_batch_invariance(on_cpu=False)
     monkeypatch.delitem(sys.modules, READS_IT)
-    make_batch_invariant(on_cpu=False)
+    enable_batch_invariance(on_cpu=False)
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
 
 
-def test_on_a_cpu_nothing_is_compiled(running: Running):
+def test_on_a_cpu_nothing_is_compiled(running: RunningEngine):
     """Which its environment settles before vLLM's modules of compiled functions are imported."""
     from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
     assert not hasattr(batched_count_greater_than, "_torchdynamo_orig_callable")
 
 
-def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: Running):
+def test_vllm_runs_as_this_engine_needs_it_whatever_the_environment_says(running: RunningEngine):
     config = running.engine.llm_engine.vllm_config
     assert not config.use_v2_model_runner
     assert type(running.engine.llm_engine.engine_core).__name__ == "InprocClient"
 
 
-def test_vllm_schedules_asynchronously_unless_told_otherwise(running: Running):
+def test_vllm_schedules_asynchronously_unless_told_otherwise(running: RunningEngine):
     from skyrl_train.engines.vllm.arguments import engine_arguments
 
     model, given = str(running.folder / "model"), {"max_model_len": LENGTH, "max_num_seqs": 4}
@@ -328,8 +328,8 @@ def test_vllm_schedules_asynchronously_unless_told_otherwise(running: Running):
     assert not running.engine.llm_engine.vllm_config.scheduler_config.async_scheduling, "on a CPU"
 
 
-def test_pipelines_are_refused_by_name(running: Running):
-    assert running.bench.reason("pipeline_parallel_size")
+def test_pipelines_are_refused_by_name(running: RunningEngine):
+    assert running.bench.refusal_reason("pipeline_parallel_size")
     with pytest.raises(ConfigError, match=r"inference_engine_pipeline_parallel_size=2: vLLM .* tensor parallelism"):
         start(str(running.folder / "model"), pipeline_parallel_size=2)
 
@@ -343,7 +343,7 @@ def save_adapter(folder: Path, seed: int) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_it(
-    running: Running, reference: Reference
+    running: RunningEngine, reference: Reference
 ):
     bench, engine = running.bench, running.engine
     folder = save_adapter(running.folder / "adapter", 1)
@@ -356,7 +356,7 @@ def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_i
         await engine.load_adapter("one", folder)
         (alone,) = await engine.generate([long("one")])
         under_way, innocent = bench.start(long("one")), bench.start(plain)
-        await bench.until_running(1)
+        await bench.wait_until_running(1)
         shutil.rmtree(folder)
         await engine.unload_adapter("one")
         assert not under_way.done()
@@ -370,13 +370,13 @@ def test_an_adapter_outlives_its_folder_and_its_unloading_while_a_request_uses_i
     assert not list(private.iterdir())
     alone, under_way, innocent = bench.run(run())
     assert under_way.token_ids.tolist() == alone.token_ids.tolist() != innocent.token_ids.tolist()
-    assert largest_gap(under_way.full_logprobs, alone.full_logprobs) <= TOLERANCE
+    assert largest_difference(under_way.full_logprobs, alone.full_logprobs) <= TOLERANCE
     assert_logprobs(reference, plain, innocent)
     assert not list(private.iterdir()), "nobody uses it any more"
 
 
 def test_a_cancel_during_submission_leaves_nothing_running(
-    running: Running, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    running: RunningEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     bench, engine = running.bench, running.engine
     processor = engine.llm_engine.input_processor
@@ -398,13 +398,13 @@ def test_a_cancel_during_submission_leaves_nothing_running(
     assert bench.run(run()) == 0
 
 
-def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: Running, reference: Reference):
+def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: RunningEngine, reference: Reference):
     """The last test here: it ends the engine."""
     bench, engine = running.bench, running.engine
 
     async def run() -> Any:
         began = bench.start(bench.request(FIRST, max_tokens=50))
-        await bench.until_running(1)
+        await bench.wait_until_running(1)
         await engine.pause("keep")
         waiting = bench.start(bench.request(SECOND))
         await asyncio.sleep(0.1)
@@ -418,7 +418,7 @@ def test_requests_that_wait_while_paused_end_when_the_engine_closes(running: Run
         bench.run(engine.health())
 
 
-def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: Running):
+def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: RunningEngine):
     """After the last test of the other engine: one runs in a process at a time."""
     config = tiny_model("qwen3_moe", tied=False).config
     config.moe_intermediate_size = 48
@@ -428,7 +428,7 @@ def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: Running):
     byte_tokenizer().save_pretrained(folder)
     engine = start(str(folder), kv_cache_memory_bytes=6 * BLOCK_BYTES)
     try:
-        padded = Bench(engine, model, one.loop, one.folder)
+        padded = EngineHarness(engine, model, one.loop, one.folder)
         with pytest.raises(WeightSyncError, match="pads the experts of this model from 48 to 64 columns"):
             padded.run(padded.publish(model))
         assert not padded.run(engine.health()).torn
@@ -438,11 +438,11 @@ def test_experts_that_vllm_pads_are_refused_when_a_sync_begins(one: Running):
 
 
 def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_steps_under_way(
-    one: Running, monkeypatch: pytest.MonkeyPatch
+    one: RunningEngine, monkeypatch: pytest.MonkeyPatch
 ):
     """The other engine has ended. The cache has room for two of the four; a step reads at most 48 tokens of prompts."""
     path, preempted = str(one.folder / "model"), list[str]()
-    overlap_steps(monkeypatch)
+    enable_async_scheduling(monkeypatch)
     options = {"kv_cache_memory_bytes": 6 * BLOCK_BYTES, "enable_chunked_prefill": True, "max_num_batched_tokens": 48}
     engine = start(path, **options)
     core = engine.llm_engine.engine_core.engine_core
@@ -454,7 +454,7 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
         preempt(request, *args, **kwargs)
 
     monkeypatch.setattr(scheduler, "_preempt_request", counted)
-    bench = Bench(engine, tiny_model("qwen3"), one.loop, one.folder)
+    bench = EngineHarness(engine, tiny_model("qwen3"), one.loop, one.folder)
     ways: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.7, "min_p": 0.02}]
     requests = [
         bench.request([20 * n + i % 40 + 1 for i in range(100)], seed=2**64 - 1 - n, max_tokens=140, **way)
@@ -464,7 +464,7 @@ def test_seeds_decide_tokens_through_pieces_of_prompts_preemptions_pauses_and_st
     async def run() -> Any:
         call = bench.start(*requests)
         for mode in ("keep", "retract"):
-            await bench.until_running(2)
+            await bench.wait_until_running(2)
             await asyncio.sleep(0.1)
             await engine.pause(mode)
             assert not call.done()

@@ -13,9 +13,9 @@ import pytest
 
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.environments import registry
-from skyrl_train.environments.graders import latex
+from skyrl_train.environments.graders import math_grader
 from skyrl_train.errors import DataError
-from tests.support.pages import REPOSITORY, Command, documented
+from tests.support.doc_pages import REPOSITORY, Command, find_commands
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSM8K = {"question": "6 boxes of 200?", "answer": "6*200 = <<6*200=1200>>1200\n#### 1,200"}
@@ -61,7 +61,7 @@ def test_local_rows_are_converted_and_scored(name: str, monkeypatch: pytest.Monk
         assert environment.step(answer).reward == reward
         assert registry.make(name, {}, prompt.env_extras).step("").reward <= 0.0
     finally:
-        latex.shared(5.0).close()
+        math_grader.get_grader(5.0).close()
 
 
 def test_multiplications_are_written_without_any_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -112,7 +112,7 @@ SOURCES = {name: row for name, (row, _, _) in CASES.items()} | {
 """Folder of examples/ -> a row of what its script converts; of the others it is QUESTION."""
 
 
-@pytest.mark.parametrize("command", documented(r"python (-m )?examples[/.]\w+[/.]\w+_dataset"), ids=str)
+@pytest.mark.parametrize("command", find_commands(r"python (-m )?examples[/.]\w+[/.]\w+_dataset"), ids=str)
 def test_the_commands_of_the_pages(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """As they stand there; those that read the hub get what it would give from a folder."""
     script, *words = command.words[1:] if command.words[1] != "-m" else command.words[2:]

@@ -15,7 +15,7 @@ import pytest
 from skyrl_train.entrypoints import cli
 from skyrl_train.environments import registry
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.pages import REPOSITORY, Command, documented, snippets
+from tests.support.doc_pages import REPOSITORY, Command, find_commands, snippets
 
 PLUGINS = Path(__file__).parent / "plugins"
 ROW = {
@@ -205,7 +205,7 @@ def folder_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-TRIED = documented(r"skyrl-train env try (?!show_work)")  # which docs/your_environment.md has made before
+TRIED = find_commands(r"skyrl-train env try (?!show_work)")  # which docs/your_environment.md has made before
 
 
 @pytest.mark.parametrize("command", TRIED, ids=str)
@@ -217,7 +217,7 @@ def test_the_commands_of_the_pages(
 ):
     if "reasoning_gym" in command.words:
         pytest.importorskip("reasoning_gym")
-        for made in documented("python examples/reasoning_gym/reasoning_gym_dataset"):
+        for made in find_commands("python examples/reasoning_gym/reasoning_gym_dataset"):
             words = [sys.executable, str(REPOSITORY / made.words[1]), *map(os.path.expandvars, made.words[2:])]
             subprocess.run(words, check=True, capture_output=True, timeout=120)
         capsys.readouterr()

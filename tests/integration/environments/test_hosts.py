@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.config.hydra import load
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.hosts import BEAT_S, EnvironmentHost, HostPool
+from skyrl_train.environments.hosts import HEARTBEAT_INTERVAL_S, EnvironmentHost, HostPool
 from skyrl_train.environments.pool import EnvironmentPool, Episode, WorkerPool
 from skyrl_train.errors import ConfigError, EnvironmentFailure, EnvironmentHostsLost
-from skyrl_train.experiment.services import build_host_pool
-from tests.support.others_processes import gone
+from skyrl_train.experiment.run_resources import build_host_pool
+from tests.support.process_state import wait_for_exit
 
 PLUGINS = str(Path(__file__).parent / "plugins")
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
@@ -44,7 +44,7 @@ def cluster(ray_runtime: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 def host_pool(cluster: Cluster, count: int, log: Path, *overrides: str) -> HostPool:
     given = ["trainer.plugins=[misbehaving_envs]", f"environment.hosts={count}", "environment.host_cpus=0.5"]
     deadline = f"trainer.timeouts.environment_step_s={DEADLINE_S}"
-    return build_host_pool(load([*given, deadline, *overrides]), cluster, log)
+    return build_host_pool(load_preset([*given, deadline, *overrides]), cluster, log)
 
 
 def run_with(pool: EnvironmentPool, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -161,7 +161,7 @@ def test_a_host_that_dies_or_falls_silent_costs_its_episodes_a_replay_in_another
     cluster: Cluster, tmp_path: Path, how: signal.Signals
 ):
     pool = host_pool(cluster, 2, tmp_path / "environments.log")
-    pool.silence_s = 4 * BEAT_S
+    pool.heartbeat_timeout_s = 4 * HEARTBEAT_INTERVAL_S
 
     async def scenario(pool: EnvironmentPool) -> None:
         episodes = [await opened(pool, "Counter", name=str(number)) for number in range(8)]
@@ -180,7 +180,7 @@ def test_a_host_that_dies_or_falls_silent_costs_its_episodes_a_replay_in_another
             assert (await host_of(output.metadata["pid"]) == place) == (place != victim)
         kinds = [one if isinstance(one, str) else one.reward for one in await asyncio.gather(*map(stepped, fragile))]
         assert sorted(map(str, kinds)) == ["1.0", "environment_died"]
-        assert all(map(gone, below)), "what ran in the lost host"
+        assert all(map(wait_for_exit, below)), "what ran in the lost host"
         await until_two_hosts(pool)
         places = [await host_of((await (await opened(pool, "Counter")).step("x")).metadata["pid"]) for _ in range(12)]
         assert len(set(places)) == 2 and victim not in places, "it was started again"

@@ -19,7 +19,7 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from tests.support.others_processes import gone
+from tests.support.process_state import wait_for_exit
 
 PLUGINS = Path(__file__).parent / "plugins"
 QUESTION = [{"role": "user", "content": "6 * 3?"}]
@@ -148,7 +148,7 @@ def test_calls_are_on_the_time_line_of_their_process_also_one_that_was_killed_fo
         assert await outcome(pool, "Misbehaving", "hangs") == "timeout"
         assert await outcome(pool, "Counter", "fine") == 1.0
 
-    with trace.to_file(tmp_path / "trace.json"):
+    with trace.write_trace(tmp_path / "trace.json"):
         run_with_pool(scenario, deadline_s=DEADLINE_S)
     events = json.loads((tmp_path / "trace.json").read_text())
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -407,7 +407,7 @@ def test_what_a_killed_environment_had_started_dies_with_it(tmp_path: Path):
         assert kind == "timeout"
 
     run_with_pool(scenario, deadline_s=5.0)
-    assert gone(int(pid_file.read_text()))
+    assert wait_for_exit(int(pid_file.read_text()))
 
 
 def test_no_process_survives_a_driver_that_was_killed():
@@ -420,4 +420,4 @@ def test_no_process_survives_a_driver_that_was_killed():
         assert all(map(psutil.pid_exists, pids))
         time.sleep(0.2)  # one of them is in its endless step by now
         driver.send_signal(signal.SIGKILL)
-    assert all(map(gone, pids))
+    assert all(map(wait_for_exit, pids))

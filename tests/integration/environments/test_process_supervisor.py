@@ -20,7 +20,7 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.process_supervisor import MAX_STDERR_BYTES
 from skyrl_train.errors import EnvironmentFailure
-from tests.support.others_processes import gone, lives
+from tests.support.process_state import wait_for_exit, is_running
 
 PLUGINS = Path(__file__).parent / "plugins"
 
@@ -152,7 +152,7 @@ def left(folder: Path) -> list[int]:
     """Return which of the two processes do not end within some seconds."""
     pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert len(pids) == 2
-    return [pid for pid in pids if not gone(pid)]
+    return [pid for pid in pids if not wait_for_exit(pid)]
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGSTOP, signal.SIGKILL])
@@ -170,7 +170,7 @@ def test_a_stopped_or_killed_supervisor_fails_only_its_episodes(stopped: signal.
                 await step
             after = await pool.start("Counter", Prompt("7", [], "Counter"))
             assert (await after.step("fine")).reward == 1.0
-        assert not lives(worker.pid)
+        assert not is_running(worker.pid)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.pool import MAX_KINDS, OTHER_KIND, WorkerPool
-from skyrl_train.environments.worker import MAX_KIND_LENGTH
+from skyrl_train.environments.pool import MAX_FAILURE_KINDS, OTHER_FAILURE_KIND, WorkerPool
+from skyrl_train.environments.worker import MAX_KIND_CHARS
 from skyrl_train.errors import EnvironmentFailure
 
 STEP = 3
@@ -145,17 +145,17 @@ def test_what_comes_while_nothing_is_asked_costs_no_other_episode(frame: str):
 @pytest.mark.defect("environments-made-any-number-of-metrics")
 def test_kinds_of_failure_are_bounded_in_number_and_length():
     async def scenario(pool: WorkerPool) -> list[str | float]:
-        names = ["x" * (MAX_KIND_LENGTH + 1), *(f"Kind{number}" for number in range(MAX_KINDS + 5)), "Kind0"]
+        names = ["x" * (MAX_KIND_CHARS + 1), *(f"Kind{number}" for number in range(MAX_FAILURE_KINDS + 5)), "Kind0"]
         return [await outcome(pool, "OwnKinds", name) for name in names]
 
     kinds = Counter(run_with_pool(scenario))
-    assert kinds[OTHER_KIND] == 6 and kinds["Kind0"] == 2 and len(kinds) == MAX_KINDS + 1
+    assert kinds[OTHER_FAILURE_KIND] == 6 and kinds["Kind0"] == 2 and len(kinds) == MAX_FAILURE_KINDS + 1
 
 
 def test_a_failure_of_another_kind_says_its_own_name():
     async def scenario(pool: WorkerPool) -> None:
         episode = await pool.start("OwnKinds", Prompt("7", [], "OwnKinds"))
-        with pytest.raises(EnvironmentFailure, match=rf"other: x{{{MAX_KIND_LENGTH}}}: no"):
+        with pytest.raises(EnvironmentFailure, match=rf"other: x{{{MAX_KIND_CHARS}}}: no"):
             await episode.step("x" * 5000)
 
     run_with_pool(scenario)
@@ -167,7 +167,7 @@ def test_a_failure_of_another_kind_says_its_own_name():
         ("metadata", "bad_step_output"),
         ("message", "Unreadable"),
         ("long message", "ConfigError"),
-        ("long kind", OTHER_KIND),
+        ("long kind", OTHER_FAILURE_KIND),
         ("odd detail", "odd"),
     ],
 )

@@ -106,7 +106,7 @@ def batch() -> TrainBatch:
     made = grouped_batch([(7, [5, 9, 3]), (4, [6, 6]), (12, [4, 8, 5, 2]), (3, [10]), (4, [1, 7])])
     status = torch.ones(len(made), dtype=torch.bool)
     status[6] = False
-    return with_targets(replace(made, status=status, loss_mask=made.loss_mask & made.per_token(status)))
+    return with_targets(replace(made, status=status, loss_mask=made.loss_mask & made.expand_to_tokens(status)))
 
 
 @cache
@@ -133,15 +133,15 @@ def gradients(way: Way, path: str, processes: list[RankProcess], backend: str | 
     if way.ranks > 1:
         workers = processes[: way.ranks]
         for rank, process in enumerate(processes):
-            process.hold(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
+            process.set_worker(RecordingWorker, spec, rank, way.ranks, chunk_bytes, backend)
     group = WorkerGroup(workers, spec.parallel_size)
     learner = Learner(group, None, BatchSizes(policy_mini_batch_size=100, **way.sizes))
 
     async def run() -> dict[str, Tensor]:
         await learner.setup()
         await learner.update(batch())
-        found: dict[str, Tensor] = (await group.all("gradients"))[0]
-        assert not spec.use_torch_compile or min(await group.all("graphs")) > 0
+        found: dict[str, Tensor] = (await group.call_all("gradients"))[0]
+        assert not spec.use_torch_compile or min(await group.call_all("graphs")) > 0
         await learner.close()
         return found
 

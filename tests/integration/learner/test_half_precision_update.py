@@ -13,7 +13,7 @@ from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import with_targets
@@ -59,14 +59,14 @@ def padded_gradients(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
 def test_a_bfloat16_gradient_is_as_close_to_the_exact_one_as_that_of_a_padded_batch(kind: str, shares: bool) -> None:
     tokens = batch()
     model = rounded_model(kind, torch.bfloat16)
-    scores = TokenScorer(model, chunk_bytes=1)(  # a row a chunk
+    scores = LogprobModel(model, chunk_bytes=1)(  # a row a chunk
         tokens.input_ids,
         tokens.position_ids,
         tokens.offsets,
         tokens.temperature,
         tokens.loss_mask,
         True,
-        tokens.repeated_prompts() if shares else None,
+        tokens.shared_prompt_lengths() if shares else None,
     )
     loss(scores.logprobs, scores.entropy).backward()
     with double_precision():

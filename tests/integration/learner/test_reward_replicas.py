@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cluster.runtime import Cluster
-from skyrl_train.config.hydra import load
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.predicates import count_slots
 from skyrl_train.errors import ConfigError, RewardModelLost
-from skyrl_train.experiment.layout import place
+from skyrl_train.experiment.placement import reserve_slots
 from skyrl_train.experiment.learner import build_reward_model
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.testing.tiny_models import save_tiny_reward_model
@@ -20,7 +20,7 @@ CONVERSATION = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "co
 
 
 def replicas(cluster: Cluster, path: str, count: int) -> RewardModel:
-    cfg = load(
+    cfg = load_preset(
         [
             "device=cpu",
             "trainer.bf16=false",
@@ -30,7 +30,7 @@ def replicas(cluster: Cluster, path: str, count: int) -> RewardModel:
     )
     placement, generator = cfg.trainer.placement, cfg.generator
     counts = count_slots(placement, generator, with_policy=False, with_engines=False, with_reward=True)
-    layout = place(cluster, counts, placement, generator, device="cpu", deadline_s=30)
+    layout = reserve_slots(cluster, counts, placement, generator, device="cpu", deadline_s=30)
     model = build_reward_model(cluster, cfg.trainer, layout, device="cpu")
     assert model is not None
     return model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
@@ -48,7 +48,7 @@ async def pair(
 
 async def gap(learner: Learner, engine: TransformersEngine) -> float:
     """Largest difference (nats) between the engine's log-probs of what it sampled and the trainer's."""
-    request = SampleRequest("r", token_array(PROBE_IDS[0]), SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
+    request = SampleRequest("r", to_token_array(PROBE_IDS[0]), SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
     (done,) = await engine.generate([request])
     ids = [*request.token_ids.tolist(), *done.token_ids.tolist()]
     (mine,) = await learner.sequence_logprobs([ids])
@@ -129,9 +129,9 @@ def test_a_skipped_sync_is_caught_by_name(tiny_model_path: str):
     async def run() -> None:
         async with pair(tiny_model_path, "in_process") as (learner, engine, weight_sync):
             await weight_sync.sync_all(0)
-            await weight_sync.check(0, [engine])
+            await weight_sync.verify(0, [engine])
             await learner.update(batch())
             with pytest.raises(WeightSyncError, match=r"engine.*(one|0).*differ.*stale"):
-                await weight_sync.check(0, [engine])
+                await weight_sync.verify(0, [engine])
 
     asyncio.run(run())

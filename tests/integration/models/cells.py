@@ -62,8 +62,8 @@ def attention_of(name: str) -> str:
     return "eager" if architecture(name).kind == "gpt_oss" else "sdpa"
 
 
-def save(name: str, directory: Path) -> str:
+def save(name: str, folder: Path) -> str:
     """The tiny model and a tokenizer as a Hugging Face folder; returns its path."""
-    make(name).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return str(directory)
+    make(name).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)

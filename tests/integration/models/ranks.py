@@ -17,7 +17,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.process_group import close_process_group
 from tests.integration.strategies.parallel_group_ranks import (
     accumulate,
@@ -52,23 +52,23 @@ def main(rank: int, port: int, cells: Sequence[tuple[str, str]], folder: Path) -
             group: Any = kind(ranks, key)
             by_rank = {"expert_parallel" if column == "EP" else "parallel_group": group}
             try:
-                scorer = TokenScorer(make(name, torch.float64), **by_rank)
+                model = LogprobModel(make(name, torch.float64), **by_rank)
             except ConfigError as error:
                 refused[f"{name}-{column}"] = str(error)
                 continue
-            found |= {f"{name}-{column}/{key}": value for key, value in gradients_of(scorer, column, rank).items()}
+            found |= {f"{name}-{column}/{key}": value for key, value in gradients_of(model, column, rank).items()}
     if rank == 0:
         save_file(found, folder / "gradients.safetensors")
         (folder / "refused.json").write_text(json.dumps(refused))
     close_process_group()
 
 
-def gradients_of(scorer: TokenScorer, column: str, rank: int) -> dict[str, Tensor]:
+def gradients_of(model: LogprobModel, column: str, rank: int) -> dict[str, Tensor]:
     """The whole gradient, of micro-batches of three sequences with shared prompts."""
-    strategy = strategy_of(scorer, WORLD, {})
+    strategy = strategy_of(model, WORLD, {})
 
-    def loss(scorer: Any, batch: TrainBatch) -> Tensor:
-        scores = run(scorer, batch, share=True, wants_entropy=True)
+    def loss(model: Any, batch: TrainBatch) -> Tensor:
+        scores = run(model, batch, share=True, compute_entropy=True)
         return loss_of(scores.logprobs, scores.entropy, batch)
 
     parts = WORLD if column == "EP" else 1

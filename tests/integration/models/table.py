@@ -275,7 +275,7 @@ def column(name: str) -> Column:
 class CompositeRow:
     """A row of the page's second table: a composite checkpoint that is used as a text model.
 
-    `kind` is that of tests/support/composites.py, `shape` its options there.
+    `kind` is that of tests/support/multimodal_models.py, `shape` its options there.
     """
 
     name: str

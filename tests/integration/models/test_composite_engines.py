@@ -12,11 +12,11 @@ import torch
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.models.export import export_adapter
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import Adapters
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.testing.tiny_models import byte_tokenizer
-from tests.support.composites import save_composite
-from tests.support.engine_bench import TOLERANCE, BackgroundLoop, Bench, largest_gap
+from tests.support.multimodal_models import save_composite
+from tests.support.engine_harness import TOLERANCE, BackgroundLoop, EngineHarness, largest_difference
 from tests.support.tiny_adapters import fill_adapters
 
 from .agreement import PROMPTS, assert_agrees_with_the_learner, learners_logprobs
@@ -45,19 +45,19 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 @pytest.fixture(scope="module")
-def bench(name: str, engine: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(name: str, engine: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     folder = tmp_path_factory.mktemp("model")
     row = composite(name)
     if engine == "vllm":
         pytest.importorskip("torchvision", reason="vLLM's classes of composites import it")
     path = save_composite(folder / "model", row.kind, **row.shape)
     served = start(engine, path)
-    yield Bench(served, load_causal_lm(path, dtype=torch.float32), loop, folder)
+    yield EngineHarness(served, load_causal_lm(path, dtype=torch.float32), loop, folder)
     loop.run(served.close())
 
 
 @pytest.mark.parametrize(("name", "engine"), cells(), scope="module")
-def test_engine_serves_the_language_model_of_a_composite(name: str, engine: str, bench: Bench, tmp_path: Path) -> None:
+def test_engine_serves_the_language_model_of_a_composite(name: str, engine: str, bench: EngineHarness, tmp_path: Path) -> None:
     assert_agrees_with_the_learner(bench)
     row = composite(name)
     other = save_composite(tmp_path / "other", row.kind, seed=5, **row.shape)
@@ -69,16 +69,16 @@ def test_engine_serves_the_language_model_of_a_composite(name: str, engine: str,
 def test_engine_serves_exported_adapter_of_a_composite(loop: BackgroundLoop, tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "gemma3")
     model = load_causal_lm(path, dtype=torch.float32)
-    adapters = Adapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
+    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
     fill_adapters(model)
     trained = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
-    tensors = {adapters.exported_name(name): tensor.detach() for name, tensor in adapters.separate(trained)}
+    tensors = {adapters.exported_name(name): tensor.detach() for name, tensor in adapters.iter_unmerged(trained)}
     export_adapter(adapters, tensors, byte_tokenizer(), tmp_path / "adapter", base=path)
     engine = start("transformers", path)
-    bench = Bench(engine, model, loop, tmp_path)
+    bench = EngineHarness(engine, model, loop, tmp_path)
     bench.run(engine.load_adapter("mine", str(tmp_path / "adapter")))
     request = bench.request(PROMPTS[0], max_tokens=24, adapter="mine")
     (completion,) = bench.generate(request)
-    wanted = learners_logprobs(TokenScorer(model), request, completion)
-    assert largest_gap(completion.full_logprobs.tolist(), wanted) <= TOLERANCE
+    wanted = learners_logprobs(LogprobModel(model), request, completion)
+    assert largest_difference(completion.full_logprobs.tolist(), wanted) <= TOLERANCE
     loop.run(engine.close())

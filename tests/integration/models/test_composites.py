@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.models.composite import composite_of
+from skyrl_train.models.composite import get_composite
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.token_scorer import TokenScorer
-from tests.support.composites import KINDS, composite_model, save_composite
+from skyrl_train.models.logprob_model import LogprobModel
+from tests.support.multimodal_models import KINDS, composite_model, save_composite
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores
 
@@ -41,9 +41,9 @@ def test_gradient_is_that_of_the_padded_composite(kind: str, share: bool, tmp_pa
     path = save_composite(tmp_path / "model", kind, dtype=torch.float64)
     model = load_causal_lm(path, dtype=torch.float64)
     model.set_experts_implementation("eager")
-    composite = composite_of(model)
+    composite = get_composite(model)
     assert composite is not None
-    wanted = composite_gradients(kind, batch, dict(composite.names))
+    wanted = composite_gradients(kind, batch, dict(composite.tensor_names))
     tolerance = 1e-6 if kind == "llama4" else 1e-9  # its rotary positions are complex numbers in single precision
-    assert_same_tensors(ragged_gradients(TokenScorer(model), batch, share), wanted, tolerance)
+    assert_same_tensors(ragged_gradients(LogprobModel(model), batch, share), wanted, tolerance)
     assert len(wanted) > 10

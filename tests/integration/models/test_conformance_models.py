@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.registry import load_object
-from tests.support.engine_bench import BackgroundLoop, Bench
+from tests.support.engine_harness import BackgroundLoop, EngineHarness
 
 from .agreement import assert_agrees_with_the_learner
 from .cells import green, make, red, save
@@ -63,11 +63,11 @@ def make_beside(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def bench(name: str, column: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(name: str, column: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     """Of wider scope than a test: the first vLLM of a process may keep a port until that ends."""
     folder = tmp_path_factory.mktemp("model")
     engine = start(column, save(name, folder / "model"))
-    yield Bench(engine, make_beside(engine, name), loop, folder)
+    yield EngineHarness(engine, make_beside(engine, name), loop, folder)
     loop.run(engine.close())
 
 
@@ -84,7 +84,7 @@ def memory_is_not_a_number() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "column"), green(*ENGINES, elsewhere=ELSEWHERE), scope="module")
-def test_log_probs_are_the_learners_before_and_after_a_sync(name: str, column: str, bench: Bench):
+def test_log_probs_are_the_learners_before_and_after_a_sync(name: str, column: str, bench: EngineHarness):
     assert_agrees_with_the_learner(bench)
     with memory_is_not_a_number():
         bench.run(bench.publish(make_beside(bench.engine, name, seed=5)))

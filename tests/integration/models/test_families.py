@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import (
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import checkpoint_names, checkpoint_tensors, described_causal_lm, load_causal_lm
-from skyrl_train.models.token_scorer import TokenScorer, refuse_unscorable
+from skyrl_train.models.loading import list_checkpoint_names, to_checkpoint_tensors, check_causal_lm, load_causal_lm
+from skyrl_train.models.logprob_model import LogprobModel, check_model_supported
 from tests.support.padded_reference import padded_scores, ragged_batch
 from tests.support.tiny_families import tiny_family
 
@@ -46,27 +46,27 @@ def make_batch() -> TrainBatch:
 @torch.no_grad()
 def logprobs_of_each_alone(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     model.set_attn_implementation("eager")
-    return torch.cat([padded_scores(model, sequence)[0] for sequence in batch.split(max_sequences=1)])
+    return torch.cat([padded_scores(model, sequence)[0] for sequence in batch.split_micro_batches(max_sequences=1)])
 
 
 @torch.no_grad()
-def packed_logprobs(scorer: TokenScorer, batch: TrainBatch) -> Tensor:
+def packed_logprobs(model: LogprobModel, batch: TrainBatch) -> Tensor:
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    return scorer(*tensors).logprobs  # type: ignore[no-any-return]
+    return model(*tensors).logprobs  # type: ignore[no-any-return]
 
 
 def check_family(model: PreTrainedModel, is_exact: bool) -> None:
     """Expect log-probs of packed sequences to be those of each alone, or the same refusal with and without weights."""
     described: PreTrainedModel = copy.deepcopy(model).to("meta")  # type: ignore[arg-type]
-    reason = refusal(lambda: refuse_unscorable(described))
+    reason = refusal(lambda: check_model_supported(described))
     assert (reason is None) == is_exact, reason
     if reason is not None:
         assert type(model).__name__ in reason
-        assert refusal(lambda: TokenScorer(model)) == reason
+        assert refusal(lambda: LogprobModel(model)) == reason
         return
     batch = make_batch()
     alone = logprobs_of_each_alone(model, batch)
-    torch.testing.assert_close(packed_logprobs(TokenScorer(model), batch), alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(packed_logprobs(LogprobModel(model), batch), alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", sorted(CAUSAL_LMS.keys() - NOT_BUILT.keys()))
@@ -77,17 +77,17 @@ def test_family_is_trained_exactly_or_refused(kind: str):
 def check_language_model(whole: PreTrainedModel, is_exact: bool, folder: Path) -> None:
     """Expect log-probs of packed texts from the language model of a checkpoint to be those of the whole composite."""
     whole.save_pretrained(folder)
-    reason = refusal(lambda: refuse_unscorable(described_causal_lm(str(folder))))
+    reason = refusal(lambda: check_model_supported(check_causal_lm(str(folder))))
     assert (reason is None) == is_exact, reason
     if reason is not None:
-        assert refusal(lambda: TokenScorer(load_causal_lm(str(folder), dtype=torch.float32))) is not None
+        assert refusal(lambda: LogprobModel(load_causal_lm(str(folder), dtype=torch.float32))) is not None
         return
     model = load_causal_lm(str(folder), dtype=torch.float32)
-    named = checkpoint_tensors(model, dict(model.named_parameters()))
-    assert named.keys() <= checkpoint_names(str(folder))
+    named = to_checkpoint_tensors(model, dict(model.named_parameters()))
+    assert named.keys() <= list_checkpoint_names(str(folder))
     batch = make_batch()
     alone = logprobs_of_each_alone(whole, batch)
-    torch.testing.assert_close(packed_logprobs(TokenScorer(model), batch), alone, rtol=0, atol=1e-4)
+    torch.testing.assert_close(packed_logprobs(LogprobModel(model), batch), alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.on_demand

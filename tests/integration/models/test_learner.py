@@ -15,8 +15,8 @@ from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import Adapters
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.logprob_model import LogprobModel
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores, ragged_batch
@@ -46,15 +46,15 @@ def padded_gradients(name: str, batch: TrainBatch) -> Gradients:
     return trained(model)
 
 
-def ragged_gradients(scorer: TokenScorer, batch: TrainBatch, share: bool = False) -> Gradients:
+def ragged_gradients(model: LogprobModel, batch: TrainBatch, share: bool = False) -> Gradients:
     """Of micro-batches of three sequences."""
-    for part in batch.split(max_sequences=3):
-        repeated = part.repeated_prompts() if share else None
+    for part in batch.split_micro_batches(max_sequences=3):
+        repeated = part.shared_prompt_lengths() if share else None
         tensors = (part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask)
-        scores = scorer(*tensors, True, repeated)
+        scores = model(*tensors, True, repeated)
         assert scores.entropy is not None
         loss_of(scores.logprobs, scores.entropy, part).backward()
-    return trained(scorer.model)
+    return trained(model.model)
 
 
 def trained(model: torch.nn.Module) -> Gradients:
@@ -64,20 +64,20 @@ def trained(model: torch.nn.Module) -> Gradients:
 @pytest.mark.parametrize(("name", "column"), green("padding-free"))
 def test_a_gradient_without_padding_is_the_padded_one(name: str, column: str):
     batch = ragged_batch(LENGTHS)
-    assert_same_tensors(ragged_gradients(TokenScorer(make(name, torch.float64)), batch), padded_gradients(name, batch))
+    assert_same_tensors(ragged_gradients(LogprobModel(make(name, torch.float64)), batch), padded_gradients(name, batch))
 
 
 @pytest.mark.parametrize(("name", "column"), green("shared prompts"))
 def test_a_gradient_with_prompts_that_are_run_once_is_the_padded_one(name: str, column: str):
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2]), (11, [5, 5])])
-    scorer = TokenScorer(make(name, torch.float64))
-    assert_same_tensors(ragged_gradients(scorer, batch, share=True), padded_gradients(name, batch))
+    model = LogprobModel(make(name, torch.float64))
+    assert_same_tensors(ragged_gradients(model, batch, share=True), padded_gradients(name, batch))
 
 
 @pytest.mark.parametrize(("name", "column"), green("LoRA"))
 def test_an_adapters_gradient_is_that_of_the_padded_model_with_weights_that_contain_it(name: str, column: str):
     batch, model = ragged_batch(LENGTHS), make(name, torch.float64)
-    adapters = Adapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
+    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
     fill_adapters(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
@@ -95,7 +95,7 @@ def test_an_adapters_gradient_is_that_of_the_padded_model_with_weights_that_cont
     loss_of(*padded_scores(with_adapters, batch), batch).backward()  # type: ignore[arg-type]
     wanted = {key: p.grad for key, p in filled.items() if p.grad is not None}
     assert len(wanted) == len(filled) == 2 * len(adapters.layers) >= 16
-    assert_same_tensors(ragged_gradients(TokenScorer(model), batch), wanted)
+    assert_same_tensors(ragged_gradients(LogprobModel(model), batch), wanted)
 
 
 @pytest.mark.defect("exports-without-the-bias-of-routers")
@@ -106,7 +106,7 @@ def test_a_learner_reads_a_checkpoint_and_exports_one_with_the_same_log_probs(na
     path, batch = save(name, tmp_path / "model"), policy_batch()
     worker = LearnerWorker(tiny_spec(path), 0, 1)
     worker.build(path)
-    scores = worker.score([batch], 1)
+    scores = worker.forward([batch], 1)
     worker.export(str(tmp_path / "export"))
     with torch.no_grad():
         for model in (make(name), load_causal_lm(str(tmp_path / "export"), dtype=torch.float32)):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from tests.integration.strategies.parallel_group_ranks import loss_of, make_batch
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import assert_same_tensors, padded_scores

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import REPOSITORY, documented
+from tests.support.doc_pages import REPOSITORY, find_commands
 
 TAG = "skyrl-train-of-the-tests"
 
@@ -33,8 +33,8 @@ def as_here(words: tuple[str, ...], folder: Path) -> list[str]:
 def test_it_is_built_and_looks_at_its_machine(tmp_path: Path):
     if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
         pytest.skip("needs Docker and its daemon")
-    (build,) = documented(r"docker build -t skyrl-train \.$")
-    (run,) = documented("docker run .* skyrl-train doctor$")
+    (build,) = find_commands(r"docker build -t skyrl-train \.$")
+    (run,) = find_commands("docker run .* skyrl-train doctor$")
     tmp_path.chmod(0o777)  # the user of the image is not that of the tests
     docker(*as_here(build.words, tmp_path), folder=REPOSITORY, timeout=3000)
     try:

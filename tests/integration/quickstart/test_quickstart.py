@@ -16,7 +16,7 @@ import pytest
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from tests.integration.runs.front_door import installing_environment
-from tests.support.pages import REPOSITORY, documented
+from tests.support.doc_pages import REPOSITORY, find_commands
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "quickstart" / "quickstart.py"
 LANES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -106,8 +106,8 @@ def test_the_script_runs_from_nothing_to_a_curve(tmp_path: Path):
 def what_is_copied() -> tuple[str, str, str]:
     """Of docs/your_environment.md: where its quickstart runs, its steps of warming up, and the model that is copied."""
     page = "docs/your_environment.md"
-    (first,) = (one for one in documented("scripts/quickstart ") if one.page == page)
-    (copy,) = documented("cp -r ")
+    (first,) = (one for one in find_commands("scripts/quickstart ") if one.page == page)
+    (copy,) = find_commands("cp -r ")
     return (
         first.words[first.words.index("--output") + 1],
         first.words[first.words.index("--warm-up-steps") + 1],
@@ -120,7 +120,7 @@ def what_is_copied() -> tuple[str, str, str]:
 @pytest.mark.timeout(1800)
 def test_in_a_bare_clone_it_makes_its_environment_first(tmp_path: Path):
     """`scripts/quickstart` as docs/your_environment.md starts it, with fewer steps, where nothing is installed."""
-    (found,) = (one for one in documented("scripts/quickstart ") if one.page == "docs/your_environment.md")
+    (found,) = (one for one in find_commands("scripts/quickstart ") if one.page == "docs/your_environment.md")
     folder, steps, _ = what_is_copied()
     ours = {folder: str(tmp_path / "run"), steps: "2"}
     words = [ours.get(word, word) for word in found.words]

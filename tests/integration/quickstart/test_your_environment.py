@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.pages import REPOSITORY, blocks, snippets
+from tests.support.doc_pages import REPOSITORY, fenced_blocks, snippets
 
 PAGE = "docs/your_environment.md"
 ENVIRONMENT, ROWS = snippets(PAGE)
@@ -40,7 +40,7 @@ def said(command: str, folder: Path) -> str:
 
 
 def test_its_environment_is_tried_on_its_rows(task: Path):
-    (tried,) = (text for page, text in blocks("bash") if page == PAGE and "env try" in text)
+    (tried,) = (text for page, text in fenced_blocks("bash") if page == PAGE and "env try" in text)
     assert re.findall(r"turn 1: reward ([\d.]+), done", said(tried, task)) == ["0", "1"]
 
 
@@ -48,7 +48,7 @@ def test_its_environment_is_tried_on_its_rows(task: Path):
 @pytest.mark.slow
 def test_it_trains(task: Path):
     save_tiny_model(task / "model")
-    (train,) = (text.rstrip() for page, text in blocks("bash") if page == PAGE and "skyrl-train train" in text)
+    (train,) = (text.rstrip() for page, text in fenced_blocks("bash") if page == PAGE and "skyrl-train train" in text)
     small = ["trainer.max_steps=2", "trainer.eval_interval=2", "trainer.train_batch_size=4"]
     said(" ".join([train, *small, "trainer.policy_mini_batch_size=4"]), task)
     rows = read_jsonl(task / "run" / METRICS_FILE)

@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from skyrl_train.algorithms import registry as algorithms
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.environments.tools.registry import tools
-from skyrl_train.experiment.base import Experiment, start as start_experiment
+from skyrl_train.experiment.base import Experiment, launch_experiment as start_experiment
 from skyrl_train.registry import Registry
 from skyrl_train.report.trackers import trackers
 

@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.campaign import Campaign
 from tests.chaos.faults import ENVIRONMENT_CODE, FAULTS, MISCHIEF
 from tests.chaos.runs import overrides_of, problems
-from tests.support.pages import REPOSITORY, Command, documented
+from tests.support.doc_pages import REPOSITORY, Command, find_commands
 
 from .conftest import Run
 
@@ -41,7 +41,7 @@ def test_after_random_faults_a_run_goes_on_or_ends_as_it_should(
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-@pytest.mark.parametrize("command", documented("scripts/chaos "), ids=str)
+@pytest.mark.parametrize("command", find_commands("scripts/chaos "), ids=str)
 def test_the_commands_of_the_page(command: Command):
     """What the script starts, until the first fault has struck."""
     words = [sys.executable, "-m", "tests.chaos", *command.words[1:], "--faults", "1"]

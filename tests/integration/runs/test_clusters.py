@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import yaml
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.testing.tiny_models import save_tiny_model
 
 from .conftest import metrics_of
@@ -245,7 +245,7 @@ def test_the_job_for_kubernetes_is_one_that_kuberay_takes():
     recipe = command.index("--config-dir") + 1
     assert command[recipe].startswith("/shared/skyrl-train/examples/")
     command[recipe] = str(REPOSITORY / Path(command[recipe]).relative_to("/shared/skyrl-train"))
-    prepared = prepare(command[2:], has_accelerator=True)
+    prepared = prepare_config(command[2:], has_accelerator=True)
     assert prepared.warnings == []
     (container,) = workers["template"]["spec"]["containers"]
     gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
@@ -265,6 +265,6 @@ def test_keys_of_the_script_for_slurm_are_keys():
     )
     arguments = expanded.stdout.splitlines()
     arguments[arguments.index("--config-dir") + 1] = str(REPOSITORY / "examples" / "gsm8k")
-    prepared = prepare(arguments, has_accelerator=True)
+    prepared = prepare_config(arguments, has_accelerator=True)
     assert prepared.warnings == []
     assert prepared.config.generator.num_inference_engines == 16

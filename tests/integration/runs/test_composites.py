@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from skyrl_train.experiment.export import Export, export
+from skyrl_train.experiment.export import ExportRequest, export
 from tests.integration.models.table import COMPOSITES
-from tests.support.composites import save_composite
+from tests.support.multimodal_models import save_composite
 
 from .conftest import Run, metrics_of
 
@@ -162,5 +162,5 @@ def test_sft_of_a_composite_resumes_and_is_exported(run: Run, tmp_path: Path) ->
     run("main_sft", *given, "trainer.max_steps=2")
     run("main_sft", *given, "trainer.max_steps=4")
     assert sorted(metrics_of(tmp_path)) == [1, 2, 3, 4]
-    export(Export(str(tmp_path / "ckpts" / "global_step_4"), str(tmp_path / "model")))
+    export(ExportRequest(str(tmp_path / "ckpts" / "global_step_4"), str(tmp_path / "model")))
     assert_only_language_model_changed(base, tmp_path / "model")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from tests.support.snapshots import assert_as_kept
+from tests.support.snapshots import assert_matches_snapshot
 
 from .conftest import Run, command
 
@@ -75,7 +75,7 @@ def plugin(plugins: Path) -> str:
 
 def test_mistakes_in_a_configuration(shown: Callable[..., str], small: Callable[[Path], list[str]], tmp_path: Path):
     wrong = ["trainer.lr=1e-6", "trainer.epochs=0", "generator.backend=vlm", "trainer.policy.model.path=/nowhere/model"]
-    assert_as_kept(shown(*small(tmp_path), *wrong, expect=2), tmp_path, KEPT / "mistakes.txt")
+    assert_matches_snapshot(shown(*small(tmp_path), *wrong, expect=2), tmp_path, KEPT / "mistakes.txt")
 
 
 @pytest.fixture
@@ -100,13 +100,13 @@ def test_an_environment_that_fails_and_then_memory_runs_out(
 ):
     overrides = ["trainer.epochs=5", "trainer.max_failed_fraction=0.9", "trainer.algorithm.policy_loss_type=large"]
     text = shown(*failing, *overrides, expect=1)
-    assert_as_kept(text, tmp_path, KEPT / "environment_fails_and_memory_runs_out.txt")
+    assert_matches_snapshot(text, tmp_path, KEPT / "environment_fails_and_memory_runs_out.txt")
 
 
 @pytest.mark.on_demand
 def test_more_episodes_fail_than_may(shown: Callable[..., str], failing: list[str], tmp_path: Path):
     text = shown(*failing, f"trainer.ckpt_path={tmp_path / 'other'}", "trainer.max_failed_fraction=0.2", expect=1)
-    assert_as_kept(text, tmp_path, KEPT / "too_many_fail.txt")
+    assert_matches_snapshot(text, tmp_path, KEPT / "too_many_fail.txt")
 
 
 @pytest.mark.on_demand
@@ -124,7 +124,7 @@ def test_a_run_on_a_terminal(small: Callable[[Path], list[str]], tmp_path: Path)
     os.close(ours)
     text = "\n".join(line.rstrip() for line in screen.display).rstrip()
     assert run.returncode == 0, text
-    assert_as_kept(text, tmp_path, KEPT / "terminal.txt")
+    assert_matches_snapshot(text, tmp_path, KEPT / "terminal.txt")
 
 
 def _read(terminal: int) -> bytes:
@@ -159,7 +159,7 @@ def test_a_run_that_is_told_to_end_and_goes_on(
     before = {path.name: path.read_text() for path in logs.iterdir()}
     for name, text in (("told_to_end", told), ("goes_on", shown(*overrides, expect=0))):
         steps_apart = re.sub(r"(?m)^step \d+: .*\n", "", text)  # which depends on where it was told
-        assert_as_kept(steps_apart, tmp_path, KEPT / f"{name}.txt")
+        assert_matches_snapshot(steps_apart, tmp_path, KEPT / f"{name}.txt")
     first, driver = logs / "attempt_1", "driver.log"
     assert {path.name for path in first.iterdir()} == {*before} == {path.name for path in logs.iterdir()} - {first.name}
     assert (first / driver).read_text() == before[driver] and " step 12/12 " not in before[driver]

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.rollout_files import RolloutReader
 from skyrl_train.report.rollout_views import RolloutViews
-from skyrl_train.report.run_files import RunFiles
+from skyrl_train.report.run_reader import RunReader
 from skyrl_train.trainer.batch_dump import read_batch
-from tests.support.kept_rollouts import assert_shows
+from tests.support.rollout_examples import assert_rollouts_match_batch
 
 from .conftest import Run, metrics_of
 
@@ -80,7 +80,7 @@ def test_two_turns_are_trained_on_as_one_sequence_with_a_reward_each(run: Run, t
     batch, uids = read_batch(dumped(tmp_path, 1))
     assert len(batch) == len(uids) == 16 and batch.episode_ids is None
     assert batch.token_rewards is not None
-    rewarded = batch.per_sequence_sum((batch.token_rewards != 0).long())
+    rewarded = batch.sum_per_sequence((batch.token_rewards != 0).long())
     assert int(rewarded.max()) == 2, "each turn has its own"
     assert_kept(tmp_path)
 
@@ -108,12 +108,12 @@ def test_a_template_that_rewrites_history_is_refused_and_trained_on_step_by_step
 
 def assert_kept(folder: Path) -> None:
     """The rollouts that the run in this folder kept are the batches that it trained on."""
-    files, views = RolloutFiles(folder / "ckpts"), RolloutViews(folder / "ckpts")
+    files, views = RolloutReader(folder / "ckpts"), RolloutViews(folder / "ckpts")
     assert files.steps() == [1, 2]
     vocabulary = files.vocabulary()
     for step in files.steps():
         table = files.table([step])
-        assert_shows(table, *read_batch(dumped(folder, step)))
+        assert_rollouts_match_batch(table, *read_batch(dumped(folder, step)))
         for row in table.to_pylist():
             trained = np.array(row["trained"])
             gap = np.array(row["old_logprobs"])[trained] - np.array(row["rollout_logprobs"])[trained]
@@ -129,5 +129,5 @@ def assert_kept(folder: Path) -> None:
                 numbers = np.array(shown[name][shown["prompt"] :], np.float32)
                 assert np.array_equal(numbers, np.array(expected, np.float32), equal_nan=True)
             assert shown["trained"][shown["prompt"] :] == row["trained"]
-    summary = RunFiles(folder / "ckpts").summary()
+    summary = RunReader(folder / "ckpts").summary()
     assert (summary["state"], summary["step"], summary["total_steps"]) == ("finished", 2, 2)

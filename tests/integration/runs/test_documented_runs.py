@@ -21,15 +21,15 @@ import datasets
 import pytest
 import yaml
 
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.config.keys import canonical
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.config.keys import canonical_key
 from skyrl_train.entrypoints import cli
-from skyrl_train.listening import API_KEY
+from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
 from tests.support.native_servers import end
-from tests.support.pages import REPOSITORY, Command, blocks, documented
-from tests.support.served import serving
-from tests.unit.environments.foreign.test_openenv import Server
+from tests.support.doc_pages import REPOSITORY, Command, fenced_blocks, find_commands
+from tests.support.serve_process import serving
+from tests.unit.environments.integrations.test_openenv import Server
 
 from .conftest import ONE_PROCESS, flat, metrics_of
 
@@ -75,7 +75,7 @@ NOT_HERE = {
 """Commands that this file does not run."""
 RUNS = [
     one
-    for one in documented(
+    for one in find_commands(
         r"python -m (skyrl_train\.entrypoints|(examples|integrations)\.\S+)\.main_|skyrl-train (train|sft|generate) "
     )
     if not {"--help", "--cfg"} & set(one.words) and not any(re.match(start, str(one)) for start in NOT_HERE)
@@ -83,7 +83,7 @@ RUNS = [
 
 
 def test_what_is_not_run_here_is_still_documented():
-    assert [start for start in NOT_HERE if not documented(start)] == []
+    assert [start for start in NOT_HERE if not find_commands(start)] == []
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +132,12 @@ def test_it_trains(
 ):
     check_needs(command)
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv(API_KEY, "a-token-of-the-tests")
+    monkeypatch.setenv(API_KEY_ENV, "a-token-of-the-tests")
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     if "mini_swe" in command.words:
-        for made in documented(r"python -m examples\.mini_swe_agent\.mini_swe_dataset"):
+        for made in find_commands(r"python -m examples\.mini_swe_agent\.mini_swe_dataset"):
             start([os.path.expandvars(word) for word in made.words], monkeypatch)
     appended = [f"trainer.policy.model.path={home}/models/qwen3", *SMALL]
     for word, more in MORE.items():
@@ -164,7 +164,7 @@ def assert_kept(words: Sequence[str], appended: Sequence[str], file: Path) -> No
     saved = flat(yaml.safe_load(file.read_text()))
     ours = {one.partition("=")[0] for one in appended}
     for key, _, value in (word.partition("=") for word in words if "=" in word and not word.startswith("--")):
-        key = canonical(key.lstrip("+"))
+        key = canonical_key(key.lstrip("+"))
         if key not in ours:
             assert str(saved[key]) == str(_parsed(value)), key
 
@@ -196,7 +196,7 @@ def elsewhere(command: Command, model: Path, folder: Path) -> Iterator[dict[str,
 @contextmanager
 def served(model: Path) -> Iterator[str]:
     """An engine for other machines, by the command of docs/serving.md."""
-    (command,) = documented(r"python -m skyrl_train\.entrypoints\.serve .*http_endpoint_host")
+    (command,) = find_commands(r"python -m skyrl_train\.entrypoints\.serve .*http_endpoint_host")
     port = free_address()[1]
     own = ["generator.http_endpoint_host=127.0.0.1", f"generator.http_endpoint_port={port}"]
     words = [sys.executable, *command.words[1:], f"trainer.policy.model.path={model}", *own]
@@ -207,7 +207,7 @@ def served(model: Path) -> Iterator[str]:
 @contextmanager
 def vllm_s_own(model: Path, folder: Path) -> Iterator[str]:
     """vLLM's server, by the command of docs/engines.md."""
-    (block,) = (text for _, text in blocks("bash") if "vllm.entrypoints" in text)
+    (block,) = (text for _, text in fenced_blocks("bash") if "vllm.entrypoints" in text)
     port = free_address()[1]
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with (folder / "server.log").open("w") as log:

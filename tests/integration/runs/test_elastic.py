@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.engines.target_count import read_target
 from skyrl_train.entrypoints.engines import main as engines
-from skyrl_train.experiment.base import Experiment, start
+from skyrl_train.experiment.base import Experiment, launch_experiment
 from skyrl_train.trainer.batch_dump import read_batch
 from tests.integration.runs.conftest import Run, metrics_of
 
@@ -71,7 +71,7 @@ def engine_processes() -> int:
     found = 0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has just ended
-            found += "_AsyncShell" in " ".join(process.cmdline())
+            found += "_AsyncWorkerActor" in " ".join(process.cmdline())
     return found
 
 
@@ -84,7 +84,7 @@ def elastic(overrides: list[str], capsys: pytest.CaptureFixture[str], *, once: b
     """Run, and what it said. `once`: the last engine is not asked for."""
     Elastic.seen, Elastic.newcomer_dies = {}, dies
     Elastic.asks = {1: "add", 3: "remove"} | ({} if once else {5: "add"})
-    start(Elastic, overrides)
+    launch_experiment(Elastic, overrides)
     return capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.raylets import Raylets, raylets
+from tests.support.ray_nodes import RayNodes, ray_nodes
 
 from .conftest import command, metrics_of
 
@@ -64,7 +64,7 @@ def test_a_run_with_hosts_is_that_of_the_driver_bit_for_bit_also_if_one_is_lost_
 
     hosts = ["environment.hosts=2", "environment.host_cpus=0.5", "environment.host_resources={environments: 1}"]
     nodes = [{"trainer": 1.0}, {"environments": 1.0}, {"environments": 1.0}, {"environments": 1.0}]
-    with raylets(nodes, cpus=[2, 1, 1, 1]) as cluster:
+    with ray_nodes(nodes, cpus=[2, 1, 1, 1]) as cluster:
         environment = os.environ | cluster.environment
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
         for name, own in (("driver", []), ("hosts", hosts)):
@@ -83,7 +83,7 @@ def test_a_run_with_hosts_is_that_of_the_driver_bit_for_bit_also_if_one_is_lost_
     assert re.search(r"environment host \d is lost, with \d+ episodes", log)
 
 
-def node_with_a_host(cluster: Raylets, folder: Path, run: subprocess.Popen[bytes]) -> int:
+def node_with_a_host(cluster: RayNodes, folder: Path, run: subprocess.Popen[bytes]) -> int:
     """After the first step: one of the nodes for environments where there are any."""
     metrics = folder / "ckpts" / "metrics.jsonl"
     deadline = time.monotonic() + 300

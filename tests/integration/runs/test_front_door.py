@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cluster.sockets import free_address
-from tests.support.machine import slowness
+from skyrl_train.cluster.addresses import free_address
+from tests.support.machine_speed import slowness
 from tests.support.wheel import build_wheel
 
 from .conftest import metrics_of
@@ -31,7 +31,7 @@ from pathlib import Path
 
 NO_SUCH_PYTHON = """
 import sys
-from skyrl_train.cluster import runtime
+from skyrl_train.cluster import ray_cluster
 runtime.LONGEST_START_S = 3.0
 sys.executable = "/no/such/python"
 runtime.Cluster().connect()

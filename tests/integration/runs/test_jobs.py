@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.others_processes import gone
+from tests.support.process_state import wait_for_exit
 
 from .conftest import metrics_of
 from .front_door import REPOSITORY
@@ -165,7 +165,7 @@ def test_a_submitted_job_outlives_its_client_and_is_stopped_with_a_checkpoint(
     assert "\nended by SIGTERM\n" in printed
     assert f"resume from step {last}" in printed
     assert "warning: `ray job stop`" not in printed
-    assert all(gone(one.pid) for one in workers), "slots are free again"
+    assert all(wait_for_exit(one.pid) for one in workers), "slots are free again"
     token = job_server.client["RAY_AUTH_TOKEN"]
     assert token not in printed + job_server.job("list")
     written = [file for file in (tmp_path / "ckpts").rglob("*") if file.is_file()]

@@ -102,5 +102,5 @@ def test_each_role_has_a_file_and_the_terminal_what_a_person_needs(
     assert f"note: environments print to {logs / 'environments.log'}\n" in said
     assert "a person should look at this" in said
     of_logs = ("a loss prints", "an environment prints", "C code", "outdated", "(most recent call last)")
-    for absent in (SECRET, "pid=", "_AsyncShell", *of_logs):
+    for absent in (SECRET, "pid=", "_AsyncWorkerActor", *of_logs):
         assert absent not in said, said

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_train.experiment.export import Export, export
+from skyrl_train.experiment.export import ExportRequest, export
 
 from .conftest import Run, metrics_of
 
@@ -66,11 +66,11 @@ def test_adapters_learn_are_synced_and_go_on_bit_for_bit(
 
 
 def assert_one_process_exports_what_the_ranks_do(checkpoint: Path, exported: Path, to: Path) -> None:
-    export(Export(str(checkpoint), str(to / "adapter"), adapter=True))
+    export(ExportRequest(str(checkpoint), str(to / "adapter"), adapter=True))
     ours = load_file(to / "adapter" / "adapter_model.safetensors")
     theirs = load_file(exported / "adapter" / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
-    export(Export(str(checkpoint), str(to / "merged")))
+    export(ExportRequest(str(checkpoint), str(to / "merged")))
     torch.testing.assert_close(
         load_file(to / "merged" / "model.safetensors"), load_file(exported / "model.safetensors"), rtol=1e-6, atol=1e-7
     )

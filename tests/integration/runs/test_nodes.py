@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.entrypoints.engines import main as engines
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.raylets import Raylets, raylets
+from tests.support.ray_nodes import RayNodes, ray_nodes
 
 from .conftest import command, metrics_of
 
@@ -40,14 +40,14 @@ APART = [
 
 
 @pytest.fixture
-def nodes() -> Iterator[Raylets]:
+def nodes() -> Iterator[RayNodes]:
     """The driver's, two for the trainer (1 and 2) and two for engines (3 and 4)."""
-    with raylets([{}] * 4, cpus=2, labels=[TRAINER, TRAINER, ENGINE, ENGINE]) as running:
+    with ray_nodes([{}] * 4, cpus=2, labels=[TRAINER, TRAINER, ENGINE, ENGINE]) as running:
         yield running
 
 
 def run_and_lose(
-    nodes: Raylets,
+    nodes: RayNodes,
     overrides: list[str],
     folder: Path,
     lost: int | Callable[[], int] | None,
@@ -84,7 +84,7 @@ def until(driver: subprocess.Popen[bytes], pattern: str, file: Path, log: Path) 
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
+def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: RayNodes, tmp_path: Path):  # type: ignore[type-arg]
     overrides = [*small(tmp_path), *APART, "trainer.max_steps=5", "trainer.placement.policy_num_gpus_per_node=2"]
     said = run_and_lose(nodes, overrides, tmp_path, lost=3)
     assert re.search(r"engine \d died \(.*its node .* was lost.* and was restarted with the current weights", said)
@@ -99,7 +99,7 @@ def test_a_lost_engine_s_node_costs_a_restart_elsewhere(small: Callable, nodes: 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_lost(
-    small: Callable[[Path], list[str]], nodes: Raylets, tmp_path: Path, rank: int
+    small: Callable[[Path], list[str]], nodes: RayNodes, tmp_path: Path, rank: int
 ):
     """The scheduler is where rank 0 is."""
     overrides = [
@@ -138,7 +138,7 @@ def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_los
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_lost_trainer_s_node_ends_the_run_or_starts_it_again_on_what_is_left(
     small: Callable[[Path], list[str]],
-    nodes: Raylets,
+    nodes: RayNodes,
     tmp_path: Path,
     restarts: int,
 ):
@@ -163,7 +163,7 @@ def test_a_lost_head_ends_the_run_and_the_same_command_resumes_it(easy: Callable
     overrides = [*easy(tmp_path), "trainer.epochs=4", "trainer.max_steps=5", "trainer.ckpt_interval=1"]
     said = []
     for lost, expect in ((HEAD, 1), (None, 0)):
-        with raylets([{}] * 2) as nodes:
+        with ray_nodes([{}] * 2) as nodes:
             said.append(run_and_lose(nodes, overrides, tmp_path, lost=lost, expect=expect))
     assert "Ray" in said[0] and "Traceback" not in said[0], said[0][-3000:]
     assert re.search(r"resumed at step [2-4] of 5", said[1])
@@ -180,7 +180,7 @@ def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
     """All nodes are this machine, whose loopback leads to every one: where rank 0 listens is what counts."""
     endless = ["device=cpu", "trainer.epochs=5000", "trainer.ckpt_interval=0", "trainer.placement.colocate_all=false"]
     folder, log = tmp_path / "ckpts", tmp_path / "run.log"
-    with raylets([], head_cpus=3) as nodes, log.open("w") as output:
+    with ray_nodes([], head_cpus=3) as nodes, log.open("w") as output:
         driver = subprocess.Popen(
             command("main_base", [*easy(tmp_path), *endless]),
             stdout=output,
@@ -201,7 +201,7 @@ def test_an_engine_joins_on_a_node_that_came_after_the_run_began_on_one(
             driver.wait()
 
 
-def server_of_client(nodes: Raylets) -> psutil.Process:
+def server_of_client(nodes: RayNodes) -> psutil.Process:
     """The process of the head that serves the one client there is."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -223,7 +223,7 @@ def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
     """Nor does the first server that the head starts for it live, as now and then one does not."""
     log, port = tmp_path / "run.log", free_address()[1]
     steps = ["device=cpu", "trainer.max_steps=40", "trainer.epochs=40", "trainer.eval_before_train=false"]
-    with raylets([], head_cpus=2, client_port=port) as nodes, log.open("w") as output:
+    with ray_nodes([], head_cpus=2, client_port=port) as nodes, log.open("w") as output:
         driver = subprocess.Popen(
             command("main_base", [*small(tmp_path), *steps]),
             stdout=output,
@@ -245,7 +245,7 @@ def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_the_gsm8k_recipe_over_nodes(gsm8k_recipe: Path, nodes: Raylets, tmp_path: Path):
+def test_the_gsm8k_recipe_over_nodes(gsm8k_recipe: Path, nodes: RayNodes, tmp_path: Path):
     overrides = [
         "--config-dir=.",
         "--config-name=gsm8k",
@@ -272,7 +272,7 @@ def test_the_gsm8k_recipe_over_nodes(gsm8k_recipe: Path, nodes: Raylets, tmp_pat
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(easy: Callable, nodes: Raylets, tmp_path: Path):  # type: ignore[type-arg]
+def test_a_run_saved_by_four_ranks_resumes_with_one_two_and_three(easy: Callable, nodes: RayNodes, tmp_path: Path):  # type: ignore[type-arg]
     def overrides(folder: Path, ranks: int, steps: int) -> list[str]:
         shape = ["trainer.placement.strategy=SPREAD", f"trainer.placement.policy_num_gpus_per_node={ranks}"]
         return [*easy(folder), *APART, *shape, f"trainer.max_steps={steps}"]

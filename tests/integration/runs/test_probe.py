@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints import cli, probe as probing
@@ -19,7 +19,7 @@ from skyrl_train.entrypoints.probe_estimate import PHASES
 from skyrl_train.entrypoints.probe_report import estimated_step
 from skyrl_train.report.jsonl import METRICS_FILE, read_jsonl
 from skyrl_train.testing.tiny_models import save_tiny_model
-from tests.support.pages import documented
+from tests.support.doc_pages import find_commands
 
 from .conftest import Run
 
@@ -34,13 +34,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def config(overrides: list[str]) -> Config:
-    return prepare(overrides).config
+    return prepare_config(overrides).config
 
 
 def quickly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Probe for this long."""
     monkeypatch.setattr(probing, "STEPS_S", seconds)
-    monkeypatch.setattr(probing, "PASSES_S", seconds)
+    monkeypatch.setattr(probing, "TIMINGS_S", seconds)
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_probe_says_what_to_set_and_leaves_nothing(
     folder.mkdir()
     (folder / "run.json").write_text('{"run_name": "somebody else\'s"}')
     before = files(folder), files(model)
-    (command,) = documented("skyrl-train plan --probe ")
+    (command,) = find_commands("skyrl-train plan --probe ")
     options = [word for word in command.words[1:] if word not in ("key=value", "...")]
     monkeypatch.setattr(sys, "argv", ["skyrl-train", *options, *small(tmp_path)])
     with pytest.raises(SystemExit) as left:

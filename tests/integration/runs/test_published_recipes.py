@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.keys import canonical
+from skyrl_train.config.keys import canonical_key
 from tests.unit.config.test_skyrl_recipes import ACCEPTED, Recipe
 
 from .conftest import metrics_of
@@ -94,7 +94,7 @@ LEFT_OUT = (
 def own_keys(recipe: Recipe) -> list[str]:
     keys = [one for one in shlex.split(recipe.arguments) if not one.startswith(LEFT_OUT)]
     small = {key.partition("=")[0] for key in SMALL_KEYS}
-    return [key for key in keys if canonical(key.lstrip("+").partition("=")[0]) not in small]
+    return [key for key in keys if canonical_key(key.lstrip("+").partition("=")[0]) not in small]
 
 
 RUNNABLE = [one for one in ACCEPTED if (REPOSITORY / f"{one.module.replace('.', '/')}.py").is_file()]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cluster.sockets import free_address
-from tests.support.served import serving
+from skyrl_train.cluster.addresses import free_address
+from tests.support.serve_process import serving
 
 from .conftest import Run, metrics_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.rollout_files import RolloutReader
 
 from .conftest import Run, kill_in_the_middle_of_step, metrics_of
 
@@ -39,7 +39,7 @@ def test_a_killed_run_resumes_to_the_same_metrics_and_the_same_bits(run: Run, sm
 
 def rollouts_of(folder: Path) -> list[dict[str, Any]]:
     """What the run in this folder kept, without what a clock decides."""
-    rows: list[dict[str, Any]] = RolloutFiles(folder / "ckpts").table().to_pylist()
+    rows: list[dict[str, Any]] = RolloutReader(folder / "ckpts").table().to_pylist()
     assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6} and len(rows) == 6 * 16
     for turn in (turn for row in rows for turn in row["turns"]):
         assert turn.pop("running_s") >= 0 and turn.pop("environment_s") >= 0

@@ -18,8 +18,8 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from skyrl_train.cluster.sockets import free_address
-from tests.support.handlers import catches, default_sighup
+from skyrl_train.cluster.addresses import free_address
+from tests.support.signal_handlers import handles_signal, default_sighup
 
 from .conftest import command
 
@@ -83,7 +83,7 @@ class Program:
 
 Moments = dict[str, Callable[[Program], bool]]
 STARTS: Moments = {
-    "imports": lambda program: catches(program.driver.pid, signal.SIGTERM),
+    "imports": lambda program: handles_signal(program.driver.pid, signal.SIGTERM),
     "Ray's start": lambda program: "gcs_server" in program.children,
     "workers' start": lambda program: any(name.startswith("ray::") for name in program.children),
 }

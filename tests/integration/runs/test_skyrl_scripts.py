@@ -15,7 +15,7 @@ import pytest
 from skyrl_train.skyrl.batches import TrainingInputBatch
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from skyrl_train.trainer.batch_dump import read_batch
-from tests.support.pages import snippets
+from tests.support.doc_pages import snippets
 
 from .conftest import ONE_PROCESS, metrics_of
 

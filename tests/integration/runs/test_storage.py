@@ -14,9 +14,9 @@ import datasets
 import psutil
 import pytest
 
-from skyrl_train.experiment.export import Export, export
-from skyrl_train.storage.copies import local_copy
-from tests.support.pages import documented
+from skyrl_train.experiment.export import ExportRequest, export
+from skyrl_train.storage.download_cache import local_copy
+from tests.support.doc_pages import find_commands
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, s3_server
 
 from .conftest import command
@@ -116,7 +116,7 @@ def test_a_run_reads_and_leaves_everything_at_addresses_and_no_credentials_anywh
 @pytest.mark.slow
 def test_the_command_of_the_page_trains(server: S3Server, tiny_model_path: str, tmp_path: Path):
     """As docs/storage.md has it, with its addresses, but small."""
-    (found,) = documented(r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:")
+    (found,) = find_commands(r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:")
     words = [word.replace("s3://bucket/", f"s3://{BUCKET}/") for word in found.words[3:]]
     for split in ("train", "validation"):
         datasets.Dataset.from_list([ROW] * 8).to_parquet(tmp_path / f"{split}.parquet")
@@ -133,7 +133,7 @@ def test_the_command_of_the_page_trains(server: S3Server, tiny_model_path: str, 
 
 def assert_a_checkpoint_there_is_exported_here(stored: dict[str, bytes], folder: Path) -> None:
     local_copy.cache_clear()
-    export(Export(f"{RUN}/global_step_6", str(folder / "model")))
+    export(ExportRequest(f"{RUN}/global_step_6", str(folder / "model")))
     local_copy.cache_clear()
     assert (folder / "model" / "model.safetensors").read_bytes() == stored[f"team/exports/{WEIGHTS}"]
     card = (folder / "model" / "README.md").read_text()
@@ -150,14 +150,14 @@ def test_a_run_killed_in_the_middle_of_an_upload_resumes_on_another_machine_to_t
     train(overrides(data, model, tmp_path / "straight", tmp_path / "straight_exports"))
 
     given = overrides(data, model, RUN, EXPORTS)
-    server.held = r"PUT /runs/team/run/global_step_4/policy/.*"
+    server.block_pattern = r"PUT /runs/team/run/global_step_4/policy/.*"
     driver = subprocess.Popen(command("main_sft", given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert server.holding.wait(120), "the second checkpoint is being uploaded"
+    assert server.is_blocking.wait(120), "the second checkpoint is being uploaded"
     family = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     psutil.wait_procs(family, timeout=30)
-    server.let_go()
+    server.unblock()
     stored = server.objects()
     assert "team/run/global_step_2/manifest.json" in stored
     assert "team/run/global_step_4/manifest.json" not in stored
@@ -177,16 +177,16 @@ def test_a_run_killed_in_the_middle_of_an_upload_goes_on_from_what_is_here_and_f
 ):
     data, model = inputs
     given = overrides(data, model, RUN, EXPORTS)
-    server.held = r"PUT /runs/team/run/global_step_4/policy/.*"
+    server.block_pattern = r"PUT /runs/team/run/global_step_4/policy/.*"
     driver = subprocess.Popen(command("main_sft", given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert server.holding.wait(120)
+    assert server.is_blocking.wait(120)
     here = tmp_path / "cache" / "runs" / "s3" / BUCKET / "team" / "run"
     assert (here / "global_step_4" / "manifest.json").exists()
     family = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     psutil.wait_procs(family, timeout=30)
-    server.let_go()
+    server.unblock()
     assert re.search(r"resumed at step [46] of 6", train(given)), "step 4 is here, though not there"
     stored = server.objects()
     steps = {key.split("/")[2] for key in stored if key.endswith("/manifest.json") and "/run/" in key}

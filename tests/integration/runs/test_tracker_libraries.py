@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.report.protocol import kept_id
-from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.report.protocol import load_run_id
+from skyrl_train.report.rollout_files import RolloutReader
 
 REPOSITORY = Path(__file__).parents[3]
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
@@ -342,11 +342,11 @@ def test_a_resumed_training_run_is_one_run_of_the_tracker(
 def assert_one_run_of_wandb(run: Path) -> None:
     """Each start has a folder, of the same id, with the table of its step: all its samples."""
     folders = sorted((run / "wandb").glob("offline-run-*"))
-    assert [folder.name.rpartition("-")[2] for folder in folders] == [kept_id(run, "wandb")] * 2
+    assert [folder.name.rpartition("-")[2] for folder in folders] == [load_run_id(run, "wandb")] * 2
     for step, folder in enumerate(folders, 1):
         (table,) = [json.loads(file.read_text()) for file in folder.glob("files/media/table/*.json")]
         rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-        kept = RolloutFiles(run).table([step], ["uid", "sample", "reward", "response_tokens", "text"]).to_pylist()
+        kept = RolloutReader(run).table([step], ["uid", "sample", "reward", "response_tokens", "text"]).to_pylist()
         assert len(rows) == len(kept) == 16
         for row, one in zip(rows, kept, strict=True):
             assert [row[name] for name in ("uid", "sample", "reward", "tokens")] == [*one.values()][:4]

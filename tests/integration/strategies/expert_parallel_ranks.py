@@ -19,9 +19,9 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.sequence_parallel import SequenceParallel
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
-from tests.support.counted_syncs import counted_sync
+from tests.support.weight_sync_counters import count_synced_bytes
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import tiny_spec
 from tests.support.recording_strategies import RecordingWorker
@@ -65,14 +65,14 @@ def check_gradients(experts: ExpertParallel | None, kinds: list[str], folder: Pa
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
             tokens = SequenceParallel(experts.group, "sequence") if experts and "divided" in options else None
-            scorer = TokenScorer(model, parallel_group=tokens, expert_parallel=experts)
+            logprob_model = LogprobModel(model, parallel_group=tokens, expert_parallel=experts)
             batch = make_batch(options.get("batch", "whole"))
-            scorer.balance_weight = options.get("balance", 0.0) / int(batch.loss_mask.sum())
-            strategy = strategy_of(scorer, world, {})
+            logprob_model.router_aux_loss_weight = options.get("balance", 0.0) / int(batch.loss_mask.sum())
+            strategy = strategy_of(logprob_model, world, {})
             share = options.get("share", False)
 
-            def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:
-                scores = run(scorer, batch, share, wants_entropy=True)
+            def loss(model: Any, batch: TrainBatch, share: bool = share) -> Tensor:
+                scores = run(model, batch, share, compute_entropy=True)
                 return loss_of(scores.logprobs, scores.entropy, batch)
 
             ranks = 1 if tokens is None else tokens.size
@@ -91,7 +91,7 @@ def check_steps(experts: ExpertParallel, folder: Path) -> dict[str, Any]:
         layouts.append(("copies", STEPPED[0], {"fsdp_size": experts.size}))
     for name, kind, fsdp in layouts:
         first, again = (
-            strategy_of(TokenScorer(make_model(kind), expert_parallel=experts), world, fsdp) for _ in range(2)
+            strategy_of(LogprobModel(make_model(kind), expert_parallel=experts), world, fsdp) for _ in range(2)
         )
         found[name] = train(first, 3, world, rank)
         first.save(folder / f"{name}_divided")
@@ -114,7 +114,7 @@ def check_refusals(experts: ExpertParallel) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(DistributedMixin, "ep_plan")  # as before transformers 5.19
         with pytest.raises(ConfigError) as refused:
-            TokenScorer(make_model("qwen3_moe"), expert_parallel=experts)
+            LogprobModel(make_model("qwen3_moe"), expert_parallel=experts)
     said["old"] = str(refused.value)
     for name, model in (
         ("none", make_model("qwen2")),
@@ -122,7 +122,7 @@ def check_refusals(experts: ExpertParallel) -> dict[str, str]:
         ("unknown", unknown),
     ):
         try:
-            TokenScorer(model, expert_parallel=experts)
+            LogprobModel(model, expert_parallel=experts)
         except ConfigError as error:
             said[name] = str(error)
     return said
@@ -143,9 +143,9 @@ def main(rank: int, world: int, size: int, port: int, folder: Path) -> None:
     worker.setup("127.0.0.1", port)
     experts = worker.expert_parallel
     assert experts is not None
-    held = {name: tuple(p.shape) for name, p in worker.scorer.named_parameters() if name.endswith("gate_up_proj")}
+    held = {name: tuple(p.shape) for name, p in worker.module.named_parameters() if name.endswith("gate_up_proj")}
     found: dict[str, Any] = {"held": held, **check_worker(worker, folder), "refused": check_refusals(experts)}
-    found["sync"] = {wire: counted_sync(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
+    found["sync"] = {wire: count_synced_bytes(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
     with double_precision():
         check_gradients(experts, json.loads((folder / "kinds.json").read_text()), folder)
         found["norms"] = check_steps(experts, folder)

@@ -24,18 +24,18 @@ from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.schema import FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
-from skyrl_train.learner.shards import PassLimits, micro_batches
-from skyrl_train.learner.worker import MiniBatch, filler
-from skyrl_train.models.lora import Adapters
+from skyrl_train.learner.batch_sharding import MicroBatchLimits, split_into_micro_batches
+from skyrl_train.learner.worker import MiniBatch, filler_batch
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.ragged_model import RaggedModel
-from skyrl_train.models.rank_group import RankGroup
+from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.sequence_parallel import SequenceParallel
-from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.models.value_scorer import ValueScorer
+from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.value_model import ValueModel
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.counted_syncs import counted_sync
+from tests.support.weight_sync_counters import count_synced_bytes
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import grouped_batch, ragged_batch
@@ -61,7 +61,7 @@ SPEC = {
 """A loss that looks at whole sequences, of which every rank has a part."""
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=10.0)
 STEPPED = ("qwen2", "three_experts", "adapted")
-LIMITS = PassLimits(sequences=2, max_tokens_per_microbatch=None, attention_tokens=6144, share_prompt=False)
+LIMITS = MicroBatchLimits(sequences=2, max_tokens_per_microbatch=None, attention_tokens=6144, share_prompt=False)
 
 
 def make_model(kind: str) -> PreTrainedModel:
@@ -85,9 +85,9 @@ def make_model(kind: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
-def adapted(kind: str) -> tuple[PreTrainedModel, Adapters]:
+def adapted(kind: str) -> tuple[PreTrainedModel, LoraAdapters]:
     model = make_model("qwen3_moe" if kind == "adapted_moe" else "qwen2")
-    adapters = Adapters(model, LoraConfig(rank=4, alpha=8), "lora")
+    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "lora")
     fill_adapters(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
@@ -97,7 +97,7 @@ def adapted(kind: str) -> tuple[PreTrainedModel, Adapters]:
 def merged(strategy: Any, kind: str = "adapted") -> dict[str, Tensor]:
     """The weights that engines get, and adapters as peft saves them."""
     of_peft: dict[str, Tensor] = {}
-    whole = {name: one.whole() for name, one in adapted(kind)[1].merged(strategy.sharded_parameters(), of_peft)}
+    whole = {name: one.full_tensor() for name, one in adapted(kind)[1].iter_merged(strategy.sharded_parameters(), of_peft)}
     return {name: tensor.contiguous() for name, tensor in (whole | of_peft).items()}
 
 
@@ -113,10 +113,10 @@ def make_batch(case: str) -> TrainBatch:
 def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
     """A weight that follows the token, and a term that needs a sequence whole."""
     by_token = ((logprobs + 0.1 * entropy) * torch.sin(batch.input_ids.double() + batch.position_ids)).sum()
-    return by_token + 0.01 * batch.per_sequence_sum(logprobs).square().sum()
+    return by_token + 0.01 * batch.sum_per_sequence(logprobs).square().sum()
 
 
-def strategy_of(scorer: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
+def strategy_of(model: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2Strategy:
     strategy = FSDP2Strategy(
         optimizer_config=OPTIMIZER,
         fsdp_config=FSDPConfig(**fsdp),
@@ -125,7 +125,7 @@ def strategy_of(scorer: RaggedModel, world: int, fsdp: dict[str, Any]) -> FSDP2S
         world_size=world,
         compute_dtype=torch.float64,
     )
-    strategy.prepare(scorer, 20).train()
+    strategy.prepare(model, 20).train()
     return strategy
 
 
@@ -133,35 +133,35 @@ def accumulate(
     strategy: FSDP2Strategy, batch: TrainBatch, parts: int, part: int, size: int, loss: Callable[..., Tensor]
 ) -> None:
     """This part's rows in micro-batches of `size`, and a filler more than the largest part needs: one token."""
-    shards = batch.shard(parts)
+    shards = batch.partition(parts)
     count = -(-max(len(rows) for rows in shards) // size) + 1
-    mine = batch.select(shards[part]).split(max_sequences=size)
+    mine = batch.select(shards[part]).split_micro_batches(max_sequences=size)
     for index in range(count):
-        micro = mine[index] if index < len(mine) else filler()
-        strategy.backward(loss(strategy.scorer, micro), last=index == count - 1)
+        micro = mine[index] if index < len(mine) else filler_batch()
+        strategy.backward(loss(strategy.module, micro), is_last_micro_batch=index == count - 1)
 
 
 def gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
-    scorer: Any = strategy.scorer
-    strategy._add_up()
+    model: Any = strategy.module
+    strategy._reduce_replicated_grads()
     found = {}
-    for name, parameter in scorer.named_parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         gradient = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[scorer.hf_name(name)] = strategy._whole(scorer.hf_name(name), full).contiguous()
+        found[model.hf_name(name)] = strategy._full_tensor(model.hf_name(name), full).contiguous()
     return found
 
 
-def run(scorer: Any, batch: TrainBatch, share: bool, wants_entropy: bool) -> Any:
-    repeated = batch.repeated_prompts() if share else None
+def run(model: Any, batch: TrainBatch, share: bool, compute_entropy: bool) -> Any:
+    repeated = batch.shared_prompt_lengths() if share else None
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    return scorer(*tensors, wants_entropy, repeated)
+    return model(*tensors, compute_entropy, repeated)
 
 
-def check_gradients(parallel_group: RankGroup, kinds: list[str], folder: Path) -> None:
+def check_gradients(parallel_group: ParallelGroup, kinds: list[str], folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Tensor] = {}
     for kind in kinds:
@@ -173,13 +173,13 @@ def check_gradients(parallel_group: RankGroup, kinds: list[str], folder: Path) -
             model = make_model(kind)
             if "checkpointing" in options:
                 model.gradient_checkpointing_enable(options["checkpointing"])
-            scorer = TokenScorer(model, parallel_group=parallel_group)
-            scorer.balance_weight = options.get("balance", 0.0) / int(make_batch(case).loss_mask.sum())
-            strategy = strategy_of(scorer, world, options.get("fsdp", {}))
+            logprob_model = LogprobModel(model, parallel_group=parallel_group)
+            logprob_model.router_aux_loss_weight = options.get("balance", 0.0) / int(make_batch(case).loss_mask.sum())
+            strategy = strategy_of(logprob_model, world, options.get("fsdp", {}))
             share = options.get("share", False)
 
-            def loss(scorer: Any, batch: TrainBatch, share: bool = share) -> Tensor:
-                scores = run(scorer, batch, share, wants_entropy=True)
+            def loss(model: Any, batch: TrainBatch, share: bool = share) -> Tensor:
+                scores = run(model, batch, share, compute_entropy=True)
                 return loss_of(scores.logprobs, scores.entropy, batch)
 
             parts = world // parallel_group.size
@@ -189,14 +189,14 @@ def check_gradients(parallel_group: RankGroup, kinds: list[str], folder: Path) -
         save_file(found, folder / "gradients.safetensors")
 
 
-def check_critic(parallel_group: RankGroup, folder: Path) -> None:
-    scorer = ValueScorer(make_model("qwen2"), parallel_group=parallel_group)
-    torch.nn.init.ones_(scorer.value_head.weight)
+def check_critic(parallel_group: ParallelGroup, folder: Path) -> None:
+    model = ValueModel(make_model("qwen2"), parallel_group=parallel_group)
+    torch.nn.init.ones_(model.value_head.weight)
     world, rank = dist.get_world_size(), dist.get_rank()
-    strategy = strategy_of(scorer, world, {})
+    strategy = strategy_of(model, world, {})
 
-    def loss(scorer: Any, batch: TrainBatch) -> Tensor:
-        values, _ = run(scorer, batch, True, wants_entropy=False)
+    def loss(model: Any, batch: TrainBatch) -> Tensor:
+        values, _ = run(model, batch, True, compute_entropy=False)
         return loss_of(values, torch.zeros(()), batch)
 
     accumulate(strategy, make_batch("shared"), world // parallel_group.size, rank // parallel_group.size, 100, loss)
@@ -209,10 +209,10 @@ def check_worker(worker: RecordingWorker, folder: Path) -> dict[str, Any]:
     """An update and a pass of scores as `Learner` asks for them, of an objective that looks at whole sequences."""
     size = worker.spec.parallel_size
     batch = policy_batch()
-    shards = micro_batches(batch, worker.world_size // size, LIMITS, share=False)
+    shards = split_into_micro_batches(batch, worker.world_size // size, LIMITS, share=False)
     count = max(len(rows) for rows in shards)
     mine = [batch.select(rows) for rows in shards[worker.rank // size]]
-    scores = worker.score(mine, count)
+    scores = worker.forward(mine, count)
     state = worker.update(MiniBatch(mine, count, int(batch.loss_mask.sum())))
     everything: list[Any] = [None] * worker.world_size
     dist.all_gather_object(everything, {"state": state, "scores": scores.tolist()})
@@ -226,7 +226,7 @@ def differ_in_parts(module: nn.Module, dim: int, size: int) -> None:
     module.register_forward_hook(lambda _, inputs, output: output + (output.shape[dim] == size))
 
 
-def check_refusals(parallel_group: RankGroup) -> dict[str, str]:
+def check_refusals(parallel_group: ParallelGroup) -> dict[str, str]:
     config = make_model("qwen2").config
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 66}
     three, features = (type(config)(**{**config.to_dict(), **change}) for change in (heads, {"intermediate_size": 63}))
@@ -251,18 +251,18 @@ def check_refusals(parallel_group: RankGroup) -> dict[str, str]:
     said = {}
     for name, model in models.items():
         try:
-            TokenScorer(model, parallel_group=parallel_group)
+            LogprobModel(model, parallel_group=parallel_group)
         except ConfigError as error:
             said[name] = str(error)
     return said
 
 
-def check_half_precision(parallel_group: RankGroup) -> float:
+def check_half_precision(parallel_group: ParallelGroup) -> float:
     """Largest difference (nats) of log-probs in bfloat16 to those of one process."""
     batch = make_batch("whole")
     with torch.no_grad():
         found = [
-            run(TokenScorer(tiny_model(dtype=torch.bfloat16), parallel_group=one), batch, True, False).logprobs
+            run(LogprobModel(tiny_model(dtype=torch.bfloat16), parallel_group=one), batch, True, False).logprobs
             for one in (parallel_group, None)
         ]
     return float((found[0] - found[1]).abs().max())
@@ -274,8 +274,8 @@ def train(strategy: Any, updates: int, parts: int = 1, part: int = 0) -> list[fl
     for index in range(updates):
         bad = float("nan") if index == updates - 2 else 1.0
 
-        def loss(scorer: Any, batch: TrainBatch, factor: float = bad) -> Tensor:
-            scores = run(scorer, batch, share=False, wants_entropy=True)
+        def loss(model: Any, batch: TrainBatch, factor: float = bad) -> Tensor:
+            scores = run(model, batch, share=False, compute_entropy=True)
             return loss_of(scores.logprobs, scores.entropy, batch) * factor
 
         accumulate(strategy, make_batch("whole"), parts, part, 2, loss)
@@ -283,14 +283,14 @@ def train(strategy: Any, updates: int, parts: int = 1, part: int = 0) -> list[fl
     return norms
 
 
-def check_steps(parallel_group: RankGroup, folder: Path) -> dict[str, Any]:
+def check_steps(parallel_group: ParallelGroup, folder: Path) -> dict[str, Any]:
     """Updates, a checkpoint, and updates from one of a single process."""
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, Any] = {}
     for kind, fsdp in (*((kind, {}) for kind in STEPPED), ("qwen2_replicas", {"fsdp_size": 1})):
         model = kind.removesuffix("_replicas")
         strategies = [
-            strategy_of(TokenScorer(make_model(model), parallel_group=parallel_group), world, fsdp) for _ in range(2)
+            strategy_of(LogprobModel(make_model(model), parallel_group=parallel_group), world, fsdp) for _ in range(2)
         ]
         first, again = strategies
         place = world // parallel_group.size, rank // parallel_group.size
@@ -322,7 +322,7 @@ def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -
     assert parallel_group is not None
     found: dict[str, Any] = check_worker(worker, folder)
     found |= {"refused": check_refusals(parallel_group), "half_precision": check_half_precision(parallel_group)}
-    found["sync"] = {wire: counted_sync(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
+    found["sync"] = {wire: count_synced_bytes(worker.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
     with double_precision():
         check_gradients(parallel_group, json.loads((folder / "kinds.json").read_text()), folder)
         check_critic(parallel_group, folder)

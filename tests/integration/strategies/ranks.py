@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.models.lora import Adapters
-from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.models.value_scorer import ValueScorer
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.value_model import ValueModel
 from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.counted_syncs import counted_sync, with_one_nan
+from tests.support.weight_sync_counters import count_synced_bytes, with_nan
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import ragged_batch
 from tests.support.tiny_adapters import fill_adapters
@@ -76,17 +76,17 @@ def make_batch() -> TrainBatch:
     return ragged_batch((9, 4, 12, 9, 2, 7, 9), temperatures=(1.0, 0.7, 1.0, 1.3, 1.0, 0.5, 2.0))
 
 
-def loss_of(scorer: Any, batch: TrainBatch) -> Tensor:
+def loss_of(model: Any, batch: TrainBatch) -> Tensor:
     """A weighted sum: the weight follows the token, as an advantage over a global denominator does."""
     weights = torch.sin(batch.input_ids.double() + batch.position_ids)
-    scores = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
+    scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
     loss: Tensor = ((scores.logprobs + 0.1 * scores.entropy) * weights).sum()
     return loss
 
 
-def value_loss_of(scorer: Any, batch: TrainBatch) -> Tensor:
+def value_loss_of(model: Any, batch: TrainBatch) -> Tensor:
     weights = torch.sin(batch.input_ids.double() + batch.position_ids)
-    values, _ = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    values, _ = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     loss: Tensor = (values * weights).sum()
     return loss
 
@@ -106,7 +106,7 @@ class Ranks:
 
     def strategy(
         self,
-        scorer: nn.Module,
+        model: nn.Module,
         optimizer: OptimizerConfig | None = LINEAR,
         compute_dtype: torch.dtype | None = None,
         fsdp: dict[str, Any] | None = None,
@@ -122,9 +122,9 @@ class Ranks:
             device="cpu",
             rank=self.rank,
             world_size=self.world,
-            compute_dtype=compute_dtype or next(scorer.parameters()).dtype,
+            compute_dtype=compute_dtype or next(model.parameters()).dtype,
         )
-        strategy.prepare(scorer, 20 if optimizer else None).train()
+        strategy.prepare(model, 20 if optimizer else None).train()
         return strategy
 
     def policy(
@@ -141,17 +141,17 @@ class Ranks:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if lora:
-            Adapters(model, LORA, "trainer.policy.model.lora")
+            LoraAdapters(model, LORA, "trainer.policy.model.lora")
             fill_adapters(model)
             for parameter in model.parameters():
                 if parameter.requires_grad and dtype == torch.bfloat16:
                     parameter.data = parameter.data.float()
-        return self.strategy(TokenScorer(model), **options)
+        return self.strategy(LogprobModel(model), **options)
 
     def critic(self, seed: int = 0) -> Strategy:
-        scorer = ValueScorer(tiny_model(dtype=self.dtype, seed=seed))
-        nn.init.ones_(scorer.value_head.weight)
-        return self.strategy(scorer, CONSTANT)
+        model = ValueModel(tiny_model(dtype=self.dtype, seed=seed))
+        nn.init.ones_(model.value_head.weight)
+        return self.strategy(model, CONSTANT)
 
 
 def accumulate(
@@ -162,18 +162,18 @@ def accumulate(
     loss_of: Callable[[Any, TrainBatch], Tensor] = loss_of,
 ) -> None:
     """This rank's rows in micro-batches of `size`, filled up to as many as the busiest rank has."""
-    shards = batch.shard(strategy.world_size)
+    shards = batch.partition(strategy.world_size)
     count = -(-max(len(rows) for rows in shards) // size)
-    mine = batch.select(shards[strategy.rank]).split(max_sequences=size)
+    mine = batch.select(shards[strategy.rank]).split_micro_batches(max_sequences=size)
     filler = ragged_batch([1]).with_tokens(loss_mask=torch.zeros(1, dtype=torch.bool))
     for index in range(count):
-        loss = loss_of(strategy.scorer, mine[index] if index < len(mine) else filler)
-        strategy.backward(loss * factor, last=index == count - 1)
+        loss = loss_of(strategy.module, mine[index] if index < len(mine) else filler)
+        strategy.backward(loss * factor, is_last_micro_batch=index == count - 1)
 
 
 def parameters_of(strategy: Strategy) -> dict[str, nn.Parameter]:
     """This rank's parameters by Hugging Face name."""
-    scorer: Any = getattr(strategy.scorer, "module", strategy.scorer)  # DeepSpeed wraps it
+    scorer: Any = getattr(strategy.module, "module", strategy.module)  # DeepSpeed wraps it
     return {scorer.hf_name(name): parameter for name, parameter in scorer.named_parameters()}
 
 
@@ -200,7 +200,7 @@ def update(strategy: Strategy, seed: int, factor: float = 1.0) -> dict[str, floa
 
 def held(strategy: Strategy) -> list[Tensor]:
     """This rank's slices of what is optimised, and what the model then computes with."""
-    tensors = strategy.shard(copied=True).tensors
+    tensors = strategy.get_checkpoint_shard(copy=True).tensors
     slices = [tensor for key, tensor in tensors.items() if key.startswith("param/")]
     return slices + [tensor.clone() for _, tensor in strategy.full_parameters()]
 
@@ -225,7 +225,7 @@ def check_gradients(ranks: Ranks) -> None:
                 strategy.reduce_once = options.get("reduce_once", True)
             accumulate(strategy, make_batch().select(options.get("order", range(7))), options["size"])
             if case == "nothing_kept":
-                engine: Any = strategy.scorer
+                engine: Any = strategy.module
                 assert not engine.optimizer.persistent_parameters
             found |= {f"{kind}/{case}/{name}": gradient for name, gradient in gradients(strategy).items()}
     if ranks.rank == 0:
@@ -300,7 +300,7 @@ def check_incomplete(ranks: Ranks) -> dict[str, Any]:
     strategy = ranks.policy()
     update(strategy, 0)
     strategy.load(folder)
-    loaded = strategy.shard().tensors
+    loaded = strategy.get_checkpoint_shard().tensors
     moments = (value for key, value in loaded.items() if key in (f"exp_avg/{last}", f"exp_avg_sq/{last}"))
     return {
         "steps": {
@@ -324,7 +324,7 @@ def check_adapters(ranks: Ranks) -> dict[str, Any]:
     return {
         "bitwise": equal(held(straight), held(resumed)) and same,
         "frozen": equal(before, frozen_weights(straight)),
-        "saved": sorted(straight.shard().slices),
+        "saved": sorted(straight.get_checkpoint_shard().slices),
         "half": {
             "gradients": sorted({str(gradient.dtype) for gradient in gradients(half).values()}),
             "skipped": half.step()["skipped"],
@@ -387,9 +387,9 @@ def memory_of(tensor: Tensor) -> int:
 def on_device(strategy: DeepSpeedStrategy) -> set[int]:
     """The memory of all parameters and of what the optimizer keeps."""
     tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters_of(strategy).values()]
-    shard = strategy.shard().tensors  # on a CPU it shares the memory of what is trained, except the counts of steps
+    shard = strategy.get_checkpoint_shard().tensors  # on a CPU it shares the memory of what is trained, except the counts of steps
     tensors += [tensor for key, tensor in shard.items() if not key.startswith("step/")]
-    if optimizer := getattr(strategy.scorer, "basic_optimizer", None):
+    if optimizer := getattr(strategy.module, "basic_optimizer", None):
         tensors += [value for state in optimizer.state.values() for value in state.values()]
     return {memory_of(tensor) for tensor in tensors if tensor.numel()}
 
@@ -404,7 +404,7 @@ def move(strategy: DeepSpeedStrategy, go: Callable[[], None]) -> bool:
 
 def check_moves(ranks: Ranks) -> dict[str, Any]:
     """The way to host memory and back, as far as a CPU has one; and training from host memory."""
-    frozen = ranks.strategy(TokenScorer(tiny_model()), None)
+    frozen = ranks.strategy(LogprobModel(tiny_model()), None)
     assert isinstance(frozen, DeepSpeedStrategy)
     still = held(frozen)
     moved = move(frozen, frozen._leave_device) and move(frozen, frozen._return_to_device)
@@ -444,13 +444,13 @@ def check_move(ranks: Ranks, **options: Any) -> dict[str, bool]:
 
 
 def check_mixed_precision(ranks: Ranks) -> dict[str, Any]:
-    strategy = ranks.strategy(TokenScorer(tiny_model()), compute_dtype=torch.bfloat16)
-    scorer: Any = strategy.scorer
+    strategy = ranks.strategy(LogprobModel(tiny_model()), compute_dtype=torch.bfloat16)
+    model: Any = strategy.module
     products: list[str] = []
-    scorer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, o: products.append(str(o.dtype)))
+    model.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, o: products.append(str(o.dtype)))
     batch = ragged_batch((5, 8), temperatures=(0.7, 0.7), seed=ranks.rank)
-    scores = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    strategy.backward(scores.logprobs.sum(), last=True)
+    scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    strategy.backward(scores.logprobs.sum(), is_last_micro_batch=True)
     summed = gradients(strategy)
     found = {
         "products": list(products),
@@ -462,29 +462,29 @@ def check_mixed_precision(ranks: Ranks) -> dict[str, Any]:
     }
     strategy.save(ranks.folder / "mixed")
     dist.barrier()
-    resumed = ranks.strategy(TokenScorer(tiny_model(seed=1)), compute_dtype=torch.bfloat16)
+    resumed = ranks.strategy(LogprobModel(tiny_model(seed=1)), compute_dtype=torch.bfloat16)
     resumed.load(ranks.folder / "mixed")
     same = [update(one, 1) for one in (strategy, resumed)]
     return found | {"resumed": equal(held(strategy), held(resumed)) and same[0] == same[1]}
 
 
 def check_frozen(ranks: Ranks) -> dict[str, Any]:
-    strategy = ranks.strategy(TokenScorer(tiny_model()), None)
-    scorer: Any = strategy.scorer
-    scorer.eval()
+    strategy = ranks.strategy(LogprobModel(tiny_model()), None)
+    model: Any = strategy.module
+    model.eval()
     batch = make_batch()
     arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with torch.no_grad():
-        scores = scorer(*arguments)
-        wanted = TokenScorer(tiny_model())(*arguments)
+        scores = model(*arguments)
+        wanted = LogprobModel(tiny_model())(*arguments)
         strategy.save(ranks.folder / "frozen")
         dist.barrier()
-        other = ranks.strategy(TokenScorer(tiny_model(seed=1)), None)
+        other = ranks.strategy(LogprobModel(tiny_model(seed=1)), None)
         other.load(ranks.folder / "frozen")
-        loaded: Any = other.scorer
+        loaded: Any = other.module
         again = loaded(*arguments)
     full = dict(strategy.full_parameters())
-    pieces = strategy.shard().slices.values()
+    pieces = strategy.get_checkpoint_shard().slices.values()
     return {
         "error": float((scores.logprobs - wanted.logprobs).abs().max()),
         "names": list(full),
@@ -496,10 +496,10 @@ def check_frozen(ranks: Ranks) -> dict[str, Any]:
 
 def check_release(ranks: Ranks) -> bool:
     """True if nothing keeps a reference that is replaced in memory."""
-    scorer = TokenScorer(tiny_model())
-    kept = weakref.ref(scorer)
-    strategy = ranks.strategy(scorer, None)
-    del scorer, strategy
+    model = LogprobModel(tiny_model())
+    kept = weakref.ref(model)
+    strategy = ranks.strategy(model, None)
+    del model, strategy
     gc.collect()
     return kept() is None
 
@@ -511,20 +511,20 @@ def check_syncs(ranks: Ranks) -> dict[str, Any]:
         policies["replicas"] = ranks.policy(fsdp={"fsdp_size": 1})
     for strategy in policies.values():
         update(strategy, 0)
-    policies["frozen"] = ranks.strategy(TokenScorer(tiny_model()), None)
+    policies["frozen"] = ranks.strategy(LogprobModel(tiny_model()), None)
     found = {
-        name: {wire: counted_sync(strategy.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
+        name: {wire: count_synced_bytes(strategy.sharded_parameters, wire) for wire in ("float32", "bfloat16")}
         for name, strategy in policies.items()
     }
     model = tiny_model("qwen2")
-    adapters = Adapters(model, LORA, "trainer.policy.model.lora")
+    adapters = LoraAdapters(model, LORA, "trainer.policy.model.lora")
     fill_adapters(model)
-    adapted = ranks.strategy(TokenScorer(model))
-    merged = {name: tensor.whole() for name, tensor in adapters.merged(adapted.sharded_parameters())}
+    adapted = ranks.strategy(LogprobModel(model))
+    merged = {name: tensor.full_tensor() for name, tensor in adapters.iter_merged(adapted.sharded_parameters())}
     if ranks.rank == 0:
         save_file(merged, ranks.folder / "merged.safetensors")
-    found["merged"] = {"float32": counted_sync(lambda: adapters.merged(adapted.sharded_parameters()), "float32")}
-    found["non_finite"] = with_one_nan(policies["policy"].sharded_parameters)  # type: ignore[assignment]
+    found["merged"] = {"float32": count_synced_bytes(lambda: adapters.iter_merged(adapted.sharded_parameters()), "float32")}
+    found["non_finite"] = with_nan(policies["policy"].sharded_parameters)  # type: ignore[assignment]
     everywhere: list[Any] = [None] * ranks.world
     dist.all_gather_object(everywhere, found)
     return {"ranks": everywhere, "first": next(name for name, _ in policies["policy"].sharded_parameters())}

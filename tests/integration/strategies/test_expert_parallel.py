@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.metrics import Metrics
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch
 from tests.support.padded_reference import assert_same_tensors, padded_scores
 from tests.support.rank_processes import run_ranks
-from tests.support.routing_reference import explicit_balance_loss
+from tests.support.routing_reference import explicit_router_aux_loss
 
 from .expert_parallel_ranks import CASES, STEPPED, main, main_without
 from .parallel_group_ranks import loss_of, make_batch, make_model, merged, train
@@ -83,7 +83,7 @@ def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
     model.set_attn_implementation("eager" if kind == "gpt_oss" else "sdpa")
     loss = loss_of(*padded_scores(model, batch), batch)
     if "balance" in CASES[case]:
-        loss = loss + explicit_balance_loss(model, batch, CASES[case]["balance"])
+        loss = loss + explicit_router_aux_loss(model, batch, CASES[case]["balance"])
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import Adapters
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.learner_specs import tiny_spec
 from tests.support.loading_memory import RANKS, peak_of_loading
@@ -66,7 +66,7 @@ def loaded_whole(spec: LearnerSpec, path: str) -> tuple[dict[str, Tensor], dict[
     )
     if spec.lora:
         torch.manual_seed(spec.seed)
-        Adapters(model, spec.lora, "lora")
+        LoraAdapters(model, spec.lora, "lora")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if spec.value_head_prefix is not None:
         parameters = {name: one for name, one in parameters.items() if name.startswith(model.base_model_prefix)}
@@ -83,8 +83,8 @@ def assert_bits(worker: LearnerWorker, path: str) -> None:
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
         is_adapter = "lora_" in name
         assert found[name].dtype == (torch.float32 if is_adapter else tensor.dtype), name
-    scorer: nn.Module = worker.scorer
-    theirs = {name.rpartition("model.")[2]: tensor for name, tensor in scorer.named_buffers()}
+    model: nn.Module = worker.module
+    theirs = {name.rpartition("model.")[2]: tensor for name, tensor in model.named_buffers()}
     ours = {name.rpartition("model.")[2]: tensor for name, tensor in buffers.items()}
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())

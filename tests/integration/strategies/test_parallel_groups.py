@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.metrics import Metrics
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.double_precision import double_precision
@@ -28,7 +28,7 @@ from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import assert_same_tensors, padded_scores, padded_values
 from tests.support.rank_processes import run_ranks
 from tests.support.recording_strategies import RecordingWorker
-from tests.support.routing_reference import explicit_balance_loss
+from tests.support.routing_reference import explicit_router_aux_loss
 
 from .parallel_group_ranks import CASES, OPTIMIZER, SPEC, STEPPED, loss_of, main, make_batch, make_model, merged, train
 
@@ -84,7 +84,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def single(kind: str) -> SingleStrategy:
     strategy = SingleStrategy(optimizer_config=OPTIMIZER, compute_dtype=torch.float64)
-    strategy.prepare(TokenScorer(make_model(kind)), 20).train()
+    strategy.prepare(LogprobModel(make_model(kind)), 20).train()
     return strategy
 
 
@@ -93,7 +93,7 @@ def padded_gradients(kind: str, case: str) -> dict[str, Tensor]:
     model.set_attn_implementation("eager" if kind == "gemma2" else "sdpa")  # only the first one caps scores
     loss = loss_of(*padded_scores(model, batch), batch)
     if "balance" in CASES[case]:
-        loss = loss + explicit_balance_loss(model, batch, CASES[case]["balance"])
+        loss = loss + explicit_router_aux_loss(model, batch, CASES[case]["balance"])
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 

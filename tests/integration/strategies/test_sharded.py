@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import CheckpointError, ConfigError, DeadlineExceeded
-from skyrl_train.models.lora import Adapters
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import init_process_group
@@ -95,13 +95,13 @@ def loss_of(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor:
 def run_single(updates: int, dtype: torch.dtype, start: int = 0, load: Path | None = None) -> SingleStrategy:
     """The same updates as ranks.py makes, in one process and in one micro-batch."""
     strategy = SingleStrategy(optimizer_config=LINEAR, compute_dtype=dtype)
-    scorer = strategy.prepare(TokenScorer(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
+    model = strategy.prepare(LogprobModel(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
     if load:
         strategy.load(load)
     for seed in range(start, start + updates):
         batch = ragged_batch((5, 8, 6), seed=seed)
-        scores = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
-        strategy.backward(loss_of(scores.logprobs, scores.entropy, batch), last=True)
+        scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
+        strategy.backward(loss_of(scores.logprobs, scores.entropy, batch), is_last_micro_batch=True)
         strategy.step()
     return strategy
 
@@ -212,13 +212,13 @@ def test_a_sync_announces_and_sends_what_the_ranks_have_and_gathers_it_once(foun
 
 def test_merged_adapters_are_those_of_one_process(found: Found) -> None:
     model = tiny_model("qwen2")
-    adapters = Adapters(model, ranks.LORA, "trainer.policy.model.lora")
+    adapters = LoraAdapters(model, ranks.LORA, "trainer.policy.model.lora")
     fill_adapters(model)
     alone = SingleStrategy(optimizer_config=LINEAR)
-    alone.prepare(TokenScorer(model), 20)
+    alone.prepare(LogprobModel(model), 20)
     merged = load_file(found.folder / "merged.safetensors")
-    for name, tensor in adapters.merged(alone.sharded_parameters()):
-        assert torch.allclose(merged.pop(name), tensor.whole(), atol=1e-6), name
+    for name, tensor in adapters.iter_merged(alone.sharded_parameters()):
+        assert torch.allclose(merged.pop(name), tensor.full_tensor(), atol=1e-6), name
     assert not merged
 
 

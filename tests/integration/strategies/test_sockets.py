@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.strategies.process_group import close_process_group, init_process_group, neighbours
-from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
-from tests.support.machine import network_address
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.strategies.process_group import close_process_group, init_process_group, make_subgroups
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
+from tests.support.machine_speed import network_address
 from tests.support.rank_processes import run_ranks
 
 
@@ -21,9 +21,9 @@ def join_and_look(rank: int, host: str, ports: tuple[int, int, int], said: str) 
     init_process_group(rank, 2, "127.0.0.1", ports[2], "gloo", 60.0)
     close_process_group()  # of a group that met elsewhere, in the same process
     init_process_group(rank, 2, host, ports[0], "gloo", 60.0)
-    neighbours(2, 60.0)
+    make_subgroups(2, 60.0)
     weights = BroadcastGroup(f"{host}:{ports[1]}", rank, 2, "cpu", 60.0)
-    sent = torch.full((3,), 7.0) if rank == ROOT else torch.zeros(3)
+    sent = torch.full((3,), 7.0) if rank == ROOT_RANK else torch.zeros(3)
     weights.broadcast(sent)
     assert sent.tolist() == [7.0] * 3
     found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.ray_collector import RayLLMCollector

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.tensordict.wrappers.backends import vLLMWrapper
 from skyrl_train.tensordict.wrappers.vllm_workers import make_vllm_worker
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model

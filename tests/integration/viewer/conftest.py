@@ -16,8 +16,8 @@ import pytest
 
 from skyrl_train.entrypoints import report as report_command
 from skyrl_train.environments.tools.browser import PROGRAMS
-from tests.support.page import needs_page
-from tests.support.viewed_runs import write_run
+from tests.support.viewer_page import requires_viewer
+from tests.support.viewer_runs import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
@@ -27,7 +27,7 @@ ANSWER_MS = 10_000
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(needs_page)
+            item.add_marker(requires_viewer)
             item.add_marker(pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: run scripts/browser_tools"))
 
 

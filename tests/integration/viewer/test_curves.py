@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.viewer.conftest import Shown, shown, sync_api, watching
-from tests.support.viewed_runs import metric_lines, write_run, write_step
+from tests.support.viewer_runs import metric_lines, write_run, write_step
 
 PIXELS = """canvas => {
     const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);

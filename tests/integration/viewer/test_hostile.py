@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from skyrl_train.report.rollout_files import write_rollouts, write_vocabulary
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_vocabulary
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_vocabulary
 from tests.integration.viewer.conftest import Shown, reported, shown, sync_api, watching
-from tests.support.viewed_runs import with_messages, write_run
+from tests.support.viewer_runs import with_messages, write_run
 
 RUN = "window.hacked=1;alert(1)"
 HOSTILE = [
@@ -94,7 +94,7 @@ def hostile_run(run: Path) -> Path:
     write_run(run, NAMES[0] + NAMES[32], steps=12)
     lines = [{"step": step, "time": 1.8e9, **{f"own/{name}": step + 0.5 for name in NAMES}} for step in range(13)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = with_messages(made_up_rollouts(ROWS, 1, samples=1, mean_tokens=6), [conversation(text) for text in texts])
+    table = with_messages(synthetic_rollouts(ROWS, 1, samples_per_prompt=1, mean_tokens=6), [conversation(text) for text in texts])
     turns = [[{**row[-1], "start": 0}] for row in table["turns"].to_pylist()]
     ids = [[index + 1, *row[1:]] for index, row in enumerate(table["response_ids"].to_pylist())]
     replaced = {
@@ -107,7 +107,7 @@ def hostile_run(run: Path) -> Path:
     for column, values in replaced.items():
         table = table.set_column(table.schema.get_field_index(column), column, values)
     write_rollouts(run, 1, table)
-    write_vocabulary(run, ["<end>", *map(clean, texts), *made_up_vocabulary()[1 + ROWS :]])
+    write_vocabulary(run, ["<end>", *map(clean, texts), *synthetic_vocabulary()[1 + ROWS :]])
     return run
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-from skyrl_train.report.rollout_files import RolloutFiles
+from skyrl_train.report.rollout_files import RolloutReader
 from tests.integration.runs.conftest import arithmetic, command, small  # noqa: F401
 from tests.integration.runs.test_async import AHEAD
 from tests.integration.viewer.conftest import Shown, reported, shown, sync_api, watching
@@ -82,7 +82,7 @@ def shown_by(window: Shown) -> set[tuple[int, int]] | None:
 
 def a_call(run: Path, among: set[tuple[int, int]] | None) -> tuple[dict[str, Any], int, dict[str, Any]]:
     """A rollout with a call that worked and was answered, which of its turns made it, and the call."""
-    for row in RolloutFiles(run).table().to_pylist():
+    for row in RolloutReader(run).table().to_pylist():
         if among is not None and (row["step"], row["group"]) not in among:
             continue
         for number, turn in enumerate(row["turns"][:-1]):

@@ -11,11 +11,11 @@ import torch
 
 from skyrl_train.report.rollout_files import write_rollouts, write_vocabulary
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
-from skyrl_train.trainer.kept_rollouts import rollout_tables
+from skyrl_train.trainer.rollout_writer import rollout_tables
 from tests.integration.viewer.conftest import reported, shown, sync_api
 from tests.integration.viewer.test_viewer import POINTED_AT
-from tests.support.kept_rollouts import groups_of_all_kinds, learnt
-from tests.support.viewed_runs import write_run
+from tests.support.rollout_examples import groups_of_all_kinds, scored_batch
+from tests.support.viewer_runs import write_run
 
 STEP = 4
 TOLD = {
@@ -31,7 +31,7 @@ TOLD = {
 def test_tokens_are_told_with_the_numbers_of_the_dumped_batch(browser: Any, tmp_path: Path):
     """Of one and several turns, of an episode of three sequences, of a failed one: all its response tokens."""
     groups = groups_of_all_kinds()
-    batch = learnt(groups)
+    batch = scored_batch(groups)
     trajectories = [one for group in groups for one in group.trajectories]
     uids = [one.prompt.uid for one in trajectories for _ in one.sequences()]
     BatchDump(tmp_path).write(STEP, batch, uids)

@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_train.report.rollout_files import RolloutFiles
-from skyrl_train.testing.made_up_rollouts import made_up_vocabulary
+from skyrl_train.report.rollout_files import RolloutReader
+from skyrl_train.testing.synthetic_rollouts import synthetic_vocabulary
 from tests.integration.viewer.conftest import Shown, reported, shown, sync_api
-from tests.support.kept_rollouts import sampled_tokens
-from tests.support.viewed_runs import write_run
+from tests.support.rollout_examples import sampled_tokens
+from tests.support.viewer_runs import write_run
 
 STATUS = ".pager [role=status]"
 FILTERS: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -48,7 +48,7 @@ expect = sync_api.expect
 @pytest.fixture
 def there(window: Shown, runs: list[Path]) -> list[dict[str, Any]]:
     """The rollouts that the page can show: a report has whole groups, as many as it has room for."""
-    rows: list[dict[str, Any]] = RolloutFiles(runs[0]).table().to_pylist()
+    rows: list[dict[str, Any]] = RolloutReader(runs[0]).table().to_pylist()
     if window.address.startswith("file:"):
         inside = json.loads(window.page.locator("#data").inner_text())["rollouts"]["0"]
         groups = {(row["step"], row["group"]) for row in inside}
@@ -192,8 +192,8 @@ def test_the_way_back_leads_to_the_view_before(window: Shown):
 
 def test_tokens_have_the_numbers_of_the_batch(window: Shown, runs: list[Path]):
     """Of an episode with two turns and a tool's answer between them: what the reader gives, to the last bit."""
-    (row,) = RolloutFiles(runs[0]).table([1], filter=_named(group=1, sample=1)).to_pylist()
-    prompt, ids, vocabulary = len(row["prompt_ids"]), [*row["prompt_ids"], *row["response_ids"]], made_up_vocabulary()
+    (row,) = RolloutReader(runs[0]).table([1], filter=_named(group=1, sample=1)).to_pylist()
+    prompt, ids, vocabulary = len(row["prompt_ids"]), [*row["prompt_ids"], *row["response_ids"]], synthetic_vocabulary()
     page = window.open(f"tab=rollouts&how=tokens&step=1&uid={row['uid']}&group=1&sample=1&token=0")
     expect(page.locator("[data-token]")).to_have_count(len(ids))
     for index, (token, said) in enumerate(zip(ids, page.evaluate(POINTED_AT), strict=True)):
@@ -227,7 +227,7 @@ def test_pointing_at_a_token_tells_its_numbers(report_window: Shown):
 
 @pytest.mark.parametrize("shade", ["logprob", "gap", "advantage"])
 def test_tokens_are_as_dark_as_their_number_is_large(report_window: Shown, runs: list[Path], shade: str):
-    (row,) = RolloutFiles(runs[0]).table([1], filter=_named(group=1, sample=0)).to_pylist()
+    (row,) = RolloutReader(runs[0]).table([1], filter=_named(group=1, sample=0)).to_pylist()
     engine, trainer = (np.array(row[name], np.float64) for name in ("rollout_logprobs", "old_logprobs"))
     values, least = {
         "logprob": (-engine, 3.0),
@@ -246,7 +246,7 @@ def test_samples_of_a_prompt_stand_side_by_side(window: Shown, runs: list[Path])
     page = window.open("tab=rollouts&how=group&step=2&uid=2003&group=3&sample=4")
     articles = page.locator(".group article")
     expect(articles).to_have_count(8)
-    for row in RolloutFiles(runs[0]).table([2], ["text", "sample"], pc.field("group") == 3).to_pylist():
+    for row in RolloutReader(runs[0]).table([2], ["text", "sample"], pc.field("group") == 3).to_pylist():
         answers = articles.nth(row["sample"]).locator(".assistant > .text-block").all_text_contents()
         assert "".join(answers) == row["text"]
     assert len({round(articles.nth(number).bounding_box()["y"]) for number in range(8)}) == 1

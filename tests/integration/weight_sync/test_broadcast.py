@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.broadcast import BroadcastGroup, call_off
+from skyrl_train.weight_sync.broadcast import BroadcastGroup, abort_group
 from skyrl_train.weight_sync.buckets import fingerprint
-from skyrl_train.weight_sync.sender import CPU_BUCKET
+from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from skyrl_train.weight_sync.wire import Bucket
-from tests.support.weight_targets import LocalTrainer, ModelTarget, score
+from skyrl_train.weight_sync.protocol import Bucket
+from tests.support.weight_targets import LocalTrainer, FakeEngine, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 
 
-class Faulty(ModelTarget):
+class Faulty(FakeEngine):
     """An engine that does `action` once, when bucket `at` is due."""
 
     def __init__(self, name: str, action: str = "", at: int = 1):
@@ -59,7 +59,7 @@ class Faulty(ModelTarget):
             await super().receive_weights(bucket)
 
 
-def nudge(model: PreTrainedModel) -> None:
+def perturb(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -69,12 +69,12 @@ def sync_of(trainer: LocalTrainer, engines: Sequence[Any], deadline_s: float = 3
     return WeightSync(trainer, lambda: engines, route="broadcast", deadline_s=deadline_s)
 
 
-def holds_trainers_weights(trainer: LocalTrainer, engine: ModelTarget) -> bool:
+def holds_trainers_weights(trainer: LocalTrainer, engine: FakeEngine) -> bool:
     held = dict(engine.model.named_parameters())
     return all(torch.equal(held[name], tensor) for name, tensor in trainer.model.named_parameters())
 
 
-def close(trainer: LocalTrainer, *engines: ModelTarget) -> None:
+def close(trainer: LocalTrainer, *engines: FakeEngine) -> None:
     trainer.sender.close()
     for engine in engines:
         engine.receiver.close()
@@ -83,7 +83,7 @@ def close(trainer: LocalTrainer, *engines: ModelTarget) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_two_engines_get_every_version_over_one_connection(tied):
     trainer = LocalTrainer(tiny_model(seed=1, tied=tied, **SMALL), bucket_bytes=20_000)
-    engines = [ModelTarget(tiny_model(seed=seed, tied=tied, **SMALL), f"engine-{seed}") for seed in (2, 3)]
+    engines = [FakeEngine(tiny_model(seed=seed, tied=tied, **SMALL), f"engine-{seed}") for seed in (2, 3)]
     weight_sync = sync_of(trainer, engines)
 
     connections = []
@@ -97,7 +97,7 @@ def test_two_engines_get_every_version_over_one_connection(tied):
 
     async def syncs() -> None:
         for version in (0, 1, 2):
-            nudge(trainer.model)
+            perturb(trainer.model)
             await weight_sync.sync_all(version)
             assert all(holds_trainers_weights(trainer, engine) for engine in engines)
         assert len(connections) == 1
@@ -121,7 +121,7 @@ def test_tensors_that_stand_alone_arrive_bit_for_bit_however_they_lie_in_memory(
         "empty": torch.zeros(0),
     }
     trainer = LocalTrainer(plain(**sent), bucket_bytes=1)
-    engine = ModelTarget(plain(**{name: torch.zeros(tensor.shape) for name, tensor in sent.items()}), "engine-0")
+    engine = FakeEngine(plain(**{name: torch.zeros(tensor.shape) for name, tensor in sent.items()}), "engine-0")
     metrics = asyncio.run(sync_of(trainer, [engine]).sync_all(1))
     assert metrics["weights/buckets"] >= 5
     assert all(torch.equal(engine.model.get_parameter(name), tensor.float()) for name, tensor in sent.items())
@@ -130,7 +130,7 @@ def test_tensors_that_stand_alone_arrive_bit_for_bit_however_they_lie_in_memory(
 
 def test_the_probe_agrees_over_a_bfloat16_wire_when_the_trainer_scores_in_it_too():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), wire_dtype="bfloat16")
-    engine = ModelTarget(tiny_model(seed=2, **SMALL), "engine-0")
+    engine = FakeEngine(tiny_model(seed=2, **SMALL), "engine-0")
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -162,22 +162,22 @@ def test_an_engine_lost_between_buckets_ends_the_sync_in_time_and_a_complete_one
 
     async def story() -> None:
         await weight_sync.sync_all(1)
-        nudge(trainer.model)
+        perturb(trainer.model)
         engines[1].action = action
         start = time.monotonic()
         with pytest.raises(error, match=message):
             await weight_sync.sync_all(2)
         assert time.monotonic() - start < 30
         if action == "hang":  # else it may end before left has loaded anything
-            assert engines[0].receiver.torn
+            assert engines[0].receiver.partially_loaded
         assert engines[0].receiver.version == 1
         engines[1].dead = False  # restarted
         with pytest.raises(WeightSyncError, match=r"engine left (is torn|serves version 1)"):
-            await weight_sync.check(2, engines)
+            await weight_sync.verify(2, engines)
         await weight_sync.sync_all(2)
         for engine in engines:
             assert holds_trainers_weights(trainer, engine)
-            assert (engine.receiver.torn, engine.receiver.version) == (False, 2)
+            assert (engine.receiver.partially_loaded, engine.receiver.version) == (False, 2)
 
     asyncio.run(story())
     close(trainer, *engines)
@@ -191,7 +191,7 @@ class OneCallAtATime(LocalTrainer):
         super().__init__(*args, **kwargs)
         self.thread = ThreadPoolExecutor(1)
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         call = asyncio.get_running_loop().run_in_executor(self.thread, getattr(self, method), *args)
         return [await asyncio.shield(call)]
 
@@ -218,8 +218,8 @@ def test_a_sync_that_one_engine_fails_is_called_off_for_all_long_before_its_dead
     """
     attempts = itertools.count()
     monkeypatch.setattr(
-        "skyrl_train.weight_sync.sync.call_off",
-        lambda address: None if next(attempts) < lost_calls else call_off(address),
+        "skyrl_train.weight_sync.sync.abort_group",
+        lambda address: None if next(attempts) < lost_calls else abort_group(address),
     )
     trainer = OneCallAtATime(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
     engines = [Unwilling("left"), Unwilling("right", action)]
@@ -263,13 +263,13 @@ class Forgetful(LocalTrainer):
 )
 def test_a_tensor_that_arrives_altered_is_named_though_the_next_bucket_is_on_its_way(altered: str, torn: bool):
     trainer = Forgetful(tiny_model(seed=1, **SMALL), altered)
-    engines = [ModelTarget(tiny_model(seed=seed, **SMALL), f"engine-{seed}") for seed in (2, 3)]
+    engines = [FakeEngine(tiny_model(seed=seed, **SMALL), f"engine-{seed}") for seed in (2, 3)]
     before = {name: tensor.detach().clone() for name, tensor in engines[0].model.named_parameters()}
     weight_sync = sync_of(trainer, engines)
     with pytest.raises(WeightSyncError, match=f"engine-[23]: {altered} arrived altered"):
         asyncio.run(weight_sync.sync_all(1))
     for engine in engines:
-        assert (engine.receiver.version, engine.receiver.torn) == (0, torn)
+        assert (engine.receiver.version, engine.receiver.partially_loaded) == (0, torn)
     held = dict(engines[0].model.named_parameters())
     assert torch.equal(held[altered], before[altered])
     assert all(torch.equal(held[name], before[name]) for name in held) != torn
@@ -281,10 +281,10 @@ def test_a_tensor_that_arrives_altered_is_named_though_the_next_bucket_is_on_its
 
 def test_buckets_of_a_broadcast_between_cpus_fit_the_cache():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=1 << 30)
-    engine = ModelTarget(tiny_model(seed=2, **SMALL), "engine-0")
-    assert trainer.manifest(0).bucket_bytes == 1 << 30
+    engine = FakeEngine(tiny_model(seed=2, **SMALL), "engine-0")
+    assert trainer.prepare_manifest(0).bucket_bytes == 1 << 30
     asyncio.run(sync_of(trainer, [engine]).sync_all(1))
-    assert trainer.manifest(2).bucket_bytes == CPU_BUCKET
+    assert trainer.prepare_manifest(2).bucket_bytes == MAX_CPU_BUCKET_BYTES
     close(trainer, engine)
 
 
@@ -320,7 +320,7 @@ def test_a_bucket_out_of_step_is_refused_before_its_bytes_meet_a_buffer_of_anoth
 
 def serve(connection) -> None:
     """An engine's process: method calls in, answers out."""
-    engine = ModelTarget(tiny_model(seed=5, **SMALL), "remote")
+    engine = FakeEngine(tiny_model(seed=5, **SMALL), "remote")
 
     def fingerprints() -> dict[str, int]:
         return {name: fingerprint(tensor) for name, tensor in engine.model.named_parameters()}
@@ -385,7 +385,7 @@ class RemoteTarget:
 @pytest.mark.fault("F30")
 def test_an_engine_process_killed_between_buckets_neither_hangs_the_trainer_nor_the_next_sync():
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL), bucket_bytes=20_000)
-    remote, local = RemoteTarget(), ModelTarget(tiny_model(seed=2, **SMALL), "local")
+    remote, local = RemoteTarget(), FakeEngine(tiny_model(seed=2, **SMALL), "local")
     engines: list[Any] = [local, remote]
     weight_sync = WeightSync(trainer, lambda: engines, route="broadcast", deadline_s=60)
 
@@ -393,13 +393,13 @@ def test_an_engine_process_killed_between_buckets_neither_hangs_the_trainer_nor_
         await weight_sync.sync_all(1)
         held = await remote.call("fingerprints")
         assert held == {name: fingerprint(tensor) for name, tensor in trainer.model.named_parameters()}
-        nudge(trainer.model)
+        perturb(trainer.model)
         remote.kill_at = 2
         start = time.monotonic()
         with pytest.raises((EngineError, WeightSyncError)):
             await weight_sync.sync_all(2)
         assert time.monotonic() - start < 40
-        assert local.receiver.torn
+        assert local.receiver.partially_loaded
         engines.remove(remote)
         await weight_sync.sync_all(2)
         assert holds_trainers_weights(trainer, local)

@@ -13,10 +13,10 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.sampling import request_seed
+from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost
-from skyrl_train.rollouts.conversation import Ledger
-from skyrl_train.trainer.run_state import SkippedUpdates, Unfinished
+from skyrl_train.rollouts.conversation import TrajectoryBuilder
+from skyrl_train.trainer.checkpoint_manager import SkippedUpdates, PendingActions
 from tests.support.simulation.timings import Timings
 
 
@@ -28,37 +28,37 @@ def prompt_units(timings: Timings, unit: int) -> int:
 class SimulatedConversations:
     """What ConversationGenerator does, with tools that only take time and answers that pass by chance."""
 
-    def __init__(self, client: EngineClient, timings: Timings, samples: int, most_tokens: int, unit: int, seed: int):
+    def __init__(self, client: EngineClient, timings: Timings, samples: int, max_tokens: int, unit: int, seed: int):
         """`most_tokens` of an answer, and prompts of `timings`, in units of `unit` tokens."""
         self._client, self._timings, self._samples, self._seed = client, timings, samples, seed
-        self._sampling = SamplingParams(max_tokens=most_tokens)
+        self._sampling = SamplingParams(max_tokens=max_tokens)
         self._prompt = [0] * prompt_units(timings, unit)
 
     async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         items = [Trajectory.empty(prompt, n, 1.0) for n in range(self._samples)]
-        ledgers = [Ledger(item) for item in items]
+        ledgers = [TrajectoryBuilder(item) for item in items]
         for ledger in ledgers:
-            ledger.open(self._prompt)
+            ledger.start_episode(self._prompt)
         first = await self._sample(list(zip(items, ledgers, strict=True)), position, 0)
         await asyncio.gather(*(self._play(*one, position) for one in zip(items, ledgers, first, strict=True)))
         return TrajectoryGroup(prompt, items)
 
-    async def _play(self, item: Trajectory, ledger: Ledger, completion: Completion | None, position: int) -> None:
+    async def _play(self, item: Trajectory, ledger: TrajectoryBuilder, completion: Completion | None, position: int) -> None:
         rng = random.Random(f"{self._seed}.{position}.{item.sample}")
         for turn in range(1, self._timings.turns + 1):
             if completion is None:
                 return
-            ledger.sample(completion)
+            ledger.append_sample(completion)
             if turn == self._timings.turns:
                 break
             if self._timings.tool_s:
                 await asyncio.sleep(rng.expovariate(1 / self._timings.tool_s))
             completion = (await self._sample([(item, ledger)], position, turn))[0]
         item.reward = float(rng.random() < self._timings.pass_rate)
-        ledger.note(reward=item.reward)
+        ledger.update_last_turn(reward=item.reward)
 
     async def _sample(
-        self, episodes: Sequence[tuple[Trajectory, Ledger]], position: int, turn: int
+        self, episodes: Sequence[tuple[Trajectory, TrajectoryBuilder]], position: int, turn: int
     ) -> list[Completion | None]:
         requests = [self._request(item, ledger, position, turn) for item, ledger in episodes]
         try:
@@ -70,7 +70,7 @@ class SimulatedConversations:
                 item.fail("engine", str(error))
             return [None] * len(episodes)
 
-    def _request(self, item: Trajectory, ledger: Ledger, position: int, turn: int) -> SampleRequest:
+    def _request(self, item: Trajectory, ledger: TrajectoryBuilder, position: int, turn: int) -> SampleRequest:
         session, uid = f"{position}.{item.sample}", item.prompt.uid
         return SampleRequest(
             request_id=f"{session}.{turn}",
@@ -91,10 +91,10 @@ class SimulatedLearner:
         self._prompt = timings.prompt_tokens - prompt_units(timings, unit) * unit
         """Tokens by which a prompt is longer than what stands for it."""
         self.version = 0
-        self.progress = None
+        self.optimizer_progress = None
         self.updating = False
 
-    async def score(self, batch: TrainBatch) -> TrainBatch:
+    async def add_logprobs_and_values(self, batch: TrainBatch) -> TrainBatch:
         await self._work(self._timings.score_s_per_token, batch)
         return batch
 
@@ -112,14 +112,14 @@ class SimulatedLearner:
         await asyncio.sleep(per_token_s * tokens)
 
     @asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[int]:
+    async def hold_version(self) -> AsyncIterator[int]:
         async with self._changing:
             yield self.version
 
-    async def explain(self, error: BaseException) -> None:
+    async def attach_stall_report(self, error: BaseException) -> None:
         """There are no ranks that could be to blame."""
 
-    async def answers(self, within_s: float) -> bool:
+    async def is_responsive(self, timeout_s: float) -> bool:
         return True
 
 
@@ -141,7 +141,7 @@ class SimulatedWeightSync:
         return self.metrics
 
 
-class SimulatedState:
+class SimulatedCheckpointManager:
     """Checkpoints in memory, which cost nothing."""
 
     async_checkpoint = False
@@ -149,31 +149,31 @@ class SimulatedState:
     def __init__(self, learner: SimulatedLearner, controllers: Mapping[str, Any], saved: tuple[int, Any] | None = None):
         """`saved`: the checkpoint to resume from, as `saved` of an earlier run has it."""
         self._learner, self._controllers = learner, controllers
-        self._marked: dict[str, Any] = {}
+        self._captured_state: dict[str, Any] = {}
         self.saved = saved
-        self.skipped = SkippedUpdates()
+        self.skipped_updates = SkippedUpdates()
         self.saved_step = 0 if saved is None else saved[0]
 
-    async def resume(self) -> tuple[int, Unfinished]:
+    async def resume(self) -> tuple[int, PendingActions]:
         if self.saved is None:
-            return 0, Unfinished((), {})
+            return 0, PendingActions((), {})
         step, states = self.saved
         for name, controller in self._controllers.items():
             controller.load_state(states[name])
         self._learner.version = step
-        self.mark()
-        return step, Unfinished((), {})
+        self.capture_state()
+        return step, PendingActions((), {})
 
-    def mark(self) -> None:
-        self._marked = {name: controller.state() for name, controller in self._controllers.items()}
+    def capture_state(self) -> None:
+        self._captured_state = {name: controller.state() for name, controller in self._controllers.items()}
 
-    async def save(self, step: int, unfinished: Unfinished | None = None) -> None:
-        self.saved, self.saved_step = (step, self._marked), step
+    async def save(self, step: int, unfinished: PendingActions | None = None) -> None:
+        self.saved, self.saved_step = (step, self._captured_state), step
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         """It is."""
 
-    finish = save
+    ensure_saved = save
 
     async def export(self, step: int) -> None:
         """There is nothing to export."""

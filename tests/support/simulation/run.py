@@ -13,25 +13,25 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.base import SampleRequest
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.experiment.publisher import PAUSES
-from skyrl_train.experiment.trainer import build_samplers
+from skyrl_train.experiment.publisher import PAUSE_MODES
+from skyrl_train.experiment.trainer import build_group_filter_settings
 from skyrl_train.rollouts.collector import RolloutCollector
 from skyrl_train.trainer.publisher import WeightPublisher
-from skyrl_train.trainer.scaler import EngineScaler
-from skyrl_train.trainer.trainer import Residency, StepSchedule, Trainer
+from skyrl_train.trainer.engine_scaler import EngineScaler
+from skyrl_train.trainer.trainer import OffloadManager, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,
     SimulatedConversations,
     SimulatedLearner,
-    SimulatedState,
+    SimulatedCheckpointManager,
     SimulatedWeightSync,
 )
 from tests.support.simulation.timings import Timings
 
 UNITS_PER_ANSWER = 16
 """A mean answer is simulated as so many tokens, each of which stands for several."""
-LOOKS_EVERY_S = 60.0
+CHECK_INTERVAL_S = 60.0
 """How often the client asks whether an engine gets on: simulated ones do not hang."""
 _ANY = 10**9
 """Restarts of engines that a simulated run may take."""
@@ -56,7 +56,7 @@ class SimulatedRun:
     client: EngineClient
     scaler: EngineScaler
     weight_sync: Any
-    state: SimulatedState
+    state: SimulatedCheckpointManager
     learner: SimulatedLearner
     engines: list[SimulatedEngine]
     """All that there were, those that died included."""
@@ -75,7 +75,7 @@ def build_run(
     client = EngineClient(
         [engine(f"engine {index}") for index in range(shape.engines)],
         deadline_s=trainer_config.timeouts.rollout_s,
-        looks_every_s=LOOKS_EVERY_S,
+        health_check_interval_s=CHECK_INTERVAL_S,
     )
     learner: Any = SimulatedLearner(timings, unit)
     conversations = SimulatedConversations(
@@ -85,25 +85,25 @@ def build_run(
     collector = RolloutCollector(
         conversations.rollout,
         prompt_at=lambda position: Prompt(str(position), [], "simulated"),
-        prompts_of_step=schedule.prompts_of_step,
+        num_prompts_in_step=schedule.num_prompts_in_step,
         max_staleness_steps=shape.staleness,
         max_failed_fraction=1.0,
-        samplers=replace(build_samplers(cfg), over_provisioning=shape.over_provisioning),
+        group_filters=replace(build_group_filter_settings(cfg), over_provisioning=shape.over_provisioning),
         num_parallel_generation_workers=trainer_config.fully_async.num_parallel_generation_workers
         if shape.staleness
         else None,
     )
     weight_sync: Any = SimulatedWeightSync(client, timings.sync_s)
     trackers: Any = NoTracker()
-    state: Any = SimulatedState(learner, {"collector": collector}, saved)
-    starter = SimulatedStarter(timings.engine.start_s, engine)
+    state: Any = SimulatedCheckpointManager(learner, {"collector": collector}, saved)
+    starter = SimulatedEngineLauncher(timings.engine.start_s, engine)
     publisher = WeightPublisher(
         learner,
         client,
         weight_sync,
         starter.restart,
         max_engine_restarts=_ANY,
-        pause_mode=PAUSES[trainer_config.fully_async.on_sync] if shape.staleness else None,
+        pause_mode=PAUSE_MODES[trainer_config.fully_async.on_sync] if shape.staleness else None,
     )
     scaler = EngineScaler(
         client,
@@ -119,9 +119,9 @@ def build_run(
         cfg=replace(trainer_config, eval_interval=0, ckpt_interval=0, eval_before_train=False),
         collector=collector,
         learner=learner,
-        batch_steps=[],
+        batch_transforms=[],
         publisher=publisher,
-        residency=Residency(),
+        offload_manager=OffloadManager(),
         evaluator=None,
         state=state,
         trackers=trackers,
@@ -129,7 +129,7 @@ def build_run(
     return SimulatedRun(trainer, collector, client, scaler, weight_sync, state, learner, engines)
 
 
-class SimulatedStarter:
+class SimulatedEngineLauncher:
     """Engines that take their time to start."""
 
     def __init__(self, start_s: float, engine: Callable[[str], SimulatedEngine]):

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Lengths:
+class ResponseLengths:
     """Tokens of an answer: log-normal with this mean and the standard deviation of its logarithm."""
 
     mean: float = 512.0
     sigma: float = 0.6
 
-    def draw(self, seed: int, most: int) -> int:
+    def draw(self, seed: int, max_tokens: int) -> int:
         """The same for the same seed, from 1 to `most`."""
         drawn = random.Random(seed).lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
-        return max(1, min(most, round(drawn)))
+        return max(1, min(max_tokens, round(drawn)))
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Timings:
     learner: LearnerTimings = field(default_factory=LearnerTimings)
     sync_s: float = 1.0
     """Seconds of a weight sync."""
-    response: Lengths = field(default_factory=Lengths)
+    response: ResponseLengths = field(default_factory=ResponseLengths)
     """Of one turn."""
     prompt_tokens: int = 128
     turns: int = 1

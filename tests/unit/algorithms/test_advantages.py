@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from skyrl_train.algorithms import advantages, registry
-from skyrl_train.algorithms.advantages import AdvantageStep, batch_normalised, grpo, maxrl, suffix_sums
+from skyrl_train.algorithms.advantages import AdvantageCalculator, batch_normalize, grpo, maxrl, suffix_sums
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from tests.support.hard_batches import SHAPES, hard_batch, mask_only, spoilt
-from tests.support.largest_tensor import LargestTensor
+from tests.support.edge_case_batches import SHAPES, edge_case_batch, select_masked, with_garbage
+from tests.support.tensor_size_mode import LargestTensor
 
 GAMMA, LAMBDA = 0.9, 0.8
 
@@ -38,10 +38,10 @@ Result = tuple[list[list[float]], list[list[float]] | None]
 """Advantages, and returns, of every row's tokens."""
 
 
-def rows_of(batch: TrainBatch) -> list[Row]:
+def to_rows(batch: TrainBatch) -> list[Row]:
     """The valid ones."""
     names = ("token_rewards", "values", "old_logprobs", "ref_logprobs")
-    columns = [mask_only(batch, getattr(batch, name)) for name in names]
+    columns = [select_masked(batch, getattr(batch, name)) for name in names]
     groups, rewards = batch.group_ids.tolist(), batch.rewards.tolist()
     valid = batch.status.nonzero().flatten().tolist()
     rows = [Row(groups[i], rewards[i], *(column[i] for column in columns)) for i in valid]
@@ -76,7 +76,7 @@ def optimal_baseline(row: Row, rewards: list[float]) -> float:
     return row.reward - sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
 
 
-def whitened(rows: list[list[float]], correction: int = 1) -> list[list[float]]:
+def whiten(rows: list[list[float]], correction: int = 1) -> list[list[float]]:
     flat = [x for row in rows for x in row]
     if not flat:
         return rows
@@ -93,12 +93,12 @@ def reinforce_pp(rows: list[Row]) -> Result:
         ]
         for row in rows
     ]
-    return whitened(returns), returns
+    return whiten(returns), returns
 
 
 def reinforce_pp_baseline(rows: list[Row]) -> Result:
     plain = [[row.reward - fmean(o.reward for o in row.others)] * len(row.values) for row in rows]
-    return whitened(plain), None
+    return whiten(plain), None
 
 
 def gae(rows: list[Row]) -> Result:
@@ -111,7 +111,7 @@ def gae(rows: list[Row]) -> Result:
         of_row = [sum((GAMMA * LAMBDA) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
         result.append(of_row)
         returns.append([a + v for a, v in zip(of_row, row.values, strict=True)])
-    return whitened(result), returns
+    return whiten(result), returns
 
 
 REFERENCES: dict[str, Callable[[list[Row]], Result]] = {
@@ -128,13 +128,13 @@ REFERENCES: dict[str, Callable[[list[Row]], Result]] = {
 ONE_VALUE_A_GROUP = ["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce++_baseline"]
 
 
-def step_of(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageStep:
+def make_calculator(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageCalculator:
     settings = {"gamma": GAMMA, "lambd": LAMBDA, "grpo_norm_by_std": grpo_norm_by_std}
-    return AdvantageStep(registry.bind(registry.advantage_estimators.get(name), name, settings, advantages.TENSORS))
+    return AdvantageCalculator(registry.bind_settings(registry.advantage_estimators.get(name), name, settings, advantages.ESTIMATOR_TENSORS))
 
 
 def batches() -> list[TrainBatch]:
-    drawn = [hard_batch(shape, seed) for seed, shape in enumerate([*SHAPES, *SHAPES])]
+    drawn = [edge_case_batch(shape, seed) for seed, shape in enumerate([*SHAPES, *SHAPES])]
     right_or_wrong = [replace(batch, rewards=(batch.rewards > 0.8).double()) for batch in drawn]
     return [*drawn, *right_or_wrong, *(replace(batch, rewards=torch.ones_like(batch.rewards) / 3) for batch in drawn)]
 
@@ -142,9 +142,9 @@ def batches() -> list[TrainBatch]:
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_advantages_and_returns_are_those_of_the_paper(name: str):
     for batch in batches():
-        expected = REFERENCES[name](rows_of(batch))
+        expected = REFERENCES[name](to_rows(batch))
         for garbage in (0.0, torch.nan, 1e30):  # failed samples and whatever is not sampled have no influence
-            result = step_of(name)(spoilt(batch, garbage), Metrics())
+            result = make_calculator(name)(with_garbage(batch, garbage), Metrics())
             for found, wanted in zip((result.token_advantages, result.returns), expected, strict=True):
                 if wanted is None:
                     assert found is None
@@ -157,16 +157,16 @@ def test_advantages_and_returns_are_those_of_the_paper(name: str):
 
 def test_grpo_without_the_standard_deviation_is_dr_grpo():
     for batch in batches():
-        one, other = step_of("grpo", grpo_norm_by_std=False), step_of("dr_grpo")
+        one, other = make_calculator("grpo", grpo_norm_by_std=False), make_calculator("dr_grpo")
         assert torch.equal(one(batch, Metrics()).token_advantages, other(batch, Metrics()).token_advantages)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_advantages_do_not_depend_on_the_order_of_rows(name: str):
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     order = [3, 0, 6, 2, 5, 1, 4]
-    straight = step_of(name)(batch, Metrics()).select(order)
-    shuffled = step_of(name)(batch.select(order), Metrics())
+    straight = make_calculator(name)(batch, Metrics()).select(order)
+    shuffled = make_calculator(name)(batch.select(order), Metrics())
     torch.testing.assert_close(shuffled.token_advantages, straight.token_advantages, rtol=1e-12, atol=1e-13)
 
 
@@ -175,26 +175,26 @@ def test_advantages_do_not_depend_on_the_order_of_rows(name: str):
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7])
 def test_equal_rewards_give_exactly_zero(name: str, reward: float):
     for shape in SHAPES:
-        batch = hard_batch(shape)
+        batch = edge_case_batch(shape)
         equal = replace(batch, rewards=torch.full((len(batch),), reward))
-        assert not step_of(name)(equal, Metrics()).token_advantages.any()  # type: ignore[union-attr]
+        assert not make_calculator(name)(equal, Metrics()).token_advantages.any()  # type: ignore[union-attr]
 
 
 @pytest.mark.fault("F12")
 @pytest.mark.parametrize("name", [name for name in ONE_VALUE_A_GROUP if name != "reinforce++_baseline"])
 def test_a_group_with_one_valid_row_or_none_gives_zero_and_no_nan(name: str):
-    batch = hard_batch("one-sample groups")
-    alone = batch.per_token(batch.group_ids < 6)
-    found = step_of(name)(batch, Metrics()).token_advantages
+    batch = edge_case_batch("one-sample groups")
+    alone = batch.expand_to_tokens(batch.group_ids < 6)
+    found = make_calculator(name)(batch, Metrics()).token_advantages
     assert found is not None
     assert not found[alone].any()
     assert found[~alone].any()
 
 
 def test_a_whole_group_s_advantages_add_up_to_zero_whatever_its_size():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     for name in ("grpo", "dr_grpo", "rloo", "maxrl"):
-        estimator = step_of(name).estimator
+        estimator = make_calculator(name).estimator
         values = estimator(batch.rewards, batch.group_ids, batch.status)
         assert isinstance(values, torch.Tensor)
         for group in batch.group_ids.unique():
@@ -212,19 +212,19 @@ def test_batch_normalised_has_mean_zero_and_variance_one_over_the_mask():
     advantages = torch.randn(50, generator=generator) * 3 + 2
     mask = torch.rand(50, generator=generator) > 0.4
     advantages[~mask] = torch.nan
-    normalised = batch_normalised(advantages, mask)
+    normalised = batch_normalize(advantages, mask)
     torch.testing.assert_close(normalised[mask].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     torch.testing.assert_close(normalised[mask].var(correction=0), torch.tensor(1.0))
     assert (normalised[~mask] == 0).all()
-    assert batch_normalised(torch.full((3,), 2.0), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0] * 3
+    assert batch_normalize(torch.full((3,), 2.0), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0] * 3
 
 
 def test_batch_normalisation_is_the_same_however_much_padding_or_how_many_prompts_there_are():
-    batch = hard_batch("regular")
-    step = step_of("dr_grpo")
+    batch = edge_case_batch("regular")
+    step = make_calculator("dr_grpo")
     plain = step(batch, Metrics()).token_advantages
     assert plain is not None
-    (expected,) = whitened([plain[batch.loss_mask].tolist()], correction=0)
+    (expected,) = whiten([plain[batch.loss_mask].tolist()], correction=0)
     step.advantage_batch_normalize = True
     found = step(batch, Metrics()).token_advantages
     assert found is not None
@@ -238,7 +238,7 @@ def test_maxrl_keeps_its_sign_where_penalties_make_the_mean_negative():
 
 
 def test_many_equal_advantages_are_normalised_to_nothing():
-    normal = batch_normalised(torch.full((100_000,), 0.7), torch.ones(100_000, dtype=torch.bool))
+    normal = batch_normalize(torch.full((100_000,), 0.7), torch.ones(100_000, dtype=torch.bool))
     assert normal.abs().max() < 1e-9
 
 
@@ -249,7 +249,7 @@ def test_one_long_answer_does_not_make_all_long(monkeypatch: pytest.MonkeyPatch)
     values, factor = torch.randn(len(rows), generator=torch.Generator().manual_seed(0)).double(), 0.9
     with LargestTensor() as largest:
         found = suffix_sums(values, rows, factor)
-    assert largest.most <= 2 * len(rows)
+    assert largest.max_elements <= 2 * len(rows)
     monkeypatch.setattr(advantages, "MAX_PADDED_ELEMENTS", 64)  # hardly any two side by side
     assert torch.equal(suffix_sums(values, rows, factor), found)
     last = values.clone()

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import weigh
+from skyrl_train.algorithms.reductions import assign_loss_weights
 from skyrl_train.config.algorithm import AlgorithmConfig, CISPOConfig, OffPolicyCorrectionConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import TrainBatch
@@ -138,7 +138,7 @@ def ours(batch: TrainBatch, logprobs: Tensor, entropies: Tensor, algorithm: Algo
     cfg.trainer.algorithm = algorithm
     for correct in build_correction_steps(algorithm):
         batch = correct(batch, Metrics())
-    weighed = weigh(batch, build_reduction(cfg))
+    weighed = assign_loss_weights(batch, build_reduction(cfg))
     tokens = int(batch.loss_mask.sum())
     return build_objective(algorithm)(weighed, logprobs, entropies, tokens, Metrics())
 
@@ -356,7 +356,7 @@ def test_advantages_are_those_of_trl(
         batch = random_batch(seed)
         batch.rewards.mul_(scale)
         batch.status[4] = False  # trl: a reward of None
-        batch = batch.with_tokens(loss_mask=batch.per_token(batch.status))  # trl's RLOO knows no gaps
+        batch = batch.with_tokens(loss_mask=batch.expand_to_tokens(batch.status))  # trl's RLOO knows no gaps
         last = batch.offsets[1:] - 1
         advantages = our_advantages(batch, AlgorithmConfig(**keys))[last]
         expected = scored_by_trl(trainers, kind, batch, **settings)["advantages"]
@@ -385,7 +385,7 @@ def test_trl_counts_sequences_without_a_token_and_we_do_not(
 ) -> None:
     algorithm, settings = both(name)
     batch = random_batch(0)
-    empty = batch.per_token(torch.arange(len(batch)) == 7)
+    empty = batch.expand_to_tokens(torch.arange(len(batch)) == 7)
     assert_same(
         batch.with_tokens(loss_mask=batch.loss_mask & ~empty),
         lambda rows, logprobs, entropies: ours(rows, logprobs, entropies, algorithm) * factor,

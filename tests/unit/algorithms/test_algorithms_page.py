@@ -9,13 +9,13 @@ import torch
 
 import skyrl_train as sk
 from skyrl_train.algorithms import advantages, policy_objective as policy, registry
-from skyrl_train.algorithms.advantages import AdvantageStep
+from skyrl_train.algorithms.advantages import AdvantageCalculator
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.environments.registry import environments
-from skyrl_train.experiment.algorithm import settings
+from skyrl_train.experiment.algorithm import algorithm_keywords
 from skyrl_train.metrics import Metrics
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
@@ -58,11 +58,11 @@ def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
     batch = small_batch()
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
     exec(compile(example, str(PAGE), "exec"), {"__name__": "my_losses"})
-    known = settings(AlgorithmConfig())
+    known = algorithm_keywords(AlgorithmConfig())
     estimator = registry.advantage_estimators.get("plain_reward")
-    step = AdvantageStep(registry.bind(estimator, "plain_reward", known, advantages.TENSORS))
-    batch = weigh(step(batch, Metrics()), partial(token_mean, max_seq_len=1))
-    loss = registry.bind(registry.policy_losses.get("reinforce"), "reinforce", known, policy.TENSORS)
+    step = AdvantageCalculator(registry.bind_settings(estimator, "plain_reward", known, advantages.ESTIMATOR_TENSORS))
+    batch = assign_loss_weights(step(batch, Metrics()), partial(token_mean, max_seq_len=1))
+    loss = registry.bind_settings(registry.policy_losses.get("reinforce"), "reinforce", known, policy.POLICY_LOSS_TENSORS)
     logprobs = torch.full((7,), -1.0, requires_grad=True)
     PolicyObjective(loss)(batch, logprobs, None, 3, Metrics()).backward()
     assert logprobs.grad is not None
@@ -74,8 +74,8 @@ def test_examples_of_the_architecture_page(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(names, "loaded", dict(names.loaded))
     for example in re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(), flags=re.S):
         exec(compile(example, str(ARCHITECTURE), "exec"), {"__name__": "my_parts", "sk": sk})
-    known = settings(AlgorithmConfig(eps_clip_low=0.2))
-    loss = registry.bind(registry.policy_losses.get("my_loss"), "my_loss", known, policy.TENSORS)
+    known = algorithm_keywords(AlgorithmConfig(eps_clip_low=0.2))
+    loss = registry.bind_settings(registry.policy_losses.get("my_loss"), "my_loss", known, policy.POLICY_LOSS_TENSORS)
     values, was_clipped = loss(
         torch.tensor([-1.0, -2.0, -1.0]),
         torch.ones(3),

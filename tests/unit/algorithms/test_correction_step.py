@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.corrections import OffPolicyCorrection, effective_sample_size, inside, sequence_ratios
+from skyrl_train.algorithms.corrections import OffPolicyCorrection, effective_sample_size, within_bounds, sequence_ratios
 from skyrl_train.algorithms.losses import importance_sampling
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.ratios import importance_ratios
-from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from tests.support.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch, mask_only, spoilt
+from tests.support.edge_case_batches import SHAPES, as_padded, current_logprobs, edge_case_batch, select_masked, with_garbage
 
 Rows = list[list[float]]
 
@@ -26,7 +26,7 @@ Rows = list[list[float]]
 def ratios_of(batch: TrainBatch) -> Rows:
     """exp(old - rollout) of every sequence's tokens that count."""
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
-    logs = mask_only(batch, batch.old_logprobs - batch.rollout_logprobs)
+    logs = select_masked(batch, batch.old_logprobs - batch.rollout_logprobs)
     return [[exp(x) for x in row] for row in logs]
 
 
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
-def corrected(batch: TrainBatch, metrics: Metrics | None = None, **settings: Any) -> TrainBatch:
+def apply_correction(batch: TrainBatch, metrics: Metrics | None = None, **settings: Any) -> TrainBatch:
     return OffPolicyCorrection(OffPolicyCorrectionConfig(**settings))(batch, metrics or Metrics())
 
 
@@ -108,26 +108,26 @@ def test_masks_and_weights_are_those_of_the_equations(name: str):
     settings, keep, weight = CASES[name]
     touched = False
     for seed, shape in enumerate([*SHAPES, *SHAPES]):
-        batch = hard_batch(shape, seed)
-        result = corrected(spoilt(batch, torch.nan), **settings)
+        batch = edge_case_batch(shape, seed)
+        result = apply_correction(with_garbage(batch, torch.nan), **settings)
         rows = ratios_of(batch)
         kept = keep(rows) if keep else everywhere(rows, lambda row: 1)
-        assert mask_only(batch, result.loss_mask.double()) == kept
+        assert select_masked(batch, result.loss_mask.double()) == kept
         assert not result.loss_mask[~batch.loss_mask].any()
         touched |= any(0.0 in row for row in kept) or weight is not None
         if weight is None:
             assert result.importance_weights is None
         else:
             assert result.importance_weights is not None
-            for found, wanted in zip(mask_only(batch, result.importance_weights), weight(rows), strict=True):
+            for found, wanted in zip(select_masked(batch, result.importance_weights), weight(rows), strict=True):
                 assert found == pytest.approx(wanted, rel=1e-10)
     assert touched
 
 
 def test_metrics_are_over_tokens_that_count_and_the_effective_sample_size_over_their_weights():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     metrics = Metrics()
-    corrected(spoilt(batch, torch.nan), metrics, **CASES["token TIS"][0])
+    apply_correction(with_garbage(batch, torch.nan), metrics, **CASES["token TIS"][0])
     report = metrics.flush()
     rows = ratios_of(batch)
     flat = [w for row in rows for w in row]
@@ -137,7 +137,7 @@ def test_metrics_are_over_tokens_that_count_and_the_effective_sample_size_over_t
         return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
-    gaps = [x for row in mask_only(batch, batch.rollout_logprobs - batch.old_logprobs) for x in row]
+    gaps = [x for row in select_masked(batch, batch.rollout_logprobs - batch.old_logprobs) for x in row]
     expected = {
         "mismatch/ratio_mean": mean,
         "mismatch/ratio_std": (sum((w - mean) ** 2 for w in flat) / len(flat)) ** 0.5,
@@ -158,11 +158,11 @@ def test_the_effective_sample_size_is_one_for_equal_weights_and_one_of_n_for_a_s
 
 
 def test_sampled_by_the_old_policy_itself_nothing_is_corrected():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     batch = batch.with_tokens(rollout_logprobs=batch.old_logprobs)
     around_one = [case for case in CASES.values() if case[0].get("outlier_token_is_threshold_low", 0) < 1]
     for settings, _, weight in around_one:
-        result = corrected(batch, **settings)
+        result = apply_correction(batch, **settings)
         assert torch.equal(result.loss_mask, batch.loss_mask)
         if weight is not None:
             assert result.importance_weights is not None
@@ -170,18 +170,18 @@ def test_sampled_by_the_old_policy_itself_nothing_is_corrected():
 
 
 def test_a_mask_that_loses_nothing_stays_the_one_that_ranks_have_already():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     batch = batch.with_tokens(rollout_logprobs=batch.old_logprobs)
-    assert corrected(batch, tis_ratio_type="token").loss_mask is batch.loss_mask
+    assert apply_correction(batch, tis_ratio_type="token").loss_mask is batch.loss_mask
 
 
 def test_without_the_log_probs_of_both_policies_the_batch_is_left_alone():
-    batch = hard_batch("regular").with_tokens(old_logprobs=None)
-    assert corrected(batch, **CASES["token TIS"][0]) is batch
+    batch = edge_case_batch("regular").with_tokens(old_logprobs=None)
+    assert apply_correction(batch, **CASES["token TIS"][0]) is batch
 
 
 def test_stray_ratios_stay_finite():
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
     for far in (500.0, -500.0):
         moved = batch.old_logprobs + far
@@ -198,14 +198,14 @@ def test_a_corrected_update_does_not_depend_on_cut_order_or_padding(name: str):
     """Masked tokens and sequences are in no denominator, however the mini-batch is cut."""
     objective = PolicyObjective(importance_sampling)
     for shape in SHAPES:
-        batch = hard_batch(shape)
+        batch = edge_case_batch(shape)
         scores = current_logprobs(batch).detach()
         order = list(range(len(batch)))[::-1]
         gradients = []
-        for variant, size in ((batch, 99), (batch, 1), (batch.select(order), 2), (as_rectangle(batch, torch.nan), 99)):
-            ready = weigh(corrected(variant, **CASES[name][0]), partial(token_mean, max_seq_len=1))
+        for variant, size in ((batch, 99), (batch, 1), (batch.select(order), 2), (as_padded(batch, torch.nan), 99)):
+            ready = assign_loss_weights(apply_correction(variant, **CASES[name][0]), partial(token_mean, max_seq_len=1))
             logprobs = torch.cat([scores, scores.new_full((1,), torch.nan)]).requires_grad_()
-            for part in ready.split(max_sequences=size):
+            for part in ready.split_micro_batches(max_sequences=size):
                 objective(part, logprobs[part.input_ids], None, int(ready.loss_mask.sum()), Metrics()).backward()
             gradients.append(logprobs.grad)
         for gradient in gradients[1:]:
@@ -213,16 +213,16 @@ def test_a_corrected_update_does_not_depend_on_cut_order_or_padding(name: str):
 
 
 def test_a_masked_sequence_gives_the_update_of_a_batch_without_it():
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     settings = CASES["product mask"][0]
-    kept = corrected(batch, **settings)
-    rows = (kept.per_sequence_sum(kept.loss_mask.long()) > 0).nonzero().flatten()
+    kept = apply_correction(batch, **settings)
+    rows = (kept.sum_per_sequence(kept.loss_mask.long()) > 0).nonzero().flatten()
     assert 0 < len(rows) < len(batch)
-    one = weigh(kept, partial(token_mean, max_seq_len=1)).select(rows)
-    other = weigh(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
+    one = assign_loss_weights(kept, partial(token_mean, max_seq_len=1)).select(rows)
+    other = assign_loss_weights(replace(batch).select(rows), partial(token_mean, max_seq_len=1))
     torch.testing.assert_close(one.token_weights, other.token_weights, rtol=1e-15, atol=0)
 
 
 def test_bounds_of_a_correction_are_inclusive():
     ratios = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
-    assert inside(ratios, 0.5, 2.0).tolist() == [False, True, True, True, False]
+    assert within_bounds(ratios, 0.5, 2.0).tolist() == [False, True, True, True, False]

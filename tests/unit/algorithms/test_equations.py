@@ -15,7 +15,7 @@ from skyrl_train.algorithms import policy_objective as policy, registry
 from skyrl_train.algorithms.losses import cispo_rollout
 from skyrl_train.algorithms.value_objective import clipped_value_loss
 from skyrl_train.data.batch import TrainBatch
-from tests.support.hard_batches import SHAPES, current_logprobs, hard_batch, mask_only, spoilt
+from tests.support.edge_case_batches import SHAPES, current_logprobs, edge_case_batch, select_masked, with_garbage
 
 SETTINGS = {
     "eps_clip_low": 0.2,
@@ -157,7 +157,7 @@ VALUE = {name: per_token(partial(value_loss, clip=clip)) for name, clip in VALUE
 ALL = {**POLICY, **ANCHORED, **KL, **SFT, **VALUE}
 
 
-def values_of(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) -> Tensor:
+def compute_losses(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) -> Tensor:
     """[T] from the code under test."""
     mask = batch.loss_mask
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
@@ -173,17 +173,17 @@ def values_of(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tensor) ->
         if name in KL
         else (registry.sft_losses.get(name), (mask,))
     )
-    tensors = {name: getattr(batch, name) for name in (*policy.TENSORS - {"frozen_logprobs"}, "ref_logprobs")}
-    function = registry.bind(chosen, name, SETTINGS, policy.TENSORS | {"ref_logprobs"})
-    result = function(logprobs, *arguments, **registry.asked_for(function, {**tensors, "frozen_logprobs": frozen}))
+    tensors = {name: getattr(batch, name) for name in (*policy.POLICY_LOSS_TENSORS - {"frozen_logprobs"}, "ref_logprobs")}
+    function = registry.bind_settings(chosen, name, SETTINGS, policy.POLICY_LOSS_TENSORS | {"ref_logprobs"})
+    result = function(logprobs, *arguments, **registry.select_keyword_arguments(function, {**tensors, "frozen_logprobs": frozen}))
     return result[0] if name in POLICY or name in ANCHORED else result
 
 
-def tokens_of(batch: TrainBatch, logprobs: Tensor) -> list[list[SimpleNamespace]]:
+def to_token_lists(batch: TrainBatch, logprobs: Tensor) -> list[list[SimpleNamespace]]:
     """For every sequence, its tokens that count."""
     names = {"old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs", "adv": "advantages"}
-    columns = {short: mask_only(batch, getattr(batch, name)) for short, name in names.items()}
-    columns |= {"lp": mask_only(batch, logprobs.detach()), "selected": mask_only(batch, batch.selected)}  # type: ignore[arg-type]
+    columns = {short: select_masked(batch, getattr(batch, name)) for short, name in names.items()}
+    columns |= {"lp": select_masked(batch, logprobs.detach()), "selected": select_masked(batch, batch.selected)}  # type: ignore[arg-type]
     sequences = []
     for row in range(len(batch)):
         tokens = [
@@ -197,13 +197,13 @@ def tokens_of(batch: TrainBatch, logprobs: Tensor) -> list[list[SimpleNamespace]
     return sequences
 
 
-def weights_of(batch: TrainBatch) -> Tensor:
+def compute_weights(batch: TrainBatch) -> Tensor:
     return torch.rand(len(batch.input_ids), generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
 
 
 def value_and_gradient(name: str, batch: TrainBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    values = values_of(name, batch, logprobs, logprobs.detach())
-    (gradient,) = torch.autograd.grad((values * weights_of(batch)).sum(), logprobs)
+    values = compute_losses(name, batch, logprobs, logprobs.detach())
+    (gradient,) = torch.autograd.grad((values * compute_weights(batch)).sum(), logprobs)
     return values.detach(), gradient
 
 
@@ -216,11 +216,11 @@ def test_every_choice_of_the_tables_is_derived_here():
 @pytest.mark.parametrize("name", ALL)
 def test_values_and_gradients_are_those_of_the_paper(name: str):
     for seed, shape in enumerate([*SHAPES, *SHAPES]):
-        batch = hard_batch(shape, seed)
+        batch = edge_case_batch(shape, seed)
         logprobs = current_logprobs(batch, seed + 100)
         values, gradient = value_and_gradient(name, batch, logprobs)
-        weights = mask_only(batch, weights_of(batch))
-        expected = [ALL[name](*pair) for pair in zip(tokens_of(batch, logprobs), weights, strict=True)]
+        weights = select_masked(batch, compute_weights(batch))
+        expected = [ALL[name](*pair) for pair in zip(to_token_lists(batch, logprobs), weights, strict=True)]
         for found, wanted in (values, [v for v, _ in expected]), (gradient, [g for _, g in expected]):
             flat = torch.tensor([x for row in wanted for x in row], dtype=torch.float64)
             torch.testing.assert_close(found[batch.loss_mask], flat, rtol=1e-11, atol=1e-13)
@@ -229,20 +229,20 @@ def test_values_and_gradients_are_those_of_the_paper(name: str):
 
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_match_finite_differences(name: str):
-    batch = hard_batch("failed rows", seed=3)
+    batch = edge_case_batch("failed rows", seed=3)
     logprobs = current_logprobs(batch)
     frozen = logprobs.detach().clone()
-    assert torch.autograd.gradcheck(lambda x: values_of(name, batch, x, frozen), logprobs)
+    assert torch.autograd.gradcheck(lambda x: compute_losses(name, batch, x, frozen), logprobs)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_outside_the_mask_has_a_value_a_gradient_or_an_influence(name: str):
-    batch = hard_batch("failed rows", seed=4)
+    batch = edge_case_batch("failed rows", seed=4)
     clean = current_logprobs(batch)
     expected = value_and_gradient(name, batch, clean)
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e300, -1e300):
         logprobs = clean.detach().masked_fill(~batch.loss_mask, garbage).requires_grad_()
-        for found, wanted in zip(value_and_gradient(name, spoilt(batch, garbage), logprobs), expected, strict=True):
+        for found, wanted in zip(value_and_gradient(name, with_garbage(batch, garbage), logprobs), expected, strict=True):
             assert (found[~batch.loss_mask] == 0).all()
             assert torch.equal(found[batch.loss_mask], wanted[batch.loss_mask])
 
@@ -250,11 +250,11 @@ def test_nothing_outside_the_mask_has_a_value_a_gradient_or_an_influence(name: s
 @pytest.mark.parametrize("name", [*POLICY, *ANCHORED])
 @pytest.mark.parametrize("log_ratio", [300.0, -300.0])
 def test_a_stray_log_ratio_gives_a_finite_value_and_gradient(name: str, log_ratio: float):
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     assert batch.old_logprobs is not None and batch.rollout_logprobs is not None
     stray = torch.arange(len(batch.input_ids)) % 4 == 0
     batch = batch.with_tokens(
         old_logprobs=batch.old_logprobs - log_ratio * stray, rollout_logprobs=batch.rollout_logprobs - log_ratio * stray
     )
-    for found in value_and_gradient(name, batch, current_logprobs(hard_batch("regular"))):
+    for found in value_and_gradient(name, batch, current_logprobs(edge_case_batch("regular"))):
         assert found.isfinite().all()

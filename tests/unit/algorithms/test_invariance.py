@@ -14,23 +14,23 @@ from torch import Tensor
 from skyrl_train.algorithms import policy_objective as policy, registry, sft
 from skyrl_train.algorithms.losses import cross_entropy
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import weigh
-from skyrl_train.algorithms.selections import selection_of
+from skyrl_train.algorithms.reductions import assign_loss_weights
+from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.algorithms.sft import SFTObjective
-from skyrl_train.algorithms.skyrl_style import SkyRLLoss
+from skyrl_train.algorithms.skyrl_adapters import SkyRLPolicyLoss
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.experiment.algorithm import settings
+from skyrl_train.experiment.algorithm import algorithm_keywords
 from skyrl_train.metrics import Metrics
-from tests.support.each import check_each
-from tests.support.hard_batches import SHAPES, as_rectangle, current_logprobs, hard_batch
+from tests.support.table_cases import check_each
+from tests.support.edge_case_batches import SHAPES, as_padded, current_logprobs, edge_case_batch
 
 CONFIG = AlgorithmConfig()
 CONFIG.clip_cov.clip_ratio, CONFIG.clip_cov.clip_cov_lb = 0.3, 0.0
 CONFIG.dppo.tv_threshold, CONFIG.dppo.kl_threshold = 0.02, 0.004
-SETTINGS = settings(CONFIG)
+SETTINGS = algorithm_keywords(CONFIG)
 INVARIANT = sorted(REDUCTIONS.keys() - {"token_mean_legacy"})
 """Reductions that do not depend on the order of sequences."""
 Objective = Callable[[TrainBatch, Tensor, Tensor, int, Metrics], Tensor]
@@ -52,16 +52,16 @@ def skyrl_sequence_mean(log_probs, old_log_probs, advantages, config, loss_mask)
 
 
 def policy_objective(name: str) -> PolicyObjective:
-    return PolicyObjective(registry.bind(registry.policy_losses.get(name), name, SETTINGS, policy.TENSORS))
+    return PolicyObjective(registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS))
 
 
 def kl_objective(name: str) -> PolicyObjective:
-    bound = registry.bind(registry.kl_estimators.get(name), name, SETTINGS, policy.TENSORS)
+    bound = registry.bind_settings(registry.kl_estimators.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS)
     return PolicyObjective(cross_entropy, bound, kl_loss_coef=0.3, entropy_loss_coef=0.05)
 
 
 def sft_objective(name: str) -> SFTObjective:
-    return SFTObjective(registry.bind(registry.sft_losses.get(name), name, SETTINGS, sft.TENSORS))
+    return SFTObjective(registry.bind_settings(registry.sft_losses.get(name), name, SETTINGS, sft.SFT_LOSS_TENSORS))
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -69,8 +69,8 @@ OBJECTIVES: dict[str, Objective] = {
     **{f"KL {name}": kl_objective(name) for name in KL_ESTIMATORS},
     **{name: sft_objective(name) for name in SFT_LOSSES},
     "value": ValueObjective(value_clip=0.2),
-    "skyrl_token_mean": PolicyObjective(partial(SkyRLLoss(skyrl_token_mean, CONFIG))),
-    "skyrl_sequence_mean": PolicyObjective(partial(SkyRLLoss(skyrl_sequence_mean, CONFIG))),
+    "skyrl_token_mean": PolicyObjective(partial(SkyRLPolicyLoss(skyrl_token_mean, CONFIG))),
+    "skyrl_sequence_mean": PolicyObjective(partial(SkyRLPolicyLoss(skyrl_sequence_mean, CONFIG))),
 }
 ONLY = {"skyrl_token_mean": ["token_mean"], "skyrl_sequence_mean": ["sequence_mean"]}
 """A loss that takes its own mean goes with the reduction of that name."""
@@ -86,7 +86,7 @@ class Measured:
     metrics: dict[str, float]
 
 
-def measured(objective: Objective, parts: list[TrainBatch], whole: TrainBatch) -> Measured:
+def measure(objective: Objective, parts: list[TrainBatch], whole: TrainBatch) -> Measured:
     """`input_ids` say which of the whole's tokens a token is; -1 is padding."""
     scores = current_logprobs(whole).detach()
     nothing = scores.new_full((1,), torch.nan)
@@ -103,26 +103,26 @@ def measured(objective: Objective, parts: list[TrainBatch], whole: TrainBatch) -
 
 def prepared(name: str, batch: TrainBatch, whole: TrainBatch, reduction: Callable[..., Tensor]) -> TrainBatch:
     """What the driver does before it cuts: weights, and the choice of tokens that the loss declares."""
-    batch = weigh(batch, reduction)
-    choose = selection_of(registry.policy_losses.get(name)) if name in POLICY_LOSSES else None
+    batch = assign_loss_weights(batch, reduction)
+    choose = get_token_selector(registry.policy_losses.get(name)) if name in POLICY_LOSSES else None
     if choose is None:
         return batch
     scores = torch.cat([current_logprobs(whole).detach(), torch.full((1,), torch.nan)])[batch.input_ids]
-    bound = registry.bind(choose, name, SETTINGS, frozenset())
+    bound = registry.bind_settings(choose, name, SETTINGS, frozenset())
     return batch.with_tokens(selected=bound(scores, batch.old_logprobs, batch.advantages, batch.loss_mask))
 
 
-def cuts(name: str, batch: TrainBatch, reduction: Callable[..., Tensor]) -> Iterator[tuple[str, list[TrainBatch]]]:
+def split_variants(name: str, batch: TrainBatch, reduction: Callable[..., Tensor]) -> Iterator[tuple[str, list[TrainBatch]]]:
     """The same mini-batch in other pieces."""
     whole = prepared(name, batch, batch, reduction)
-    yield "one by one", whole.split(max_sequences=1)
-    yield "by tokens", whole.split(token_budget=16)
-    ranks = [whole.select(rows) for rows in whole.shard(2)]
-    yield "two ranks", [part for rank in ranks for part in rank.split(max_sequences=2)]
+    yield "one by one", whole.split_micro_batches(max_sequences=1)
+    yield "by tokens", whole.split_micro_batches(token_budget=16)
+    ranks = [whole.select(rows) for rows in whole.partition(2)]
+    yield "two ranks", [part for rank in ranks for part in rank.split_micro_batches(max_sequences=2)]
     order = random.Random(0).sample(range(len(batch)), len(batch))
-    yield "another order", prepared(name, batch.select(order), batch, reduction).split(max_sequences=3)
-    yield "padded", [prepared(name, as_rectangle(batch, torch.nan), batch, reduction)]
-    yield "padded, one by one", prepared(name, as_rectangle(batch, torch.inf), batch, reduction).split(max_sequences=1)
+    yield "another order", prepared(name, batch.select(order), batch, reduction).split_micro_batches(max_sequences=3)
+    yield "padded", [prepared(name, as_padded(batch, torch.nan), batch, reduction)]
+    yield "padded, one by one", prepared(name, as_padded(batch, torch.inf), batch, reduction).split_micro_batches(max_sequences=1)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -131,12 +131,12 @@ def test_loss_and_gradient_do_not_depend_on_how_the_mini_batch_is_cut_ordered_sh
     for reduction_name in ONLY.get(name, INVARIANT):
         reduction = partial(registry.reductions.get(reduction_name), max_seq_len=16)
         for shape in SHAPES:
-            batch = hard_batch(shape)
-            expected = measured(objective, [prepared(name, batch, batch, reduction)], batch)
+            batch = edge_case_batch(shape)
+            expected = measure(objective, [prepared(name, batch, batch, reduction)], batch)
             assert torch.isfinite(expected.logprob_gradient).all()
             assert (expected.logprob_gradient[:-1][~batch.loss_mask] == 0).all()
-            for cut, parts in cuts(name, batch, reduction):
-                found = measured(objective, parts, batch)
+            for cut, parts in split_variants(name, batch, reduction):
+                found = measure(objective, parts, batch)
                 message = f"{reduction_name}, {shape}, {cut}"
                 assert found.loss == pytest.approx(expected.loss, rel=1e-12, abs=1e-13), message
                 for mine, other in (
@@ -153,8 +153,8 @@ def test_every_objective_has_a_gradient_where_tokens_count():
 
     def has_gradient(name: str) -> None:
         for shape in SHAPES:
-            batch = hard_batch(shape)
-            gradient = measured(OBJECTIVES[name], [prepared(name, batch, batch, reduction)], batch).logprob_gradient
+            batch = edge_case_batch(shape)
+            gradient = measure(OBJECTIVES[name], [prepared(name, batch, batch, reduction)], batch).logprob_gradient
             assert bool(gradient.abs().max() > 1e-3) is bool(batch.loss_mask.any()), shape
 
     check_each(sorted({*OBJECTIVES} - {"cross_entropy", "sft"}), has_gradient)
@@ -163,9 +163,9 @@ def test_every_objective_has_a_gradient_where_tokens_count():
 @pytest.mark.fault("F12")
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_mini_batch_in_which_nothing_counts_has_loss_and_gradient_zero_and_no_metric(name: str):
-    batch = hard_batch("nothing counts")
+    batch = edge_case_batch("nothing counts")
     for reduction in INVARIANT:
         bound = partial(registry.reductions.get(reduction), max_seq_len=16)
-        result = measured(OBJECTIVES[name], [prepared(name, batch, batch, bound)], batch)
+        result = measure(OBJECTIVES[name], [prepared(name, batch, batch, bound)], batch)
         assert (result.loss, result.metrics) == (0, {}) or name in SFT_LOSSES
         assert (result.logprob_gradient == 0).all()

@@ -27,7 +27,7 @@ def test_the_mean_over_samples_is_the_divergence_and_where_promised_so_is_the_gr
     sampler = older if name == "k3_ratio" else policy_now.detach()
     estimator, mask = registry.kl_estimators.get(name), torch.ones(6, dtype=torch.bool)
     tensors = {"frozen_logprobs": policy_now.detach(), "old_logprobs": older}
-    values = estimator(policy_now, reference, mask, **registry.asked_for(estimator, tensors))
+    values = estimator(policy_now, reference, mask, **registry.select_keyword_arguments(estimator, tensors))
     mean = (sampler.exp() * values).sum()
     torch.testing.assert_close(mean.detach(), exact.detach())
     (gradient,) = torch.autograd.grad(mean, logits)

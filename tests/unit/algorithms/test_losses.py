@@ -71,10 +71,10 @@ def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bo
     one = torch.ones(1, dtype=torch.float64)
     old = log(0.2) * one
     logprobs = (old + log(bound) + (1e-9 if side else -1e-9)).requires_grad_()
-    function = registry.bind(registry.policy_losses.get(name), name, SETTINGS, policy.TENSORS)
+    function = registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS)
     tensors = {"frozen_logprobs": logprobs.detach(), "rollout_logprobs": old, "sequence_ids": torch.tensor([0])}
     tensors |= {"old_logprobs": old, "selected": torch.tensor([False])}
-    loss, clipped = function(logprobs, sign * one, torch.tensor([True]), **registry.asked_for(function, tensors))
+    loss, clipped = function(logprobs, sign * one, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (gradient.item() == 0) is is_zero[side]
     if name == "cispo":

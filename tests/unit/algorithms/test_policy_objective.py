@@ -12,36 +12,36 @@ from torch import Tensor
 from skyrl_train.algorithms import registry
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import cispo, clipped_surrogate, gspo, importance_sampling
-from skyrl_train.algorithms.policy_objective import TENSORS, PolicyObjective
-from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
-from skyrl_train.algorithms.skyrl_style import SkyRLLoss
+from skyrl_train.algorithms.policy_objective import POLICY_LOSS_TENSORS, PolicyObjective
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, assign_loss_weights
+from skyrl_train.algorithms.skyrl_adapters import SkyRLPolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.experiment.algorithm import settings
+from skyrl_train.experiment.algorithm import algorithm_keywords
 from skyrl_train.metrics import Metrics
-from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.edge_case_batches import current_logprobs, edge_case_batch
 
 FULL = PolicyObjective(
     partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2), k3, kl_loss_coef=0.3, entropy_loss_coef=0.05
 )
-SETTINGS = settings(AlgorithmConfig())
+SETTINGS = algorithm_keywords(AlgorithmConfig())
 
 
-def weighed(shape: str = "failed rows", seed: int = 0) -> TrainBatch:
-    return weigh(hard_batch(shape, seed), partial(token_mean, max_seq_len=1))
+def make_weighted_batch(shape: str = "failed rows", seed: int = 0) -> TrainBatch:
+    return assign_loss_weights(edge_case_batch(shape, seed), partial(token_mean, max_seq_len=1))
 
 
 def gradients(objective: PolicyObjective, batch: TrainBatch, metrics: Metrics | None = None) -> tuple[float, Tensor]:
     """Loss, and its gradient wrt the log-probs."""
-    logprobs = current_logprobs(hard_batch("failed rows"))
+    logprobs = current_logprobs(edge_case_batch("failed rows"))
     entropy = -logprobs.detach()
     loss = objective(batch, logprobs, entropy, int(batch.loss_mask.sum()), metrics or Metrics())
     return loss.item(), torch.autograd.grad(loss, logprobs)[0]
 
 
 def test_loss_is_the_equation_of_the_docstring():
-    batch = weighed()
+    batch = make_weighted_batch()
     assert batch.old_logprobs is not None
     batch = batch.with_tokens(importance_weights=batch.old_logprobs.exp() * 5)
     old, ref, advantages, corrections = (
@@ -67,7 +67,7 @@ def test_loss_is_the_equation_of_the_docstring():
 
 
 def test_gradients_match_finite_differences():
-    batch = weighed()
+    batch = make_weighted_batch()
     entropy = torch.rand(len(batch.input_ids), dtype=torch.float64, requires_grad=True)
     tokens = int(batch.loss_mask.sum())
     inputs = (current_logprobs(batch), entropy)
@@ -77,15 +77,15 @@ def test_gradients_match_finite_differences():
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_kl_in_the_loss_has_a_gradient(name: str):
     estimator = registry.kl_estimators.get(name)
-    with_kl = gradients(replace(FULL, kl_estimator=estimator), weighed())[1]
-    without = gradients(replace(FULL, kl_estimator=None), weighed())[1]
-    moved = (with_kl - without)[weighed().loss_mask]
+    with_kl = gradients(replace(FULL, kl_estimator=estimator), make_weighted_batch())[1]
+    without = gradients(replace(FULL, kl_estimator=None), make_weighted_batch())[1]
+    moved = (with_kl - without)[make_weighted_batch().loss_mask]
     assert (moved.abs() > 1e-5).all()
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 1e300])
 def test_nothing_outside_the_mask_has_a_gradient_even_where_it_is_not_a_number(garbage: float):
-    batch = weighed()
+    batch = make_weighted_batch()
     outside = ~batch.loss_mask
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "importance_weights")
     batch = batch.with_tokens(importance_weights=torch.full_like(batch.advantages, 0.5))  # type: ignore[arg-type]
@@ -105,15 +105,15 @@ def test_nothing_outside_the_mask_has_a_gradient_even_where_it_is_not_a_number(g
 
 def test_what_stands_under_a_stop_gradient_has_none():
     """CISPO's weight and GSPO's sequence ratio are numbers, though they are made of the policy's own log-probs."""
-    batch = weighed()
+    batch = make_weighted_batch()
     mask, weights = batch.loss_mask, batch.token_weights
     assert batch.advantages is not None and batch.old_logprobs is not None and weights is not None
     log_ratio = (current_logprobs(batch).detach() - batch.old_logprobs) * mask
     plain = PolicyObjective(partial(cispo, cispo_eps_clip_low=10.0, cispo_eps_clip_high=10.0))
     expected = -weights * batch.advantages * log_ratio.exp()
     torch.testing.assert_close(gradients(plain, batch)[1], expected)
-    lengths = batch.per_sequence_sum(mask.double()).clamp(min=1)
-    ratio = batch.per_token(batch.per_sequence_sum(log_ratio) / lengths).exp()
+    lengths = batch.sum_per_sequence(mask.double()).clamp(min=1)
+    ratio = batch.expand_to_tokens(batch.sum_per_sequence(log_ratio) / lengths).exp()
     of_sequences = PolicyObjective(partial(gspo, eps_clip_low=10.0, eps_clip_high=10.0))
     torch.testing.assert_close(gradients(of_sequences, batch)[1], -weights * batch.advantages * ratio)
 
@@ -121,9 +121,9 @@ def test_what_stands_under_a_stop_gradient_has_none():
 @pytest.mark.parametrize("name", sorted({*POLICY_LOSSES} - {"cross_entropy"}))
 def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     """At ratio 1 all of them pull a token's log-prob by its weight times its sequence's advantage."""
-    batch = weigh(hard_batch("failed rows"), partial(sequence_mean, max_seq_len=1))
-    loss = registry.bind(registry.policy_losses.get(name), name, SETTINGS, TENSORS)
-    advantages = batch.per_token(torch.linspace(-1, 1, len(batch), dtype=torch.float64) + 0.1)
+    batch = assign_loss_weights(edge_case_batch("failed rows"), partial(sequence_mean, max_seq_len=1))
+    loss = registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, POLICY_LOSS_TENSORS)
+    advantages = batch.expand_to_tokens(torch.linspace(-1, 1, len(batch), dtype=torch.float64) + 0.1)
     unselected = torch.zeros_like(batch.loss_mask)
     current = current_logprobs(batch).detach()
     batch = batch.with_tokens(advantages=advantages, rollout_logprobs=current, old_logprobs=None, selected=unselected)
@@ -133,13 +133,13 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str):
     torch.testing.assert_close(gradient, -advantages * batch.token_weights)
     report = metrics.flush()
     ratios = {key: value for key, value in report.items() if key.startswith("policy/ratio")}
-    reads = "old_logprobs" in registry.keywords_of(loss)
+    reads = "old_logprobs" in registry.get_keyword_parameters(loss)
     assert ratios == ({"policy/ratio": 1, "policy/ratio_max": 1} if reads else {})
     assert report["policy/clip_ratio"] == 0
 
 
 def test_metrics_show_the_distance_between_engine_and_trainer():
-    batch = weighed()
+    batch = make_weighted_batch()
     metrics = Metrics()
     loss, _ = gradients(FULL, batch, metrics)
     report = metrics.flush()
@@ -159,13 +159,13 @@ def test_metrics_show_the_distance_between_engine_and_trainer():
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_ratio_to_the_engine_is_there_with_every_loss_also_where_the_policy_s_own_is_1_or_absent(name: str):
     """`trainer.guards.max_ratio` looks at both."""
-    batch = weighed()
-    current = current_logprobs(hard_batch("failed rows")).detach()
+    batch = make_weighted_batch()
+    current = current_logprobs(edge_case_batch("failed rows")).detach()
     stray = torch.zeros_like(current)
     stray[batch.loss_mask.nonzero()[0]] = log(1e8)
     batch = batch.with_tokens(rollout_logprobs=current - stray, old_logprobs=None)
     metrics = Metrics()
-    loss = registry.bind(registry.policy_losses.get(name), name, SETTINGS, TENSORS)
+    loss = registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, POLICY_LOSS_TENSORS)
     gradients(PolicyObjective(loss), batch, metrics)
     report = metrics.flush()
     assert report["mismatch/ratio_max"] == pytest.approx(1e8)
@@ -178,13 +178,13 @@ def users_loss(log_probs, old_log_probs, advantages, config, loss_mask):  # type
 
 @pytest.mark.parametrize("name", [*POLICY_LOSSES, *KL_ESTIMATORS, "users_loss"])
 def test_an_objective_travels_to_a_worker_and_is_the_same_there(name: str):
-    kl = registry.bind(registry.kl_estimators.get(name), name, SETTINGS, TENSORS) if name in KL_ESTIMATORS else k3
-    loss = SkyRLLoss(users_loss, AlgorithmConfig()) if name == "users_loss" else importance_sampling
+    kl = registry.bind_settings(registry.kl_estimators.get(name), name, SETTINGS, POLICY_LOSS_TENSORS) if name in KL_ESTIMATORS else k3
+    loss = SkyRLPolicyLoss(users_loss, AlgorithmConfig()) if name == "users_loss" else importance_sampling
     if name in POLICY_LOSSES:
         loss = registry.policy_losses.get(name)  # type: ignore[assignment]
-    objective = PolicyObjective(registry.bind(loss, name, SETTINGS, TENSORS), kl, 0.1)
+    objective = PolicyObjective(registry.bind_settings(loss, name, SETTINGS, POLICY_LOSS_TENSORS), kl, 0.1)
     arrived = pickle.loads(pickle.dumps(objective))
-    one, other = gradients(objective, weighed()), gradients(arrived, weighed())
+    one, other = gradients(objective, make_weighted_batch()), gradients(arrived, make_weighted_batch())
     assert one[0] == other[0]
     assert torch.equal(one[1], other[1])
     assert arrived.wants_entropy

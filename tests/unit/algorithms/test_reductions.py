@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from skyrl_train.algorithms import registry
-from skyrl_train.algorithms.reductions import weigh
+from skyrl_train.algorithms.reductions import assign_loss_weights
 from skyrl_train.config.choices import REDUCTIONS
 from skyrl_train.data.batch import TrainBatch
-from tests.support.hard_batches import SHAPES, hard_batch, mask_only
+from tests.support.edge_case_batches import SHAPES, edge_case_batch, select_masked
 
 LONGEST, MICRO = 10, 2
 SETTINGS = {"max_seq_len": LONGEST, "micro_train_batch_size_per_gpu": MICRO}
@@ -21,7 +21,7 @@ def mean(values: list[float]) -> float:
 
 
 def by_hand(name: str, batch: TrainBatch, per_token: torch.Tensor) -> float:
-    sequences = mask_only(batch, per_token)
+    sequences = select_masked(batch, per_token)
     groups: dict[int, list[float]] = {}
     for group, values in zip(batch.group_ids.tolist(), sequences, strict=True):
         groups.setdefault(group, []).extend(values)
@@ -37,9 +37,9 @@ def by_hand(name: str, batch: TrainBatch, per_token: torch.Tensor) -> float:
     }[name]
 
 
-def weights_of(name: str, batch: TrainBatch) -> torch.Tensor:
-    bound = registry.bind(registry.reductions.get(name), name, SETTINGS, frozenset())
-    weights = weigh(batch, bound).token_weights
+def compute_weights(name: str, batch: TrainBatch) -> torch.Tensor:
+    bound = registry.bind_settings(registry.reductions.get(name), name, SETTINGS, frozenset())
+    weights = assign_loss_weights(batch, bound).token_weights
     assert weights is not None
     return weights
 
@@ -47,8 +47,8 @@ def weights_of(name: str, batch: TrainBatch) -> torch.Tensor:
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_a_reduction_is_the_mean_of_its_name_over_what_counts(name: str):
     for shape in SHAPES:
-        batch = hard_batch(shape)
-        weights = weights_of(name, batch)
+        batch = edge_case_batch(shape)
+        weights = compute_weights(name, batch)
         values = torch.randn(len(weights), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         assert (weights * values).sum().item() == pytest.approx(by_hand(name, batch, values), rel=1e-12)
         assert (weights[~batch.loss_mask] == 0).all()
@@ -57,12 +57,12 @@ def test_a_reduction_is_the_mean_of_its_name_over_what_counts(name: str):
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_weights_are_told_by_sequence_and_a_call_spreads_them_over_tokens(name: str):
     for shape in SHAPES:
-        batch = hard_batch(shape)
+        batch = edge_case_batch(shape)
         reduction = registry.reductions.get(name)
-        bound = registry.bind(reduction, name, SETTINGS, frozenset())
-        weighed = weigh(batch, bound)
+        bound = registry.bind_settings(reduction, name, SETTINGS, frozenset())
+        weighed = assign_loss_weights(batch, bound)
         assert weighed.loss_weights is None
-        ids = batch.episodes.of_token, batch.per_token(batch.group_ids)
+        ids = batch.episodes.token_to_episode, batch.expand_to_tokens(batch.group_ids)
         called = bound(batch.loss_mask, *ids)
         assert weighed.token_weights is not None
         assert torch.equal(weighed.token_weights, called)
@@ -70,12 +70,12 @@ def test_weights_are_told_by_sequence_and_a_call_spreads_them_over_tokens(name: 
 
 
 def test_a_reduction_of_tokens_may_give_each_its_own_weight():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
 
     def first_half(mask: torch.Tensor, sequence_ids: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         return mask.double() * (torch.arange(len(mask)) < len(mask) // 2)
 
-    weighed = weigh(batch, first_half)
+    weighed = assign_loss_weights(batch, first_half)
     assert weighed.sequence_weights is None
     assert weighed.token_weights is not None
     assert torch.equal(weighed.token_weights, first_half(batch.loss_mask, batch.loss_mask, batch.loss_mask))
@@ -84,13 +84,13 @@ def test_a_reduction_of_tokens_may_give_each_its_own_weight():
 @pytest.mark.fault("F12")
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_everything_masked_weighs_nothing_and_divides_by_nothing(name: str):
-    assert not weights_of(name, hard_batch("nothing counts")).any()
+    assert not compute_weights(name, edge_case_batch("nothing counts")).any()
 
 
 def test_a_failed_sample_leaves_every_other_weight_as_if_it_had_not_been_drawn():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     kept = batch.status.nonzero().flatten()
     for name in REDUCTIONS:
-        weights = weights_of(name, batch)
-        alone = weights_of(name, batch.select(kept))
-        torch.testing.assert_close(weights[batch.per_token(batch.status)], alone, rtol=1e-15, atol=0)
+        weights = compute_weights(name, batch)
+        alone = compute_weights(name, batch.select(kept))
+        torch.testing.assert_close(weights[batch.expand_to_tokens(batch.status)], alone, rtol=1e-15, atol=0)

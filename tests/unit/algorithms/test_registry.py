@@ -45,9 +45,9 @@ def test_bind_fills_in_settings_and_the_rest_is_asked_for_by_name():
     def loss(logprobs, *, eps_clip_low, rollout_logprobs, selected=None):
         return logprobs, eps_clip_low, rollout_logprobs, selected
 
-    bound = registry.bind(loss, "test", {"eps_clip_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"}))
+    bound = registry.bind_settings(loss, "test", {"eps_clip_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"}))
     tensors = {"rollout_logprobs": 5, "selected": 6, "unwanted": 7}
-    assert bound(1, **registry.asked_for(bound, tensors)) == (1, 0.2, 5, 6)
+    assert bound(1, **registry.select_keyword_arguments(bound, tensors)) == (1, 0.2, 5, 6)
 
 
 def test_what_nobody_has_is_refused_by_name_before_anything_runs():
@@ -57,12 +57,12 @@ def test_what_nobody_has_is_refused_by_name_before_anything_runs():
     with pytest.raises(
         ConfigError, match=r"my loss asks for temprature, which nobody has; .*eps_clip_low.*old_logprobs"
     ):
-        registry.bind(loss, "my loss", {"eps_clip_low": 0.2}, frozenset({"old_logprobs"}))
+        registry.bind_settings(loss, "my loss", {"eps_clip_low": 0.2}, frozenset({"old_logprobs"}))
 
 
 def test_former_names_of_keys_still_fill_in():
     def loss(logprobs, *, eps_low, norm_by_std):
         return logprobs, eps_low, norm_by_std
 
-    bound = registry.bind(loss, "test", {"eps_clip_low": 0.2, "grpo_norm_by_std": False}, frozenset())
+    bound = registry.bind_settings(loss, "test", {"eps_clip_low": 0.2, "grpo_norm_by_std": False}, frozenset())
     assert bound(1) == (1, 0.2, False)

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from skyrl_train.algorithms.reductions import token_mean, weigh
-from skyrl_train.algorithms.registry import asked_for
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.registry import select_keyword_arguments
 from skyrl_train.algorithms.sft import SFTObjective, minor_sft
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -35,7 +35,7 @@ def test_loss_is_the_mean_negative_log_likelihood_of_the_mask():
     logprobs[~batch.loss_mask] = torch.nan
     logprobs.requires_grad_()
     metrics = Metrics()
-    loss = SFTObjective()(weigh(batch, partial(token_mean, max_seq_len=1)), logprobs, None, 5, metrics)
+    loss = SFTObjective()(assign_loss_weights(batch, partial(token_mean, max_seq_len=1)), logprobs, None, 5, metrics)
     loss.backward()
     assert loss.item() == pytest.approx((1 + 2 + 3 + 5 + 8) / 5)
     assert logprobs.grad is not None
@@ -52,4 +52,4 @@ def test_neither_asks_for_entropy_and_both_travel():
 
 def extras(objective: SFTObjective) -> dict[str, torch.Tensor]:
     nothing = {"ref_logprobs": torch.zeros(0), "sequence_ids": torch.zeros(0).long()}
-    return asked_for(objective.sft_loss, nothing)
+    return select_keyword_arguments(objective.sft_loss, nothing)

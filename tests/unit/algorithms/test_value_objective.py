@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
 from skyrl_train.algorithms.value_objective import ValueObjective, explained_variance
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
@@ -22,7 +22,7 @@ def valued_batch(fill: float = 0.0) -> TrainBatch:
     def noise() -> torch.Tensor:
         return torch.where(batch.loss_mask, torch.randn(len(batch.input_ids), generator=generator), fill)
 
-    batch = weigh(batch, lambda *tensors: token_mean(*tensors, max_seq_len=1))
+    batch = assign_loss_weights(batch, lambda *tensors: token_mean(*tensors, max_seq_len=1))
     return batch.with_tokens(values=noise(), returns=noise())
 
 
@@ -78,7 +78,7 @@ def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_those_of_the_mi
     (expected,) = torch.autograd.grad(OBJECTIVE(batch, values, None, tokens, whole), values)
     loss = torch.zeros((), dtype=torch.float64)
     start = 0
-    for micro_batch in batch.split(max_sequences=size):
+    for micro_batch in batch.split_micro_batches(max_sequences=size):
         stop = start + len(micro_batch.input_ids)
         loss = loss + OBJECTIVE(micro_batch, values[start:stop], None, tokens, parts)
         start = stop

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster import placement
-from skyrl_train.cluster.placement import Slots, placed_again, unless_lost
-from skyrl_train.errors import ClusterLost, NoRoom
+from skyrl_train.cluster.placement import ResourcePool, wait_for_rescheduling, await_unless_node_lost
+from skyrl_train.errors import ClusterLost, InsufficientResources
 
 
-def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> Slots:
+def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> ResourcePool:
     """Two slots whose bundles are on these nodes, at one look after another; the last one stays. Node `a` lives."""
     left = list(looks)
 
@@ -23,7 +23,7 @@ def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> Slots:
     monkeypatch.setattr(placement.ray, "nodes", lambda: [{"NodeID": one, "Alive": one == "a"} for one in "ab"])
     monkeypatch.setattr(placement, "CHECK_INTERVAL_S", 0.01)
     group: Any = None
-    return Slots(group, count=2, cpus=1.0, gpus=0.0, tenants=1, cores=1, order=(1, 0))
+    return ResourcePool(group, num_slots=2, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1, bundle_order=(1, 0))
 
 
 @pytest.mark.defect("C2-a-dead-node-is-restarted")
@@ -40,7 +40,7 @@ def test_a_start_in_slots_of_a_dead_node_ends_at_once(monkeypatch: pytest.Monkey
 
     async def run() -> None:
         with pytest.raises(ClusterLost, match=r"a node with slots of this run died"):
-            await unless_lost(start(), slots, [0])
+            await await_unless_node_lost(start(), slots, [0])
         await asyncio.wait_for(ended.wait(), 5)
 
     asyncio.run(run())
@@ -56,9 +56,9 @@ def test_a_start_that_takes_its_time_is_waited_for_while_its_own_node_lives(monk
 
     async def run() -> None:
         slots = slots_of(monkeypatch, {0: "a", 1: ""})
-        await placed_again(slots, [1], 0.0)
-        assert await unless_lost(start(), slots, [1]) == "capabilities"
-        with pytest.raises(NoRoom, match="the others have no room for them"):
-            await placed_again(slots, [0, 1], 0.0)
+        await wait_for_rescheduling(slots, [1], 0.0)
+        assert await await_unless_node_lost(start(), slots, [1]) == "capabilities"
+        with pytest.raises(InsufficientResources, match="the others have no room for them"):
+            await wait_for_rescheduling(slots, [0, 1], 0.0)
 
     asyncio.run(run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.placement import fewest_cores, visible_devices
+from skyrl_train.cluster.placement import compute_min_cores_per_slot, visible_devices
 from skyrl_train.errors import ConfigError
 
 
@@ -31,4 +31,4 @@ def test_slots_on_several_nodes_are_refused_by_the_keys_name():
     ],
 )
 def test_the_slots_of_a_node_share_its_cores(nodes: list[str], cpus: dict[str, float], cores: int):
-    assert fewest_cores(nodes, cpus) == cores
+    assert compute_min_cores_per_slot(nodes, cpus) == cores

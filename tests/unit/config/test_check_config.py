@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.hydra import BASE
+from skyrl_train.config.hydra import BASE_PRESET
 from skyrl_train.entrypoints import check_config
 
 KEYS = Path(__file__).with_name("skyrl_keys.tsv")
@@ -124,7 +124,7 @@ def test_information_flags_of_hydra_work_and_write_nothing(tmp_path: Path):
     assert text.count("my/model") == 3
     assert "tensor_parallel_size: 1" in text
     assert "Hydra" in printed("--hydra-help")
-    assert "config ok" in printed("--elsewhere", f"--config-name={BASE}")
+    assert "config ok" in printed("--elsewhere", f"--config-name={BASE_PRESET}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,9 +172,9 @@ def test_a_probe_elsewhere_is_refused(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_what_does_not_fit_is_said():
-    from skyrl_train.experiment.memory_plan import MemoryLine, SlotPlan
+    from skyrl_train.experiment.memory_plan import MemoryItem, SlotMemoryPlan
 
-    plan = SlotPlan("policy", 2, (MemoryLine("policy", "parameters", "", {"": 3 << 30}, exact=True),))
+    plan = SlotMemoryPlan("policy", 2, (MemoryItem("policy", "parameters", "", {"": 3 << 30}, exact=True),))
     on_cpu = "\n".join(check_config.plan_lines([plan], "cpu", 4 << 30, 4 << 30))
     assert "all slots together, on this machine: 6.00 of 4.00 GiB: DOES NOT FIT" in on_cpu
     on_gpu = "\n".join(check_config.plan_lines([plan], "cuda", 4 << 30, 1 << 30))
@@ -182,10 +182,10 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_plan_for_accelerators_compares_nothing_with_a_machine_that_has_none():
-    from skyrl_train.experiment.memory_plan import MemoryLine, SlotPlan
+    from skyrl_train.experiment.memory_plan import MemoryItem, SlotMemoryPlan
 
-    rows = [MemoryLine("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]
-    text = "\n".join(check_config.plan_lines([SlotPlan("policy", 2, tuple(rows))], "cuda", None, 1 << 30))
+    rows = [MemoryItem("policy", "parameters", "", {"": 3 << 30}, on_host=on_host) for on_host in (False, True)]
+    text = "\n".join(check_config.plan_lines([SlotMemoryPlan("policy", 2, tuple(rows))], "cuda", None, 1 << 30))
     assert "policy, on each accelerator: 3.00 GiB\n" in text
     assert "host memory of all slots together: 6.00 GiB\n" in text
     assert "this machine" not in text

@@ -5,20 +5,20 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.config.hydra import flag_parser, load, show_information
-from skyrl_train.config.keys import MEANT, leaves, nearest
+from skyrl_train.config.hydra import flag_parser, load_preset, print_hydra_info
+from skyrl_train.config.keys import KEY_SUGGESTIONS, value_keys, suggest_key
 from skyrl_train.config.prepare import read_command_line
 from skyrl_train.errors import ConfigError
 
 
-def said(*argv: str) -> str:
+def command_line_problems(*argv: str) -> str:
     return "\n".join(str(problem) for problem in read_command_line(argv).problems)
 
 
 @pytest.mark.fault("F01")
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 def test_unknown_key_is_named_with_its_nearest_match_whatever_the_prefix(prefix: str):
-    assert said(f"{prefix}trainer.epcohs=20") == "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?"
+    assert command_line_problems(f"{prefix}trainer.epcohs=20") == "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?"
 
 
 @pytest.mark.fault("F01")
@@ -41,23 +41,23 @@ def test_unknown_key_is_named_with_its_nearest_match_whatever_the_prefix(prefix:
     ],
 )
 def test_nearest_key_is_the_one_that_was_meant(wrong: str, right: str):
-    assert nearest(wrong) == right
+    assert suggest_key(wrong) == right
 
 
 def test_what_others_call_a_key_is_none_of_ours_and_leads_to_one():
-    assert [key for key in MEANT.values() if key not in leaves()] == []
+    assert [key for key in KEY_SUGGESTIONS.values() if key not in value_keys()] == []
     own = {"model", "model_name", "temperature"}  # ours as well, in one section
-    assert [name for name in MEANT if name in {key.rpartition(".")[2] for key in leaves()} - own] == []
+    assert [name for name in KEY_SUGGESTIONS if name in {key.rpartition(".")[2] for key in value_keys()} - own] == []
 
 
 @pytest.mark.fault("F01")
 def test_key_without_any_likeness_points_to_the_documentation():
-    assert said("+qwertz=1") == "qwertz=1: unknown key. docs/configuration.md lists all keys."
+    assert command_line_problems("+qwertz=1") == "qwertz=1: unknown key. docs/configuration.md lists all keys."
 
 
 @pytest.mark.fault("F01")
 def test_key_below_a_value_is_unknown():
-    assert "trainer.epochs.x=1: unknown key." in said("trainer.epochs.x=1")
+    assert "trainer.epochs.x=1: unknown key." in command_line_problems("trainer.epochs.x=1")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_what_recipes_write_is_accepted(text: str):
     ],
 )
 def test_wrong_value_is_refused_with_key_value_and_what_is_allowed(text: str, message: str):
-    assert said(text).startswith(message)
+    assert command_line_problems(text).startswith(message)
 
 
 @pytest.mark.fault("F02")
 def test_list_inside_quoted_text_is_not_taken_for_a_file_name():
-    assert "with the quotes around it all" in said("data.train_data=\"['a.parquet']\"")
+    assert "with the quotes around it all" in command_line_problems("data.train_data=\"['a.parquet']\"")
 
 
 def test_all_problems_come_at_once_and_in_order():
@@ -150,25 +150,25 @@ def test_other_name_of_a_key_works_and_contradiction_is_an_error(alias: str, nam
             config = getattr(config, part)
         return config
 
-    assert value(load([f"{alias}=64"])) == 64
-    assert value(load([f"+{alias}=64"])) == 64
+    assert value(load_preset([f"{alias}=64"])) == 64
+    assert value(load_preset([f"+{alias}=64"])) == 64
     assert read_command_line([f"{alias}=64", f"{name}=64"]).problems == []
     for pair in ((alias, name), (name, alias)):
-        assert "They are one setting" in said(f"{pair[0]}=64", f"{pair[1]}=32")
+        assert "They are one setting" in command_line_problems(f"{pair[0]}=64", f"{pair[1]}=32")
 
 
 @pytest.mark.parametrize("flag", ["--multirun", "--config-path=x", "--experimental-rerun=x.pickle"])
 def test_flags_that_are_off_are_refused_with_an_alternative(flag: str):
-    assert said(flag).startswith(f"{flag.partition('=')[0]}: is off. ")
+    assert command_line_problems(flag).startswith(f"{flag.partition('=')[0]}: is off. ")
 
 
 @pytest.mark.fault("F01")
 def test_load_refuses_what_the_command_line_check_refuses():
     with pytest.raises(ConfigError) as caught:
-        load(["+trainer.epcohs=1", "trainer.seed=x"])
+        load_preset(["+trainer.epcohs=1", "trainer.seed=x"])
     head, *lines = str(caught.value).splitlines()
     assert head == "2 problems in the configuration:"
-    assert {line.strip() for line in lines} == set(said("+trainer.epcohs=1", "trainer.seed=x").splitlines())
+    assert {line.strip() for line in lines} == set(command_line_problems("+trainer.epcohs=1", "trainer.seed=x").splitlines())
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
@@ -182,7 +182,7 @@ def test_no_text_makes_the_check_raise(text: str):
 def test_all_flags_of_hydra_are_parsed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["skyrl-train"])
     with pytest.raises(SystemExit):
-        show_information(["--hydra-help"], [])
+        print_hydra_info(["--hydra-help"], [])
     lines = re.findall(r"^ *(--\S+) : ", capsys.readouterr().out, re.MULTILINE)
     shown = {flag for line in lines for flag in line.split(",")}
     assert "--config-name" in shown and "-cn" in shown

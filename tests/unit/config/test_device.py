@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.config.hydra import load
-from skyrl_train.config.machine import accelerator_present, resolve_device
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.hydra import load_preset
+from skyrl_train.config.local_checks import is_accelerator_available, resolve_device
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.section import freeze
 from skyrl_train.errors import ConfigError
 
-SPELT_OUT = [
+EXPLICIT_DEFAULTS = [
     "generator.backend=vllm",
     "generator.model_dtype=bfloat16",
     "generator.weight_sync_backend=nccl",
@@ -17,12 +17,12 @@ SPELT_OUT = [
 ]
 
 
-@pytest.mark.parametrize("overrides", [[], SPELT_OUT], ids=["untouched", "spelt out"])
+@pytest.mark.parametrize("overrides", [[], EXPLICIT_DEFAULTS], ids=["untouched", "spelt out"])
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_defaults_are_fitted_to_a_machine_without_accelerator_and_every_change_is_said(
     overrides: list[str], device: str
 ):
-    config, notes = resolve_device(load([*overrides, f"device={device}"]), has_accelerator=False)
+    config, notes = resolve_device(load_preset([*overrides, f"device={device}"]), has_accelerator=False)
     assert config.device == "cpu"
     assert (config.trainer.bf16, config.trainer.flash_attn) == (False, False)
     generator = config.generator
@@ -41,14 +41,14 @@ def test_defaults_are_fitted_to_a_machine_without_accelerator_and_every_change_i
 
 def test_values_that_are_not_defaults_are_kept():
     config, notes = resolve_device(
-        load(["generator.model_dtype=float16", "generator.backend=sglang"]), has_accelerator=False
+        load_preset(["generator.model_dtype=float16", "generator.backend=sglang"]), has_accelerator=False
     )
     assert (config.generator.model_dtype, config.generator.backend) == ("float16", "sglang")
     assert not any("model_dtype" in note or "generator.backend" in note for note in notes)
 
 
 def test_an_accelerator_keeps_its_precision_and_collectives():
-    config, notes = resolve_device(load(), has_accelerator=True)
+    config, notes = resolve_device(load_preset(), has_accelerator=True)
     assert config.device == "cuda"
     assert config.trainer.bf16 is True
     assert (config.generator.model_dtype, config.generator.weight_sync_backend) == ("bfloat16", "nccl")
@@ -57,25 +57,25 @@ def test_an_accelerator_keeps_its_precision_and_collectives():
 
 
 def test_an_engine_that_is_written_out_stays_and_an_untouched_one_fits_the_machine(tmp_path):
-    assert prepare([], has_accelerator=False).config.generator.backend == "transformers"
-    assert prepare(["generator.backend=vllm"], has_accelerator=False).config.generator.backend == "vllm"
+    assert prepare_config([], has_accelerator=False).config.generator.backend == "transformers"
+    assert prepare_config(["generator.backend=vllm"], has_accelerator=False).config.generator.backend == "vllm"
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_base_config, _self_]\ngenerator: {backend: vllm}\n")
     preset = ["--config-dir", str(tmp_path), "--config-name", "mine"]
-    assert prepare(preset, has_accelerator=False).config.generator.backend == "vllm"
+    assert prepare_config(preset, has_accelerator=False).config.generator.backend == "vllm"
 
 
 def test_cpu_can_be_asked_for_where_there_is_an_accelerator():
-    assert resolve_device(load(["device=cpu"]), has_accelerator=True)[0].generator.weight_sync_backend == "gloo"
+    assert resolve_device(load_preset(["device=cpu"]), has_accelerator=True)[0].generator.weight_sync_backend == "gloo"
 
 
 @pytest.mark.fault("F05")
 def test_cuda_without_accelerator_is_refused():
     with pytest.raises(ConfigError, match=r"device=cuda: must be cpu or auto here\. No NVIDIA device"):
-        prepare(["device=cuda"], has_accelerator=False)
+        prepare_config(["device=cuda"], has_accelerator=False)
 
 
 def test_what_is_given_stays_as_it_is():
-    given = load()
+    given = load_preset()
     resolved, _ = resolve_device(given, has_accelerator=False)
     assert given.generator.backend == "vllm"
     assert freeze(resolved).trainer.algorithm is given.trainer.algorithm
@@ -84,4 +84,4 @@ def test_what_is_given_stays_as_it_is():
 @pytest.mark.parametrize("visible", ["", "-1", " "])
 def test_hidden_accelerators_are_none(monkeypatch: pytest.MonkeyPatch, visible: str):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert accelerator_present() is False
+    assert is_accelerator_available() is False

@@ -3,7 +3,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from skyrl_train.config.keys import leaves
+from skyrl_train.config.keys import value_keys
 
 ROOT = Path(__file__).parents[3]
 generator = runpy.run_path(str(ROOT / "scripts" / "generate_config_docs.py"))
@@ -16,7 +16,7 @@ def test_page_is_what_the_dataclasses_say():
 
 def test_every_key_has_a_row_with_a_meaning():
     page = generator["render"]()
-    for key in leaves():
+    for key in value_keys():
         section, _, name = key.rpartition(".")
         heading = f"{'## ' if '.' not in section else '### '}{section}\n" if section else "# Configuration\n"
         rows = page[page.index(heading) + len(heading) :].partition("\n## " if not section else "\n#")[0].splitlines()

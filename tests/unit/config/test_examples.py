@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.config.prepare import prepare
-from tests.support.each import check_each
-from tests.support.pages import Command, documented
+from skyrl_train.config.prepare import prepare_config
+from tests.support.table_cases import check_each
+from tests.support.doc_pages import Command, find_commands
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"
 PATH = os.pathsep.join([os.environ["PATH"], str(REPOSITORY / ".uv" / "bin")])
 """With the uv that scripts/bootstrap gets where there is none."""
 needs_uv = pytest.mark.skipif(shutil.which("uv", path=PATH) is None, reason="needs uv")
-SCRIPTS = documented(r"examples/\w+/run\w*\.sh")
+SCRIPTS = find_commands(r"examples/\w+/run\w*\.sh")
 PRESETS = sorted(EXAMPLES.rglob("*.yaml"))
 PRESETS.remove(EXAMPLES / "mini_swe_agent" / "swebench.yaml")  # words of an agent, in mini-swe-agent's form
 PRESETS.remove(
@@ -29,7 +29,7 @@ PRESETS.remove(
 
 
 def is_good_without_warnings(path: Path) -> None:
-    prepared = prepare(
+    prepared = prepare_config(
         ["--config-dir", str(path.parent), "--config-name", path.stem, "trainer.policy.model.path=model"],
         has_accelerator=True,
     )

@@ -10,7 +10,7 @@ import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from skyrl_train.config.hydra import compose, load
+from skyrl_train.config.hydra import compose, load_preset
 from skyrl_train.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ def test_presets_that_include_each_other_are_refused(tmp_path: Path):
 
 
 def test_references_to_values_and_parts_of_values_are_followed():
-    config = load(
+    config = load_preset(
         [
             "trainer.project_name=p",
             "trainer.policy.model.path=${trainer.project_name}/${trainer.seed}",
@@ -101,7 +101,7 @@ def test_references_to_values_and_parts_of_values_are_followed():
 
 
 def test_relative_references_are_followed():
-    config = load(
+    config = load_preset(
         ["trainer.policy.optimizer_config.lr=${.weight_decay}", "trainer.policy.optimizer_config.weight_decay=0.5"]
     )
     assert config.trainer.policy.optimizer_config.lr == 0.5

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from skyrl_train.config.predicates import Uses
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.predicates import RunComponents
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.errors import ConfigError
 
 LONGEST_S = 3.0
@@ -56,7 +56,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model.mkdir()
     (model / "config.json").write_text("{}")
     overrides = [f"data.train_data=['{rows}']", f"data.val_data=['{rows}']", f"trainer.policy.model.path={model}"]
-    prepare(overrides, has_accelerator=False, uses=Uses())
+    prepare_config(overrides, has_accelerator=False, components=RunComponents())
     return overrides
 
 
@@ -65,6 +65,6 @@ def test_a_typical_mistake_is_answered_with_what_to_do(mistake: str, right: list
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     begun = time.monotonic()
     with pytest.raises(ConfigError) as refused:
-        prepare([*right, mistake], has_accelerator=False, uses=Uses())
+        prepare_config([*right, mistake], has_accelerator=False, components=RunComponents())
     assert time.monotonic() - begun < LONGEST_S
     assert MISTAKES[mistake] in str(refused.value), refused.value

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
-from skyrl_train.config.run_folder import decisions, identity
+from skyrl_train.config.prepare import prepare_config
+from skyrl_train.config.run_folder import training_settings, run_identity
 
 
-def folders(*overrides: str) -> tuple[Path, Path]:
-    trainer = prepare(["device=cpu", *overrides]).config.trainer
+def get_run_folders(*overrides: str) -> tuple[Path, Path]:
+    trainer = prepare_config(["device=cpu", *overrides]).config.trainer
     return Path(trainer.ckpt_path), Path(trainer.export_path)
 
 
@@ -22,11 +22,11 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_every_configuration_has_folders_of_its_own_and_the_same_one_finds_them_again(home: Path):
-    saved, exported = folders("trainer.project_name=math", "trainer.run_name=first try")
+    saved, exported = get_run_folders("trainer.project_name=math", "trainer.run_name=first try")
     assert saved.parent == home / "ckpts" / "math"
     assert exported == home / "exports" / "math" / saved.name
     assert saved.name.startswith("first_try-") and len(saved.name) == len("first_try-") + 8
-    assert folders("trainer.project_name=math", "trainer.run_name=first try") == (saved, exported)
+    assert get_run_folders("trainer.project_name=math", "trainer.run_name=first try") == (saved, exported)
 
 
 @pytest.mark.parametrize(
@@ -45,31 +45,31 @@ def test_every_configuration_has_folders_of_its_own_and_the_same_one_finds_them_
     ],
 )
 def test_what_decides_what_is_learnt_decides_the_folder(override: str, same: bool):
-    assert (folders(override)[0] == folders()[0]) == same
+    assert (get_run_folders(override)[0] == get_run_folders()[0]) == same
 
 
 def test_only_what_is_not_as_by_default_is_in_the_digest():
     """A version that adds a key finds the folders of the one before."""
-    plain = decisions(prepare(["device=cpu"]).config)
-    changed = decisions(prepare(["device=cpu", "trainer.seed=1", "data.train_data=[a.jsonl]"]).config)
+    plain = training_settings(prepare_config(["device=cpu"]).config)
+    changed = training_settings(prepare_config(["device=cpu", "trainer.seed=1", "data.train_data=[a.jsonl]"]).config)
     assert {name for name in changed if changed[name] != plain.get(name)} == {"trainer.seed", "data.train_data"}
     assert not {"trainer.seed", "trainer.train_batch_size", "trainer.policy.model.lora.rank"} & plain.keys()
 
 
 def test_a_folder_that_is_written_out_is_that_folder_even_if_it_is_the_default(home: Path):
-    assert folders("trainer.ckpt_path=/runs/a")[0] == Path("/runs/a")
-    assert folders(f"trainer.ckpt_path={home}/ckpts/")[0] == home / "ckpts"
-    assert folders("trainer.ckpt_path=/runs/a")[1].parent.parent == home / "exports"
+    assert get_run_folders("trainer.ckpt_path=/runs/a")[0] == Path("/runs/a")
+    assert get_run_folders(f"trainer.ckpt_path={home}/ckpts/")[0] == home / "ckpts"
+    assert get_run_folders("trainer.ckpt_path=/runs/a")[1].parent.parent == home / "exports"
 
 
 @pytest.mark.parametrize("name", ["../up", "/etc", "..", ".", "a/b"])
 def test_no_name_of_a_run_leads_out_of_the_folder_of_runs(name: str, home: Path):
-    saved = folders(f"trainer.run_name='{name}'", f"trainer.project_name='{name}'")[0].resolve()
+    saved = get_run_folders(f"trainer.run_name='{name}'", f"trainer.project_name='{name}'")[0].resolve()
     assert saved.parent.parent == home / "ckpts"
 
 
 def test_what_is_known_of_a_run_holds_no_secret(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_PASSWORD", "hunter2hunter2")
-    known = identity(prepare(["device=cpu", "trainer.run_name=hunter2hunter2"]).config)
+    known = run_identity(prepare_config(["device=cpu", "trainer.run_name=hunter2hunter2"]).config)
     assert known["run_name"] == "<MY_PASSWORD>"
     assert known.keys() == {"project_name", "run_name", "model"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.hydra import load, plain
-from skyrl_train.config.keys import all_keys, leaves, value_at
+from skyrl_train.config.hydra import load_preset, to_dict
+from skyrl_train.config.keys import all_keys, value_keys, get_value
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import FrozenMapping, freeze
 
@@ -160,19 +160,19 @@ def skyrl_defaults() -> dict[str, object]:
 
 
 def test_every_skyrl_key_has_its_default():
-    found = {key: value_at(Config(), key) for key in skyrl_defaults()}
+    found = {key: get_value(Config(), key) for key in skyrl_defaults()}
     assert found == skyrl_defaults() | OTHER_DEFAULTS
-    found_there = {name: key.facts.skyrl_default for name, key in leaves().items()}
+    found_there = {name: key.metadata.skyrl_default for name, key in value_keys().items()}
     noted = {name: value for name, value in found_there.items() if value is not ...}
     assert noted == {key: skyrl_defaults()[key] for key in OTHER_DEFAULTS}
 
 
 def test_new_keys_are_few_and_listed_here():
-    free = [key for key, item in leaves().items() if item.is_free]
+    free = [key for key, item in value_keys().items() if item.is_free_form]
     known = {key for key in skyrl_defaults() if not any(key.startswith(f"{prefix}.") for prefix in free)}
-    new = set(leaves()) - known - set(free)
+    new = set(value_keys()) - known - set(free)
     assert {key for key in new if not key.startswith("trainer.timeouts.")} == NEW_KEYS
-    assert all(isinstance(leaves()[key].default, float) for key in new - NEW_KEYS), "timeouts are seconds"
+    assert all(isinstance(value_keys()[key].default, float) for key in new - NEW_KEYS), "timeouts are seconds"
 
 
 def test_frozen_config_cannot_be_changed_anywhere():
@@ -200,7 +200,7 @@ def test_every_mutator_of_a_frozen_mapping_is_refused():
 
 
 def test_pickled_config_is_equal_and_still_frozen():
-    config = load(["+generator.engine_init_kwargs.a.b=[1,2]", "trainer.logger=[console,wandb]"])
+    config = load_preset(["+generator.engine_init_kwargs.a.b=[1,2]", "trainer.logger=[console,wandb]"])
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
     assert copy.generator.engine_init_kwargs == {"a": {"b": (1, 2)}}
@@ -215,16 +215,16 @@ def test_replace_of_a_frozen_section_can_be_changed():
 
 
 def test_plain_has_every_leaf_and_only_plain_values():
-    text = json.dumps(plain(freeze(Config())))
+    text = json.dumps(to_dict(freeze(Config())))
     content = json.loads(text)
-    for key in leaves():
+    for key in value_keys():
         value = content
         for part in key.split("."):
             value = value[part]
-    assert content == plain(Config())
+    assert content == to_dict(Config())
 
 
 def test_sections_and_leaves_have_distinct_names():
     sections = {key for key, item in all_keys().items() if item.is_section}
     assert sections
-    assert sections.isdisjoint(leaves())
+    assert sections.isdisjoint(value_keys())

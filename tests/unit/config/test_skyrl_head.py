@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from skyrl_train.config.documentation import help_text
-from skyrl_train.config.keys import all_keys, find, value_at
-from skyrl_train.config.prepare import prepare
-from skyrl_train.config.skyrl_keys import SKYRL_KEYS, skyrl_key
+from skyrl_train.config.key_help import format_help
+from skyrl_train.config.keys import all_keys, find_key, get_value
+from skyrl_train.config.prepare import prepare_config
+from skyrl_train.config.skyrl_keys import SKYRL_KEYS, find_skyrl_key
 from skyrl_train.entrypoints.from_skyrl import translate
 from skyrl_train.errors import ConfigError
 
@@ -52,16 +52,16 @@ OVERRIDES = overrides_by_recipe()
 KEYS = dict(rows("skyrl_head_keys.tsv"))
 
 
-def refusal(arguments: list[str]) -> str:
+def prepare_error(arguments: list[str]) -> str:
     """What `check_config --elsewhere` says of a command line for a machine with accelerators."""
     try:
-        prepare(arguments, has_accelerator=True)
+        prepare_config(arguments, has_accelerator=True)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def as_script(recipe: Recipe) -> str:
+def to_script(recipe: Recipe) -> str:
     """A script in SkyRL's style, in which `$HOME` is the caller's."""
     program = (
         f"python {recipe.module.replace('.', '/')}.py"
@@ -74,9 +74,9 @@ def as_script(recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
 def test_recipe_is_accepted_or_refused_for_its_reason(recipe: Recipe):
-    said = refusal(OVERRIDES[recipe.number])
+    said = prepare_error(OVERRIDES[recipe.number])
     assert recipe.check in said if recipe.check else said == ""
-    done = translate(as_script(recipe), recipe.name)
+    done = translate(to_script(recipe), recipe.name)
     assert recipe.from_skyrl in "\n".join(done.problems) if recipe.from_skyrl else done.problems == []
     assert bool(recipe.check or recipe.from_skyrl) == bool(recipe.reason)
 
@@ -87,12 +87,12 @@ def test_most_recipes_are_accepted():
 
 
 def test_every_key_of_todays_skyrl_is_accepted_at_its_default():
-    done = prepare([f"{key}={value}" for key, value in KEYS.items()], has_accelerator=True)
+    done = prepare_config([f"{key}={value}" for key, value in KEYS.items()], has_accelerator=True)
     noted = "\n".join(done.notes)
     for key in KEYS:
-        entry = skyrl_key(key)
-        assert (entry is None) == (find(key) is not None), key
-        assert (f"{key}=" in noted) == (entry is not None and entry.accepted is None), key
+        entry = find_skyrl_key(key)
+        assert (entry is None) == (find_key(key) is not None), key
+        assert (f"{key}=" in noted) == (entry is not None and entry.accepted_values is None), key
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_every_key_of_todays_skyrl_is_accepted_at_its_default():
     ],
 )
 def test_todays_keys_have_their_meaning(written: str, key: str, meant: Any, tmp_path: Path):
-    assert value_at(prepare([written], has_accelerator=True).config, key) == meant
+    assert get_value(prepare_config([written], has_accelerator=True).config, key) == meant
     name, _, value = written.partition("=")
     *sections, last = name.split(".")
     text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(sections))
     (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(sections)}{last}: {value}\n")
     preset = ["--config-dir", str(tmp_path), "--config-name", "mine"]
-    assert value_at(prepare(preset, has_accelerator=True).config, key) == meant
+    assert get_value(prepare_config(preset, has_accelerator=True).config, key) == meant
 
 
 def test_replayed_routing_is_that_of_rollouts():
     replay = [f"{MEGATRON}moe_enable_routing_replay=true", f"{ENGINE}enable_return_routed_experts=true"]
-    config = prepare([*replay, "generator.backend=transformers"], has_accelerator=True).config
+    config = prepare_config([*replay, "generator.backend=transformers"], has_accelerator=True).config
     assert config.trainer.moe_routing_replay == "rollout"
-    assert "trainer.moe_routing_replay=rollout: must be null or old_policy" in refusal(replay)
+    assert "trainer.moe_routing_replay=rollout: must be null or old_policy" in prepare_error(replay)
 
 
 SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=http://127.0.0.1:8000"]
@@ -162,23 +162,23 @@ SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=ht
     ],
 )
 def test_what_would_change_results_is_refused(arguments: list[str], said: str):
-    assert said in refusal(arguments) if said else refusal(arguments) == ""
+    assert said in prepare_error(arguments) if said else prepare_error(arguments) == ""
 
 
 def test_keys_without_effect_are_named_by_advice():
     keys = ["trainer.mtp.enabled=true", f"{MEGATRON}mtp_loss_topk=256", f"{ENGINE}distributed_executor_backend=mp"]
-    first, second = prepare([*keys, "device=cuda"], has_accelerator=True).notes
+    first, second = prepare_config([*keys, "device=cuda"], has_accelerator=True).notes
     assert first == f"{MEGATRON}mtp_loss_topk=256, {keys[0]}: no effect here. {SKYRL_KEYS['trainer.mtp'].advice}"
     assert second.startswith(f"{keys[2]}: no effect here. Ray places engines")
 
 
 def test_help_knows_keys_without_counterpart():
-    assert SKYRL_KEYS["trainer.mtp"].advice in help_text(["trainer.mtp.enabled"], 120)
+    assert SKYRL_KEYS["trainer.mtp"].advice in format_help(["trainer.mtp.enabled"], 120)
 
 
 def test_every_entry_of_the_table_is_a_key_of_skyrl():
     sections = {"trainer.*.fsdp_config.mixed_precision", f"{ENGINE}engine_init_kwargs.kv_transfer_config"}
-    used = [id(skyrl_key(key)) for key in KEYS]
+    used = [id(find_skyrl_key(key)) for key in KEYS]
     assert {name for name, entry in SKYRL_KEYS.items() if id(entry) not in used} == sections
     assert not SKYRL_KEYS.keys() & all_keys().keys()
     assert all(entry.advice.endswith(".") for entry in SKYRL_KEYS.values())

@@ -14,8 +14,8 @@ import pytest
 
 from integrations.verifiers.entrypoints.main_verifiers import of_verifiers
 from scripts.full_context.main_full_ctx import with_steps
-from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.prepare import PreparedConfig, prepare
+from skyrl_train.config.keys import replace_value
+from skyrl_train.config.prepare import PreparedConfig, prepare_config
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import ConfigError
 
@@ -44,7 +44,7 @@ def prepared(recipe: Recipe) -> PreparedConfig:
     """As on a machine with accelerators. Modules beside SkyRL's package are programs of the user's own."""
     own_code = not recipe.module.startswith("skyrl_train.")
     arguments = shlex.split(recipe.arguments)
-    return prepare(REWRITES.get(recipe.module, list)(arguments), has_accelerator=True, own_code=own_code)
+    return prepare_config(REWRITES.get(recipe.module, list)(arguments), has_accelerator=True, has_user_code=own_code)
 
 
 def names(recipes: list[Recipe]) -> list[str]:
@@ -56,7 +56,7 @@ def test_a_published_recipe_is_a_good_configuration_as_written_and_with_either_e
     config = prepared(recipe).config
     assert config.generator.backend == "vllm"  # what each of them is published with
     for backend in ("vllm", "sglang"):
-        assert validate(with_value_at(config, "generator.backend", backend), open_to_names=True) == []
+        assert validate(replace_value(config, "generator.backend", backend), allow_unregistered_names=True) == []
 
 
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies as st
 
-from skyrl_train.config.convert import Unfit, convert
-from skyrl_train.config.hydra import compose as hydra_compose, finish, load, parse_override
-from skyrl_train.config.keys import arms, leaves
-from skyrl_train.config.machine import resolve_device
+from skyrl_train.config.value_parsing import InvalidValue, convert_value
+from skyrl_train.config.hydra import compose as hydra_compose, to_config, load_preset, parse_override
+from skyrl_train.config.keys import union_members, value_keys
+from skyrl_train.config.local_checks import resolve_device
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Range, freeze
-from skyrl_train.config.validate import OPEN_TO_PLUGINS, validate
-from tests.support.each import check_each
+from skyrl_train.config.validate import PLUGIN_KEYS, validate
+from tests.support.table_cases import check_each
 
-RANGES: dict[str, Range] = {name: key.facts.range for name, key in leaves().items() if key.facts.range is not None}
-CHOICES = {name: key.facts.choices for name, key in leaves().items() if key.facts.choices is not None}
-UNAVAILABLE = {name: key.facts.unavailable for name, key in leaves().items() if key.facts.unavailable}
+RANGES: dict[str, Range] = {name: key.metadata.range for name, key in value_keys().items() if key.metadata.range is not None}
+CHOICES = {name: key.metadata.choices for name, key in value_keys().items() if key.metadata.choices is not None}
+UNAVAILABLE = {name: key.metadata.unavailable for name, key in value_keys().items() if key.metadata.unavailable}
 NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reasons, Mapping) for name in reasons]
 
 
 def problems(*overrides: str) -> dict[str, str]:
-    config, found, _ = finish(hydra_compose([parse_override(text).for_hydra for text in overrides]))
+    config, found, _ = to_config(hydra_compose([parse_override(text).for_hydra for text in overrides]))
     assert found == []
     return {problem.key: str(problem) for problem in validate(resolve_device(config, has_accelerator=False)[0])}
 
@@ -42,14 +42,14 @@ def with_value(key: str, value: Any) -> Config:
 
 def fits(value: object, key: str) -> bool:
     try:
-        return convert(value, leaves()[key].hint) == value
-    except Unfit:
+        return convert_value(value, value_keys()[key].type_hint) == value
+    except InvalidValue:
         return False
 
 
 @functools.cache
 def defaults_on_cpu() -> Config:
-    return freeze(resolve_device(load(), has_accelerator=False)[0])
+    return freeze(resolve_device(load_preset(), has_accelerator=False)[0])
 
 
 def test_defaults_are_valid():
@@ -76,9 +76,9 @@ def test_ranks_of_an_engine_are_shared_out_evenly_over_its_nodes(overrides: list
 def test_on_a_cpu_each_node_of_an_engine_has_one_rank(ranks: int, nodes: int, refused: bool):
     key = "trainer.placement.nodes_per_engine"
     config = resolve_device(
-        load([f"generator.inference_engine_tensor_parallel_size={ranks}", f"{key}={nodes}"]),
+        load_preset([f"generator.inference_engine_tensor_parallel_size={ranks}", f"{key}={nodes}"]),
         has_accelerator=False,
-        given=["generator.backend"],
+        explicit_keys=["generator.backend"],
     )[0]
     found = [str(one) for one in validate(config) if one.key == key]
     assert [f"must be 1 or {ranks}, the ranks of an engine, with device=cpu" in one for one in found] == [
@@ -438,7 +438,7 @@ def test_mini_batch_of_a_critic_counts_where_there_is_one():
 
 
 def is_refused_by_name(key: str) -> None:
-    assert leaves()[key].default in CHOICES[key], "the default is available"
+    assert value_keys()[key].default in CHOICES[key], "the default is available"
     other = next(value for value in (True, False, 7, "x", ["x"]) if fits(value, key) and value not in CHOICES[key])
     found = [problem for problem in validate(with_value(key, other)) if problem.key == key]
     assert [problem.advice for problem in found] == [UNAVAILABLE[key]]
@@ -459,7 +459,7 @@ def test_unavailable_choices_say_what_to_use():
     check_each(NAMES, is_refused_with_advice)
 
 
-@pytest.mark.parametrize("key", sorted(OPEN_TO_PLUGINS))
+@pytest.mark.parametrize("key", sorted(PLUGIN_KEYS))
 def test_plugins_open_the_names_they_can_register(key: str):
     assert key in problems(f"{key}=mine")
     assert key not in problems(f"{key}=mine", "trainer.plugins=[my.module]")
@@ -471,19 +471,19 @@ def test_plugins_do_not_open_other_names():
 
 def neighbours(key: str) -> Iterator[tuple[float, float]]:
     """(last number inside, first one outside) of each end of a key's range."""
-    allowed, hint = RANGES[key], leaves()[key].hint
-    whole = int in arms(hint) or hint == list[int]
+    allowed, hint = RANGES[key], value_keys()[key].type_hint
+    whole = int in union_members(hint) or hint == list[int]
 
     def next_to(end: float, towards: float) -> float:
         return int(end + math.copysign(1, towards)) if whole else math.nextafter(end, towards)
 
-    for end, is_open, outside in ((allowed.low, allowed.above, -math.inf), (allowed.high, allowed.below, math.inf)):
+    for end, is_open, outside in ((allowed.low, allowed.exclusive_low, -math.inf), (allowed.high, allowed.exclusive_high, math.inf)):
         if math.isfinite(end):
             yield (next_to(end, -outside), end) if is_open else (end, next_to(end, outside))
 
 
 def range_problems(key: str, number: float) -> list[str]:
-    value = [number, number] if isinstance(leaves()[key].default, list) else number
+    value = [number, number] if isinstance(value_keys()[key].default, list) else number
     found = validate(with_value(key, value))
     return [str(problem) for problem in found if problem.key == key and problem.allowed == str(RANGES[key])]
 
@@ -499,7 +499,7 @@ def test_ranges_are_enforced_at_their_ends():
 
 
 def holds_its_default(key: str) -> None:
-    default = leaves()[key].default
+    default = value_keys()[key].default
     for number in default if isinstance(default, list) else [default]:
         if isinstance(number, (int, float)):
             assert number in RANGES[key]
@@ -512,14 +512,14 @@ def test_ranges_contain_their_defaults():
 
 
 def test_collectives_are_those_of_the_device():
-    on_cuda = resolve_device(load(["generator.weight_sync_backend=gloo"]), has_accelerator=True)[0]
+    on_cuda = resolve_device(load_preset(["generator.weight_sync_backend=gloo"]), has_accelerator=True)[0]
     (problem,) = validate(on_cuda)
     assert str(problem).startswith("generator.weight_sync_backend=gloo: must be nccl with device=cuda.")
 
 
 @pytest.mark.fault("F02")
 def test_nan_is_refused_at_every_number_also_past_the_command_line():
-    for key, item in leaves().items():
+    for key, item in value_keys().items():
         if isinstance(item.default, float):
             assert key in {problem.key for problem in validate(with_value(key, float("nan")))}, key
 
@@ -529,7 +529,7 @@ junk = st.one_of(
 )
 
 
-@given(st.sampled_from(sorted(leaves())), junk)
+@given(st.sampled_from(sorted(value_keys())), junk)
 @example("trainer.export_path", 0)
 @example("generator.remote_inference_engine_urls", [0])
 def test_validate_never_raises(key: str, value: object):

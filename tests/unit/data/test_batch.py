@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, cat, collate, pack
+from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, concat_batches, collate, pack
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup, Turn
-from tests.support.largest_tensor import LargestTensor
+from tests.support.tensor_size_mode import LargestTensor
 from tests.support.padded_reference import grouped_batch
 from tests.support.trajectories import trajectory_from
 
@@ -48,7 +48,7 @@ shapes = st.lists(
 )
 
 
-def batch_of(groups: list[list[tuple[int, int]]]) -> TrainBatch:
+def make_batch(groups: list[list[tuple[int, int]]]) -> TrainBatch:
     batch = collate([group(index, lengths) for index, lengths in enumerate(groups)])
     return batch.with_tokens(advantages=torch.arange(len(batch.input_ids), dtype=torch.float32))
 
@@ -69,25 +69,25 @@ def test_every_field_is_either_per_token_or_per_sequence():
 def test_tokens_are_held_once():
     groups = [group(0, [(2, 3), (2, 4)]), group(1, [(3, 1)])]
     before = [
-        (item.prompt_ids.tolist(), item.response_ids.tolist(), item.logprobs.tolist()) for item in items_of(groups)
+        (item.prompt_ids.tolist(), item.response_ids.tolist(), item.logprobs.tolist()) for item in get_trajectories(groups)
     ]
     batch = collate(groups)
     assert batch.input_ids.dtype == torch.int32
-    assert [(x.prompt_ids.tolist(), x.response_ids.tolist(), x.logprobs.tolist()) for x in items_of(groups)] == before
+    assert [(x.prompt_ids.tolist(), x.response_ids.tolist(), x.logprobs.tolist()) for x in get_trajectories(groups)] == before
     assert batch.rollout_logprobs is not None
-    for item in items_of(groups):
+    for item in get_trajectories(groups):
         assert np.shares_memory(item.response_ids, batch.input_ids.numpy())
         assert np.shares_memory(item.prompt_ids, batch.input_ids.numpy())
         assert np.shares_memory(item.logprobs, batch.rollout_logprobs.numpy())
     assert_same(collate(groups), batch)  # once more, of the views
 
 
-def items_of(groups: list[TrajectoryGroup]) -> list[Trajectory]:
+def get_trajectories(groups: list[TrajectoryGroup]) -> list[Trajectory]:
     return [item for one in groups for item in one.trajectories]
 
 
 def test_consecutive_sequences_are_views_if_no_copy_is_asked_for():
-    batch = batch_of([[(2, 3), (1, 4)], [(3, 1), (2, 2)]])
+    batch = make_batch([[(2, 3), (1, 4)], [(3, 1), (2, 2)]])
     for rows in ([1, 2], [0, 1, 2, 3], [2, 0], [0, 2, 3], []):
         assert_same(batch.select(rows, copy=False), batch.select(rows))
     assert batch.advantages is not None
@@ -100,25 +100,25 @@ def test_consecutive_sequences_are_views_if_no_copy_is_asked_for():
 
 
 def test_only_what_a_model_reads_is_sent_to_be_scored():
-    batch = batch_of([[(2, 3), (1, 4)]])
-    kept = {name for name in TOKEN_FIELDS if getattr(batch.to_score(), name) is not None}
+    batch = make_batch([[(2, 3), (1, 4)]])
+    kept = {name for name in TOKEN_FIELDS if getattr(batch.select_logprob_inputs(), name) is not None}
     assert kept == {"input_ids", "loss_mask"}
 
 
 def test_only_what_its_update_reads_is_sent_to_a_model():
-    batch = batch_of([[(2, 3), (1, 4)]])
+    batch = make_batch([[(2, 3), (1, 4)]])
     batch = batch.with_tokens(values=batch.advantages, returns=batch.advantages, old_logprobs=batch.advantages)
     for role, wanted in (
         ("policy", {"input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "advantages"}),
         ("critic", {"input_ids", "loss_mask", "values", "returns"}),
     ):
-        sent = batch.to_update(role)
+        sent = batch.select_update_inputs(role)
         assert {name for name in TOKEN_FIELDS if getattr(sent, name) is not None} == wanted
 
 
 @given(shapes)
 def test_a_batch_is_sent_as_its_arrays_and_a_part_of_one_without_the_rest(groups: list[list[tuple[int, int]]]):
-    batch = batch_of(groups)
+    batch = make_batch(groups)
     part = batch.select([0], copy=False)
     for one in (batch, part):
         buffers: list[pickle.PickleBuffer] = []
@@ -154,8 +154,8 @@ def test_failed_trajectories_keep_their_place_and_have_no_mask():
     batch = collate([group(0, [(2, 3)]), group(1, [(2, 3)], FAILED), group(2, [(1, 1)])])
     assert batch.group_ids.tolist() == [0, 1, 2]
     assert batch.status.tolist() == [True, False, True]
-    assert batch.per_sequence_sum(batch.loss_mask.float()).tolist() == [3, 0, 1]
-    assert batch.loss_tokens.tolist() == [3, 0, 1]
+    assert batch.sum_per_sequence(batch.loss_mask.float()).tolist() == [3, 0, 1]
+    assert batch.num_loss_tokens.tolist() == [3, 0, 1]
 
 
 def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():
@@ -167,7 +167,7 @@ def test_token_fields_of_different_lengths_are_a_bug_named_by_prompt():
 
 @given(shapes, st.randoms(use_true_random=False))
 def test_selecting_in_any_order_and_back_changes_nothing(groups, random):
-    batch = batch_of(groups)
+    batch = make_batch(groups)
     order = list(range(len(batch)))
     random.shuffle(order)
     shuffled = batch.select(order)
@@ -178,9 +178,9 @@ def test_selecting_in_any_order_and_back_changes_nothing(groups, random):
 
 @given(shapes, st.none() | st.integers(1, 4), st.none() | st.integers(1, 20))
 def test_splitting_and_joining_is_the_identity_and_keeps_both_bounds(groups, max_sequences, token_budget):
-    batch = batch_of(groups)
-    parts = batch.split(max_sequences=max_sequences, token_budget=token_budget)
-    assert_same(cat(parts), batch)
+    batch = make_batch(groups)
+    parts = batch.split_micro_batches(max_sequences=max_sequences, token_budget=token_budget)
+    assert_same(concat_batches(parts), batch)
     for part in parts:
         assert max_sequences is None or len(part) <= max_sequences
         assert token_budget is None or len(part.input_ids) <= token_budget or len(part) == 1
@@ -188,29 +188,29 @@ def test_splitting_and_joining_is_the_identity_and_keeps_both_bounds(groups, max
 
 @given(shapes, st.integers(1, 6))
 def test_sharding_gives_every_row_to_one_rank_and_no_rank_much_more(groups, ranks):
-    batch = batch_of(groups)
-    rows = batch.shard(ranks)
+    batch = make_batch(groups)
+    rows = batch.partition(ranks)
     assert sorted(row for of_rank in rows for row in of_rank) == list(range(len(batch)))
     loads = [int(batch.lengths[of_rank].sum()) for of_rank in rows]
     assert max(loads) - min(loads) <= int(batch.lengths.max())
 
 
 def test_sharding_balances_the_given_cost_not_the_tokens():
-    batch = batch_of([[(1, 5), (1, 5), (1, 5), (1, 0)]])
-    rows = batch.shard(2, cost=torch.tensor([1.0, 1.0, 1.0, 3.0]))
+    batch = make_batch([[(1, 5), (1, 5), (1, 5), (1, 0)]])
+    rows = batch.partition(2, cost=torch.tensor([1.0, 1.0, 1.0, 3.0]))
     assert rows == [[3], [0, 1, 2]]
 
 
 @given(shapes)
 def test_per_token_and_per_sequence_views_agree(groups):
-    batch = batch_of(groups)
-    assert torch.equal(batch.per_token(torch.arange(len(batch))), batch.sequence_ids)
-    assert torch.equal(batch.per_sequence_sum(torch.ones(len(batch.input_ids))), batch.lengths.float())
+    batch = make_batch(groups)
+    assert torch.equal(batch.expand_to_tokens(torch.arange(len(batch))), batch.sequence_ids)
+    assert torch.equal(batch.sum_per_sequence(torch.ones(len(batch.input_ids))), batch.lengths.float())
 
 
 @given(shapes)
 def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
-    batch = batch_of(groups)
+    batch = make_batch(groups)
     rectangle = batch.padded(batch.input_ids, fill=-1)
     assert rectangle.shape == (len(batch), int(batch.lengths.max()))
     for row, (start, stop) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
@@ -220,7 +220,7 @@ def test_the_rectangle_holds_every_token_once_and_fill_elsewhere(groups):
 
 
 def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
-    batch = batch_of([[(2, 2)]])
+    batch = make_batch([[(2, 2)]])
     with pytest.raises(ValueError, match=r"values: .* for 4 tokens"):
         batch.with_tokens(values=torch.zeros(3))
     with pytest.raises(ValueError, match="rewards: must be one of"):
@@ -228,13 +228,13 @@ def test_a_tensor_of_another_length_or_an_unknown_one_is_refused():
 
 
 def test_an_optional_tensor_is_in_all_parts_or_in_none():
-    batch = batch_of([[(2, 2), (1, 1)]])
+    batch = make_batch([[(2, 2), (1, 1)]])
     with pytest.raises(ValueError, match="advantages"):
-        cat([batch, batch.with_tokens(advantages=None)])
+        concat_batches([batch, batch.with_tokens(advantages=None)])
 
 
 def test_to_moves_every_tensor():
-    moved = batch_of([[(2, 2)]]).to("meta")
+    moved = make_batch([[(2, 2)]]).to("meta")
     assert {getattr(moved, f.name).device.type for f in fields(moved) if getattr(moved, f.name) is not None} == {"meta"}
 
 
@@ -246,11 +246,11 @@ def test_a_sequence_longer_than_the_budget_stands_alone():
 
 def test_prompts_whose_tokens_went_to_different_experts_are_not_shared() -> None:
     batch = grouped_batch([(3, [2, 2, 2])])
-    assert batch.repeated_prompts().tolist() == [0, 3, 3]
+    assert batch.shared_prompt_lengths().tolist() == [0, 3, 3]
     routing = torch.zeros(len(batch.input_ids), 1, 2, dtype=torch.int16)
-    assert batch.with_tokens(routing=routing).repeated_prompts().tolist() == [0, 3, 3]
+    assert batch.with_tokens(routing=routing).shared_prompt_lengths().tolist() == [0, 3, 3]
     routing[int(batch.offsets[1])] = 1
-    assert batch.with_tokens(routing=routing).repeated_prompts().tolist() == [0, 0, 0]
+    assert batch.with_tokens(routing=routing).shared_prompt_lengths().tolist() == [0, 0, 0]
 
 
 @pytest.mark.defect("each-rank-s-part-looked-at-all-sequences")
@@ -262,4 +262,4 @@ def test_what_is_selected_costs_what_it_has_and_not_what_the_batch_has():
     with LargestTensor() as largest:
         part = batch.select([3, 4, 400])
     assert part.input_ids.tolist() == [1, 2] * 3
-    assert largest.most <= 8
+    assert largest.max_elements <= 8

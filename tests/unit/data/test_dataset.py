@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset, PromptOrder, load_prompts
-from skyrl_train.data.json_values import MAX_DEPTH, jsonable
+from skyrl_train.data.json_values import MAX_DEPTH, json_default
 from skyrl_train.data.messages import Prompt
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -183,7 +183,7 @@ def test_what_tables_and_json_hold_reaches_environments(tmp_path: Path):
         "tree": nested(40),
     }
     first, second = load(write(tmp_path / "data.parquet", row(**columns), row(image=None))).prompts
-    sent = json.loads(json.dumps(first.env_extras, default=jsonable))
+    sent = json.loads(json.dumps(first.env_extras, default=json_default))
     assert (sent["time"], sent["day"], sent["span"], sent["price"]) == (
         "2024-05-06 07:00:00",
         "2024-05-06",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.messages import messages_of, template_kwargs_of, tools_of, with_answer
+from skyrl_train.data.messages import parse_messages, get_chat_template_kwargs, parse_tools, append_assistant_text
 from skyrl_train.errors import DataError
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -17,7 +17,7 @@ def parts(*texts: Any) -> list[dict[str, Any]]:
 
 def test_text_parts_become_one_text():
     row = [{"role": "user", "content": [*parts("What is ", "2 + 2?"), {"text": "!", "image": None}]}]
-    assert messages_of("row 1", "prompt", row) == [{"role": "user", "content": "What is 2 + 2?!"}]
+    assert parse_messages("row 1", "prompt", row) == [{"role": "user", "content": "What is 2 + 2?!"}]
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_text_parts_become_one_text():
 def test_other_parts_are_refused_with_their_field(part: Any, says: str):
     row = [{"role": "user", "content": "hi"}, {"role": "user", "content": [*parts("look"), part]}]
     with pytest.raises(DataError, match=rf"^a\.jsonl, line 3: prompt\[1\]\.content\[1\] is {says}; only text parts"):
-        messages_of("a.jsonl, line 3", "prompt", row)
+        parse_messages("a.jsonl, line 3", "prompt", row)
 
 
 def test_tool_calls_get_empty_content_and_mappings():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
-    (message,) = messages_of("row 1", "messages", [{"role": "assistant", "content": None, "tool_calls": [call]}])
+    (message,) = parse_messages("row 1", "messages", [{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": None}
 
@@ -45,38 +45,38 @@ def test_tool_calls_get_empty_content_and_mappings():
 @pytest.mark.parametrize("calls", ["add()", [{"arguments": {}}], [3]])
 def test_tool_calls_of_another_form_are_refused(calls: Any):
     with pytest.raises(DataError, match=r"row 1: messages\[0\]\.tool_calls"):
-        messages_of("row 1", "messages", [{"role": "assistant", "content": "", "tool_calls": calls}])
+        parse_messages("row 1", "messages", [{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 @pytest.mark.parametrize("calls", [None, []])
 def test_null_content_without_calls_is_refused(calls: Any):
     with pytest.raises(DataError, match=r"row 1: messages\[0\]: the content of a assistant message is null"):
-        messages_of("row 1", "messages", [{"role": "assistant", "content": None, "tool_calls": calls}])
+        parse_messages("row 1", "messages", [{"role": "assistant", "content": None, "tool_calls": calls}])
 
 
 @pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL])])
 def test_tools_may_be_json_text(value: Any):
-    assert tools_of("row 1", value) == [TOOL]
-    assert template_kwargs_of({"tools": value}, {"x": 1}) == {"x": 1, "tools": [TOOL]}
+    assert parse_tools("row 1", value) == [TOOL]
+    assert get_chat_template_kwargs({"tools": value}, {"x": 1}) == {"x": 1, "tools": [TOOL]}
 
 
 @pytest.mark.parametrize("value", [None, [], "[]"])
 def test_rows_without_tools_add_none(value: Any):
-    assert tools_of("row 1", value) is None
-    assert template_kwargs_of({"tools": value}, {"x": 1}) == {"x": 1}
+    assert parse_tools("row 1", value) is None
+    assert get_chat_template_kwargs({"tools": value}, {"x": 1}) == {"x": 1}
 
 
 @pytest.mark.parametrize("value", [["add"], "add", {"add": {}}, [{"type": "function"}]])
 def test_tools_of_another_form_are_refused_or_the_environments(value: Any):
     with pytest.raises(DataError, match=r"row 1: tools is .*not a list of definitions"):
-        tools_of("row 1", value)
-    assert template_kwargs_of({"tools": value}, {}) == {}
+        parse_tools("row 1", value)
+    assert get_chat_template_kwargs({"tools": value}, {}) == {}
 
 
 def test_an_answer_continues_the_last_message_of_the_assistant():
     question = {"role": "user", "content": "?"}
     begun = {"role": "assistant", "content": "The answer"}
-    assert with_answer([question, begun], " is 4") == [question, {"role": "assistant", "content": "The answer is 4"}]
-    assert with_answer([question], "4") == [question, {"role": "assistant", "content": "4"}]
+    assert append_assistant_text([question, begun], " is 4") == [question, {"role": "assistant", "content": "The answer is 4"}]
+    assert append_assistant_text([question], "4") == [question, {"role": "assistant", "content": "4"}]
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
-    assert with_answer([called], "4") == [called, {"role": "assistant", "content": "4"}]
+    assert append_assistant_text([called], "4") == [called, {"role": "assistant", "content": "4"}]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from skyrl_train.data.chat import decode_response, message_content, opened_reasoning, render_prompt
+from skyrl_train.data.chat import decode_response, message_content, get_reasoning_opening, render_prompt
 from skyrl_train.data.reasoning import (
-    FORMATS,
+    REASONING_FORMATS,
     ReasoningFormat,
     final_answer,
-    open_marker,
-    opening_at_end,
+    find_unclosed_marker,
+    find_trailing_opening,
     reasoning_blocks,
 )
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -34,16 +34,16 @@ def decoded(tokenizer: Any, text: str) -> str:
     return decode_response(tokenizer, tokenizer.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.opens)
+@pytest.mark.parametrize("form", REASONING_FORMATS, ids=lambda form: form.opens)
 def test_answer_follows_the_last_closed_block(form: ReasoningFormat):
-    opens, closes = form.opens, form.closes
+    opens, closes = form.open_marker, form.close_marker
     assert final_answer(f"{opens}\n41?{closes}\n\n42\n") == "42\n"
     assert final_answer(f"41?{closes}42") == "42"  # the prompt opened the block
     assert final_answer(f"{opens}41?{closes}42{opens}43?{closes}44") == "44"
     assert final_answer(f"{opens}41?") == final_answer(f"42{opens}41?") == final_answer(f"{opens}41?{closes}") == ""
     assert reasoning_blocks(f"{opens} 41? {closes}42") == ["41?"]
-    assert open_marker(f"{opens}41?") == opens and open_marker(f"{opens}41?{closes}42") == ""
-    assert opening_at_end(f"assistant\n{opens}\n") == f"{opens}\n" and opening_at_end(f"{opens}\n{closes}\n") == ""
+    assert find_unclosed_marker(f"{opens}41?") == opens and find_unclosed_marker(f"{opens}41?{closes}42") == ""
+    assert find_trailing_opening(f"assistant\n{opens}\n") == f"{opens}\n" and find_trailing_opening(f"{opens}\n{closes}\n") == ""
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_answer_of_each_shape_of_text(text: str, answer: str):
 
 
 def test_open_channel_is_named():
-    assert open_marker(f"{ANALYSIS}41") == ANALYSIS
-    assert open_marker(f"{ANALYSIS}41<|end|>{FINAL}4") == "<|channel|>final<|message|>"
-    assert open_marker(f"{ANALYSIS}41<|end|>") == open_marker(f"{ANALYSIS}41<|end|><|channel|>final") == ""
+    assert find_unclosed_marker(f"{ANALYSIS}41") == ANALYSIS
+    assert find_unclosed_marker(f"{ANALYSIS}41<|end|>{FINAL}4") == "<|channel|>final<|message|>"
+    assert find_unclosed_marker(f"{ANALYSIS}41<|end|>") == find_unclosed_marker(f"{ANALYSIS}41<|end|><|channel|>final") == ""
 
 
 def test_blocks_are_those_outside_the_final_channel():
@@ -123,9 +123,9 @@ def test_decoding_drops_unknown_tokens_beside_markers():
 def test_prompt_that_opens_reasoning_is_recognised(opening: str):
     tokenizer = tokenizer_with("[THINK]", "[/THINK]")
     messages = [{"role": "user", "content": "Do you know <think>?"}]
-    assert opened_reasoning(tokenizer, render_prompt(tokenizer, messages)) == ""
+    assert get_reasoning_opening(tokenizer, render_prompt(tokenizer, messages)) == ""
     tokenizer.chat_template += "{% if add_generation_prompt %}" + opening + "{% endif %}"
-    assert opened_reasoning(tokenizer, render_prompt(tokenizer, messages)) == opening
+    assert get_reasoning_opening(tokenizer, render_prompt(tokenizer, messages)) == opening
 
 
 def test_message_content_has_no_control_tokens():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.chat import render_conversation, render_demonstrations, render_prompt
+from skyrl_train.data.chat import render_conversation, render_sft_sequences, render_prompt
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -36,7 +36,7 @@ def with_template(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def turns(*said: tuple[str, str]) -> list[dict[str, Any]]:
+def make_messages(*said: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in said]
 
 
@@ -44,7 +44,7 @@ def sequences(template: str, messages: list[dict[str, Any]], **options: Any) -> 
     """(context, trained text) of every sequence."""
     tokenizer = with_template(template)
     found = []
-    for ids, mask in render_demonstrations(tokenizer, messages, options):
+    for ids, mask in render_sft_sequences(tokenizer, messages, options):
         first = mask.index(True)
         trained = [token for token, learns in zip(ids, mask, strict=True) if learns]
         found.append((str(tokenizer.decode(ids[:first])), str(tokenizer.decode(trained))))
@@ -57,7 +57,7 @@ QUESTION, ANSWER = ("user", "q"), ("assistant", "<think>t</think>a")
 def test_each_answer_is_a_sequence_where_reasoning_is_dropped():
     header = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     again = "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
-    found = sequences(DROPS, turns(QUESTION, ANSWER, ("user", "r"), ("assistant", "<think>u</think>b")))
+    found = sequences(DROPS, make_messages(QUESTION, ANSWER, ("user", "r"), ("assistant", "<think>u</think>b")))
     assert found == [
         (header, "<think>t</think>a<|im_end|>"),
         (f"{header}a<|im_end|>\n{again}", "<think>u</think>b<|im_end|>"),
@@ -66,8 +66,8 @@ def test_each_answer_is_a_sequence_where_reasoning_is_dropped():
 
 def test_contexts_are_those_of_rollouts():
     tokenizer = with_template(DROPS)
-    messages = turns(QUESTION, ANSWER, ("user", "r"), ("assistant", "b"))
-    for (ids, mask), end in zip(render_demonstrations(tokenizer, messages), (1, 3), strict=True):
+    messages = make_messages(QUESTION, ANSWER, ("user", "r"), ("assistant", "b"))
+    for (ids, mask), end in zip(render_sft_sequences(tokenizer, messages), (1, 3), strict=True):
         prompt = render_prompt(tokenizer, messages[:end])
         assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
 
@@ -82,7 +82,7 @@ def test_contexts_are_those_of_rollouts():
     ],
 )
 def test_an_answer_follows_reasoning_that_its_header_opens(content: str, trained: str):
-    ((context, text),) = sequences(OPENS, turns(QUESTION, ("assistant", content)))
+    ((context, text),) = sequences(OPENS, make_messages(QUESTION, ("assistant", content)))
     assert context == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert text == trained
 
@@ -93,7 +93,7 @@ def test_an_answer_follows_reasoning_that_its_header_opens(content: str, trained
 )
 def test_headers_may_open_reasoning_with_any_marker(content: str, trained: str):
     template = OPENS.replace("think>", "seed:think>")
-    ((context, text),) = sequences(template, turns(QUESTION, ("assistant", content)))
+    ((context, text),) = sequences(template, make_messages(QUESTION, ("assistant", content)))
     assert context.endswith("assistant\n<seed:think>\n") and text == trained
 
 
@@ -101,34 +101,34 @@ def test_reasoning_that_a_control_token_opens_is_closed_by_one():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     tokenizer.chat_template = OPENS.replace("</think>", "[/THINK]").replace("<think>", "[THINK]")
-    ((ids, mask),) = render_demonstrations(tokenizer, turns(QUESTION, ("assistant", "a")))
+    ((ids, mask),) = render_sft_sequences(tokenizer, make_messages(QUESTION, ("assistant", "a")))
     assert ids[mask.index(True) + 1] == tokenizer.convert_tokens_to_ids("[/THINK]")
 
 
 def test_calls_after_reasoning_are_trained_on():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": "<think>t</think>", "tool_calls": [call]}
-    ((_, text),) = sequences(OPENS, [*turns(QUESTION), message])
+    ((_, text),) = sequences(OPENS, [*make_messages(QUESTION), message])
     assert text == 't</think>{"name": "add", "arguments": {"a": 1}}<|im_end|>'
 
 
 def test_calls_written_only_beside_null_content_are_trained_on():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    ((_, text),) = sequences(NULL_CALLS, [*turns(QUESTION), message])
+    ((_, text),) = sequences(NULL_CALLS, [*make_messages(QUESTION), message])
     assert text == '\n</think>\n\n{"name": "add", "arguments": {"a": 1}}<|im_end|>'
 
 
 def test_reasoning_in_a_field_that_is_not_written_is_refused():
     message = {"role": "assistant", "content": "a", "reasoning_content": "t"}
     with pytest.raises(DataError, match=r"messages\[1\]\.reasoning_content: .*Put it into content, as <think>"):
-        sequences(OPENS, [*turns(QUESTION), message])
+        sequences(OPENS, [*make_messages(QUESTION), message])
     with pytest.raises(DataError, match=r"messages\[1\]\.reasoning_content: the chat template does not write 't'"):
-        sequences(DROPS, [*turns(QUESTION), message])
+        sequences(DROPS, [*make_messages(QUESTION), message])
 
 
 def test_messages_after_the_last_answer_are_left_out_where_history_is_rewritten():
-    messages = turns(QUESTION, ANSWER, ("user", "r"))
+    messages = make_messages(QUESTION, ANSWER, ("user", "r"))
     assert len(sequences(DROPS, messages)) == 1
     with pytest.raises(DataError, match="end the conversation with the answer to train on"):
         render_conversation(with_template(DROPS), messages)
@@ -137,8 +137,8 @@ def test_messages_after_the_last_answer_are_left_out_where_history_is_rewritten(
 @pytest.mark.parametrize("name", sorted({*TEMPLATES} - {"qwen3_without_thinking"}))
 def test_append_only_conversations_stay_one_sequence(name: str):
     tokenizer = with_template(TEMPLATES[name])
-    messages = turns(("system", "s"), QUESTION, ANSWER, ("user", "r"), ("assistant", "b"), ("user", "end"))
-    ((ids, mask),) = render_demonstrations(tokenizer, messages)
+    messages = make_messages(("system", "s"), QUESTION, ANSWER, ("user", "r"), ("assistant", "b"), ("user", "end"))
+    ((ids, mask),) = render_sft_sequences(tokenizer, messages)
     assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
     trained = str(tokenizer.decode([token for token, learns in zip(ids, mask, strict=True) if learns]))
     assert trained.replace(" ", "").startswith("<think>t</think>a<")
@@ -146,5 +146,5 @@ def test_append_only_conversations_stay_one_sequence(name: str):
 
 def test_render_conversation_is_the_last_answers_sequence_where_history_is_rewritten():
     tokenizer = with_template(DROPS)
-    messages = turns(QUESTION, ANSWER, ("user", "r"), ("assistant", "<think>u</think>b"))
-    assert render_conversation(tokenizer, messages) == render_demonstrations(tokenizer, messages)[-1]
+    messages = make_messages(QUESTION, ANSWER, ("user", "r"), ("assistant", "<think>u</think>b"))
+    assert render_conversation(tokenizer, messages) == render_sft_sequences(tokenizer, messages)[-1]

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines import client as client_module
 from skyrl_train.engines.base import EngineHealth, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
-from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 
 
 def _request(name: str, group: str = "", session: str = "", **more: Any) -> SampleRequest:
     return SampleRequest(
-        name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0, session=session, group=group, **more
+        name, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0, session=session, group=group, **more
     )
 
 
@@ -127,7 +127,7 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
         client = EngineClient(engines, deadline_s=5)
         completions = await client.generate([_request(f"r{n}", session=f"s{n}") for n in range(4)])
         await client.generate([_request("later", session="s0")])
-        return completions, client.dead, client.engines
+        return completions, client.dead_engines, client.engines
 
     completions, dead, alive = asyncio.run(run())
     assert [c.request_id for c in completions] == ["r0", "r1", "r2", "r3"]
@@ -139,14 +139,14 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
 
 @pytest.mark.fault("F29")
 def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
-    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 1.0)
+    monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 1.0)
     hung, sound = _engines(2)
     hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
 
     async def run():
         client = EngineClient([hung, sound], deadline_s=1.0)
         completions = await client.generate([replace(_request(f"r{n}"), deadline_s=1.0) for n in range(2)])
-        dead = client.dead
+        dead = client.dead_engines
         await client.close()
         return completions, dead
 
@@ -178,16 +178,16 @@ def test_a_replaced_engine_gets_traffic_again():
     client.replace("e0", fresh)
     asyncio.run(client.generate([_request("b")]))
     assert _served(fresh) == ["b"]
-    assert client.dead == {}
+    assert client.dead_engines == {}
 
 
 def test_a_request_that_no_engine_can_honour_kills_none():
-    engines = _engines(2, capabilities=replace(EVERYTHING, sampling=frozenset()))
+    engines = _engines(2, capabilities=replace(ALL_CAPABILITIES, sampling=frozenset()))
     client = EngineClient(engines, deadline_s=5)
     picky = replace(_request("a"), sampling=SamplingParams(max_tokens=4, top_k=3))
     with pytest.raises(UnsupportedParameter, match="top_k=3"):
         asyncio.run(client.generate([picky]))
-    assert client.dead == {}
+    assert client.dead_engines == {}
 
 
 def test_cancelling_aborts_on_the_engines():
@@ -254,7 +254,7 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
     client = EngineClient(engines, deadline_s=1)
     asyncio.run(client.resume())
     assert engines[0].calls == ["resume"]
-    assert "e1.resume did not finish within 1 s" in client.dead["e1"]
+    assert "e1.resume did not finish within 1 s" in client.dead_engines["e1"]
 
 
 @pytest.mark.defect("a-pause-waits-for-the-dead")
@@ -262,16 +262,16 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
 def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_else_does(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     engines = _engines(2)
     setattr(engines[1], method, _never)
     engines[1].health = _never  # type: ignore[method-assign,assignment]
 
     async def run() -> None:
-        client = EngineClient(engines, deadline_s=600, looks_every_s=0.1)
-        async with asyncio.timeout(5), client.paused("keep"):
+        client = EngineClient(engines, deadline_s=600, health_check_interval_s=0.1)
+        async with asyncio.timeout(5), client.pause_requests("keep"):
             pass
-        assert list(client.dead) == ["e1"]
+        assert list(client.dead_engines) == ["e1"]
 
     asyncio.run(run())
 
@@ -281,7 +281,7 @@ def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_els
 def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_last(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     engines = _engines(2)
     plain = getattr(engines[1], method)
 
@@ -290,14 +290,14 @@ def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_l
         await plain(*args)
 
     async def run() -> dict[str, str]:
-        client = EngineClient(engines, deadline_s=1800, looks_every_s=0.1)
-        async with client.paused("keep"):
+        client = EngineClient(engines, deadline_s=1800, health_check_interval_s=0.1)
+        async with client.pause_requests("keep"):
             pass
-        return client.dead
+        return client.dead_engines
 
     setattr(engines[1], method, late)
     assert asyncio.run(run()) == {}
-    monkeypatch.setattr(client_module, "STEP_S", 0.3)
+    monkeypatch.setattr(client_module, "MAX_STEP_S", 0.3)
     assert list(asyncio.run(run())) == ["e1"]
 
 
@@ -316,14 +316,14 @@ def test_a_restart_that_is_given_up_has_ended_and_none_begins():
     async def run() -> None:
         engines = _engines(2)
         client = EngineClient(engines, deadline_s=5)
-        client.revive = revive
+        client.restart_dead_engines = revive
         engines[0].failures["health"] = EngineError("gone")
         await client.health()
-        client.revive_dead()
+        client.start_restart()
         await asyncio.sleep(0)
-        await client.stop_reviving()
+        await client.cancel_restart()
         assert ended == [True]
-        client.revive_dead()
+        client.start_restart()
         await asyncio.sleep(0)
         assert begun == [True]
 
@@ -376,7 +376,7 @@ def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_
         engines[1].failures["generate"] = EngineError("nor could I")
         with pytest.raises(EngineError, match="nor could I"):
             await client.generate([_request("b")])
-        return completions, client.dead
+        return completions, client.dead_engines
 
     completions, dead = asyncio.run(run())
     assert [one.request_id for one in completions] == ["a"]
@@ -392,20 +392,20 @@ def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
         await asyncio.sleep(0.3)
         client.replace("e0", new)
         old.failures["health"] = EngineError("gone")
-        old.torn = True
+        old.partially_loaded = True
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
         old.failures["abort"] = EngineError("gone")
         await asyncio.sleep(0.3)
         await client.generate([_request("next")])
-        return client.dead
+        return client.dead_engines
 
     assert asyncio.run(run()) == {}
 
 
 @pytest.mark.fault("F29")
 def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_with_others(monkeypatch):
-    monkeypatch.setattr("skyrl_train.engines.client.GRACE_S", 0.1)
+    monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     (engine,) = _engines(1)
     answer = engine.generate
 
@@ -418,7 +418,7 @@ def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_wit
     async def run():
         client = EngineClient([engine], deadline_s=30)
         await client.generate([replace(_request("late"), deadline_s=0.05)])
-        return client.dead
+        return client.dead_engines
 
     assert asyncio.run(run()) == {}
 
@@ -430,7 +430,7 @@ def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait
         client = EngineClient(engines, deadline_s=5)
         first = asyncio.ensure_future(client.generate([_request("a"), _request("b")]))
         await asyncio.sleep(0.01)
-        async with client.paused("keep"):
+        async with client.pause_requests("keep"):
             late = asyncio.ensure_future(client.generate([_request("c")]))
             await asyncio.sleep(0.1)
             waited = not first.done() and not any("c" in _served(engine) for engine in engines)
@@ -448,7 +448,7 @@ def test_what_a_pause_ends_is_sampled_again_with_the_same_seed_and_counted():
         client = EngineClient(engines, deadline_s=5)
         under_way = asyncio.ensure_future(client.generate([_request("a"), _request("b", deadline_s=30.0)]))
         await asyncio.sleep(0.01)
-        async with client.paused("abort"):
+        async with client.pause_requests("abort"):
             for engine in engines:
                 engine.version = 7
         return await under_way, await client.metrics()
@@ -469,7 +469,7 @@ def test_what_its_own_deadline_ends_is_not_sampled_again():
         client = EngineClient([engine], deadline_s=5)
         under_way = asyncio.ensure_future(client.generate([_request("a", deadline_s=0.02)]))
         await asyncio.sleep(0.1)
-        async with client.paused("abort"):
+        async with client.pause_requests("abort"):
             pass
         return await under_way
 

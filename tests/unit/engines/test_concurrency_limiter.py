@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient, Lockstep
+from skyrl_train.engines.client import EngineClient, BatchedEngineClient
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
@@ -52,7 +52,7 @@ def send(client: EngineClient, names: str, session: str = "", group: str = "") -
     """A call of one request for each letter."""
 
     async def call(name: str) -> list[Completion]:
-        request = SampleRequest(name, token_array((1, 2)), SamplingParams(4), 0, session=session, group=group)
+        request = SampleRequest(name, to_token_array((1, 2)), SamplingParams(4), 0, session=session, group=group)
         return await client.generate([request])
 
     return {name: asyncio.ensure_future(call(name)) for name in names}
@@ -130,7 +130,7 @@ def test_a_newcomer_gets_what_waits_and_a_leaver_s_sessions_look_elsewhere():
         new.end()
         await settle()
         assert new.served == ["d", "b"]
-        client.keep("e0")
+        client.unretire("e0")
         await ended(calls, old, new)
 
     play(work, engines=1, most=1)
@@ -144,7 +144,7 @@ def test_what_waits_for_a_dead_engine_goes_to_another_and_fails_only_with_the_la
         async def revive() -> None:
             client.replace("e0", again)
 
-        client.revive = revive if revives else None
+        client.restart_dead_engines = revive if revives else None
         calls = send(client, "a", session="s") | send(client, "b")
         await settle()
         calls |= send(client, "cd", session="s") | send(client, "efg")
@@ -207,7 +207,7 @@ def test_nothing_is_sent_while_engines_take_weights():
     async def work(client: EngineClient, engine: Gated) -> None:
         calls = send(client, "ab")
         await settle()
-        async with client.held():
+        async with client.hold_requests():
             engine.end()
             await settle()
             assert engine.served == ["a"]
@@ -220,7 +220,7 @@ def test_what_a_pause_has_ended_goes_on_before_what_came_later():
     async def work(client: EngineClient, engine: Gated) -> None:
         calls = send(client, "ab")
         await settle()
-        async with client.paused("abort"):
+        async with client.pause_requests("abort"):
             engine.end(reason="abort")
             await settle()
         await settle()
@@ -251,7 +251,7 @@ def test_a_call_that_no_engine_will_take_ends_with_an_error():
         async def nothing() -> None:
             pass
 
-        client.revive = nothing
+        client.restart_dead_engines = nothing
         client.retire("e0")
         with pytest.raises(EngineError, match="no inference engine left"):
             await send(client, "a")["a"]
@@ -261,11 +261,11 @@ def test_a_call_that_no_engine_will_take_ends_with_an_error():
 
 def test_a_lockstep_call_is_one_call_however_large():
     async def work(client: EngineClient, engine: Gated) -> None:
-        lockstep: Any = Lockstep(client)
+        lockstep: Any = BatchedEngineClient(client)
 
         async def episode(name: str) -> None:
             async with lockstep.episode():
-                await lockstep.generate([SampleRequest(name, token_array((1,)), SamplingParams(4), 0, group=name)])
+                await lockstep.generate([SampleRequest(name, to_token_array((1,)), SamplingParams(4), 0, group=name)])
 
         busy = send(client, "x")
         await settle()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.engines.base import SampleRequest
-from skyrl_train.engines.http.wire import REMOTE_METHODS
+from skyrl_train.engines.http.protocol import REMOTE_METHODS
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,9 +19,9 @@ import pytest
 from skyrl_train import http_server
 from skyrl_train.engines.http.connection import Connection
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.http_server import Room
-from tests.support.http_calls import CHAT, TOKEN, ask, serve
-from tests.support.slow_clients import dial, everything_from
+from skyrl_train.http_server import ConnectionLimits
+from tests.support.http_endpoint import CHAT, TOKEN, ask, serve
+from tests.support.slow_clients import open_connection, read_until_closed
 
 SOON_S = 0.5
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -45,18 +45,18 @@ def few_descriptors() -> Iterator[None]:
 def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselves(
     few_descriptors: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(http_server, "HEAD_S", SOON_S)
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", SOON_S)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         with ExitStack() as clients:
             held = []
             for index in range(200):
-                held.append(clients.enter_context(closing(dial(endpoint.url, HEAD if index % 2 else b""))))
+                held.append(clients.enter_context(closing(open_connection(endpoint.url, HEAD if index % 2 else b""))))
                 await asyncio.sleep(0)
             with ExitStack() as files:  # of the run
                 for _ in range(50):
                     files.enter_context(Path(os.devnull).open())
-            answers = await asyncio.wait_for(asyncio.gather(*map(everything_from, held)), 20)
+            answers = await asyncio.wait_for(asyncio.gather(*map(read_until_closed, held)), 20)
         refused = [answer for answer in answers if answer]
         assert 80 <= len(refused) <= 150
         assert all(b" 503 " in answer and b"Retry-After" in answer for answer in refused)
@@ -68,13 +68,13 @@ def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselv
 @pytest.mark.fault("F28")
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
 def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "TRANSFER_S", SOON_S)
-    monkeypatch.setattr(http_server, "LINGER_S", SOON_S)
+    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", SOON_S)
+    monkeypatch.setattr(http_server, "LINGER_TIMEOUT_S", SOON_S)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> bytes:
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n".encode()
-        with closing(dial(endpoint.url, head + b'{"model":')) as client:
-            return await asyncio.wait_for(everything_from(client), 20)
+        with closing(open_connection(endpoint.url, head + b'{"model":')) as client:
+            return await asyncio.wait_for(read_until_closed(client), 20)
 
     answer = serve(test)
     assert b" 408 " in answer and b"did not arrive within 0.5 s" in answer
@@ -83,7 +83,7 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "TRANSFER_S", SOON_S / 10)
+    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", SOON_S / 10)
     body: Any = {"model": "m", "prompt": "x" * 20_000, "n": 100, "max_tokens": 4}
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -95,7 +95,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypat
         port = port_of(endpoint)
         data = json.dumps(body | {"return_token_ids": True, "stream": stream}).encode()  # the answer is 8 MB
         head = HEAD + f"Authorization: Bearer {TOKEN}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-        with closing(dial(endpoint.url, head + data, receive_bytes=1 << 12)):
+        with closing(open_connection(endpoint.url, head + data, receive_bytes=1 << 12)):
             begun = time.monotonic()
             while not connections():
                 await asyncio.sleep(0.01)
@@ -115,17 +115,17 @@ def test_an_endpoint_listens_where_it_was_told_and_nowhere_else():
 
 
 def test_a_client_waits_for_a_server_that_is_full_instead_of_giving_it_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "HEAD_S", SOON_S)
-    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=1, backlog=1))
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", SOON_S)
+    monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=1, backlog=1))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> int:
         connection = Connection(endpoint.url, TOKEN)
         await connection.open()
         try:
-            with closing(dial(endpoint.url)) as idle:
+            with closing(open_connection(endpoint.url)) as idle:
                 await asyncio.sleep(0.05)
-                status, _ = await connection.once("GET", "/v1/models")
-                assert await everything_from(idle) == b""
+                status, _ = await connection.request("GET", "/v1/models")
+                assert await read_until_closed(idle) == b""
             return status
         finally:
             await connection.close()

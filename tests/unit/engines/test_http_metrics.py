@@ -13,7 +13,7 @@ from skyrl_train.engines.http import server
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.http_calls import CALL, CHAT, ask, says, serve
+from tests.support.http_endpoint import CALL, CHAT, ask, answers_with, serve
 
 CHATS = "/v1/chat/completions"
 Series = dict[tuple[str, ...], float]
@@ -60,11 +60,11 @@ def test_requests_are_counted_by_route_and_status_and_tokens_both_ways():
         assert 0 < found["skyrl_http_request_seconds_sum", CHATS] < 60
         assert found["skyrl_http_requests_under_way", CHATS] == 0
 
-    serve(test, ScriptedEngine(says("hello")))
+    serve(test, ScriptedEngine(answers_with("hello")))
 
 
 def test_requests_under_way_are_shown_and_those_whose_client_left_are_499():
-    engine = ScriptedEngine(says("hello"), delay_s=600)
+    engine = ScriptedEngine(answers_with("hello"), delay_s=600)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         call = asyncio.ensure_future(ask(session, CHATS, CHAT))

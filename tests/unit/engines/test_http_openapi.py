@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 from openapi_spec_validator import validate
 
-from skyrl_train.engines.http.bodies import ChatAnswer, Failure, TextAnswer
-from skyrl_train.engines.http.openapi import document
-from skyrl_train.engines.http.schema import MAX_MEMBERS
+from skyrl_train.engines.http.openai_protocol import ChatCompletionResponse, ErrorResponse, CompletionResponse
+from skyrl_train.engines.http.openapi import build_openapi_document
+from skyrl_train.engines.http.json_body import MAX_MEMBERS
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import Limits
-from tests.support.http_calls import CALL, CHAT, ask, serve
+from skyrl_train.engines.http.protocol import Limits
+from tests.support.http_endpoint import CALL, CHAT, ask, serve
 
 
 @pytest.mark.parametrize("control", [True, False])
@@ -42,32 +42,32 @@ def test_the_document_is_valid_and_names_every_route(control: bool, monkeypatch:
 
 
 def _check(kind: str, value: Any) -> None:
-    described = document(Limits(), text=True, control=True)
+    described = build_openapi_document(Limits(), text=True, control=True)
     jsonschema.validate(value, {"$ref": f"#/components/schemas/{kind}", **described})
 
 
 GOOD = [
-    ("ChatBody", CHAT),
-    ("ChatBody", CHAT | {"temperature": None, "tools": [], "user": "me", "stop": ["a"], "seed": 3, "top_p": 1}),
-    ("TextBody", {"model": "m", "prompt": [[1], [2, 3]], "logprobs": 0, "stop": "x", "frequency_penalty": 0.0}),
-    ("TextBody", {"model": "m", "prompt": "x", "echo": True, "add_special_tokens": False}),
+    ("ChatCompletionRequest", CHAT),
+    ("ChatCompletionRequest", CHAT | {"temperature": None, "tools": [], "user": "me", "stop": ["a"], "seed": 3, "top_p": 1}),
+    ("CompletionRequest", {"model": "m", "prompt": [[1], [2, 3]], "logprobs": 0, "stop": "x", "frequency_penalty": 0.0}),
+    ("CompletionRequest", {"model": "m", "prompt": "x", "echo": True, "add_special_tokens": False}),
     ("Generate", CALL),
 ]
 BAD = [
-    ("ChatBody", CHAT | {"temprature": 1}),
-    ("ChatBody", CHAT | {"temperature": "1"}),
-    ("ChatBody", CHAT | {"n": 1000}),
-    ("ChatBody", CHAT | {"echo": True}),
-    ("ChatBody", CHAT | {"top_logprobs": 1}),
-    ("TextBody", {"model": "m", "prompt": "x", "top_logprobs": 1}),
-    ("ChatBody", CHAT | {"tools": [{"type": "function"}]}),
-    ("ChatBody", CHAT | {"messages": [{"role": "robot", "content": "x"}]}),
-    ("ChatBody", {"model": "m"}),
-    ("TextBody", {"model": "m", "prompt": 5}),
-    ("TextBody", {"model": "m", "prompt": "x", "messages": []}),
+    ("ChatCompletionRequest", CHAT | {"temprature": 1}),
+    ("ChatCompletionRequest", CHAT | {"temperature": "1"}),
+    ("ChatCompletionRequest", CHAT | {"n": 1000}),
+    ("ChatCompletionRequest", CHAT | {"echo": True}),
+    ("ChatCompletionRequest", CHAT | {"top_logprobs": 1}),
+    ("CompletionRequest", {"model": "m", "prompt": "x", "top_logprobs": 1}),
+    ("ChatCompletionRequest", CHAT | {"tools": [{"type": "function"}]}),
+    ("ChatCompletionRequest", CHAT | {"messages": [{"role": "robot", "content": "x"}]}),
+    ("ChatCompletionRequest", {"model": "m"}),
+    ("CompletionRequest", {"model": "m", "prompt": 5}),
+    ("CompletionRequest", {"model": "m", "prompt": "x", "messages": []}),
     ("Generate", {"requests": [CALL["requests"][0] | {"extra": 1}]}),
 ]
-ROUTE = {"ChatBody": "/v1/chat/completions", "TextBody": "/v1/completions", "Generate": "/generate"}
+ROUTE = {"ChatCompletionRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions", "Generate": "/generate"}
 
 
 def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
@@ -82,7 +82,7 @@ def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
         with pytest.raises(jsonschema.ValidationError):
             _check(kind, body)
     for _, answer in answers[len(GOOD) :]:
-        Failure.model_validate(answer)
+        ErrorResponse.model_validate(answer)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,7 +91,7 @@ def test_it_names_the_media_types_of_completions(stream: bool):
         async with session.post("/v1/chat/completions", json=CHAT | {"stream": stream}) as answer:
             return answer.content_type
 
-    operation = document(Limits(), text=True, control=True)["paths"]["/v1/chat/completions"]["post"]
+    operation = build_openapi_document(Limits(), text=True, control=True)["paths"]["/v1/chat/completions"]["post"]
     assert serve(test) in operation["responses"]["200"]["content"]
 
 
@@ -116,7 +116,7 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
         return chat[1], (await ask(session, "/v1/completions", text))[1]
 
     chat, text = serve(test)
-    for kind, answer in ((ChatAnswer, chat), (TextAnswer, text)):
+    for kind, answer in ((ChatCompletionResponse, chat), (CompletionResponse, text)):
         kind.model_validate(answer)
         _check(kind.__name__, answer)
 

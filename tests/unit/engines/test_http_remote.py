@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.data.arrays import token_array
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.connection import ATTEMPTS
+from skyrl_train.engines.http.connection import MAX_ATTEMPTS
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import Limits
+from skyrl_train.engines.http.protocol import Limits
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
-from skyrl_train.weight_sync.wire import Bucket, Manifest, SharedHandle, TensorSpec
-from tests.support.machine import network_address
+from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
+from skyrl_train.weight_sync.protocol import Bucket, Manifest, SharedHandle, TensorSpec
+from tests.support.machine_speed import network_address
 
 TOKEN = "a-secret-of-this-test"
 
 
 def _request(name: str = "r0", **more: Any) -> SampleRequest:
-    return replace(SampleRequest(name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 7), **more)
+    return replace(SampleRequest(name, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 7), **more)
 
 
 def remotely(test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEngine, **options: Any) -> Any:
@@ -46,7 +46,7 @@ def remotely(test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEng
 
 
 def test_every_method_reaches_the_engine():
-    engine = ScriptedEngine(capabilities=replace(EVERYTHING, weight_routes=frozenset({"in_process", "broadcast"})))
+    engine = ScriptedEngine(capabilities=replace(ALL_CAPABILITIES, weight_routes=frozenset({"in_process", "broadcast"})))
 
     async def test(remote: RemoteEngine) -> None:
         assert remote.capabilities == replace(engine.capabilities, name="far", weight_routes=frozenset({"broadcast"}))
@@ -250,7 +250,7 @@ def through_rude(good: int, test: Callable[[RemoteEngine, Rude], Awaitable[Any]]
 
 def test_a_generate_that_breaks_off_is_aborted_and_sent_again_at_most_twice():
     async def test(remote: RemoteEngine, rude: Rude) -> None:
-        with pytest.raises(EngineError, match=rf"'far'.*generate.*attempt {ATTEMPTS}"):
+        with pytest.raises(EngineError, match=rf"'far'.*generate.*attempt {MAX_ATTEMPTS}"):
             await remote.generate([_request()])
         assert rude.seen[2:] == ["/generate", "/abort", "/generate", "/abort", "/generate"]
 
@@ -280,7 +280,7 @@ def test_requests_of_a_server_that_died_go_to_another_engine():
         start = time.monotonic()
         await endpoint.__aexit__(None, None, None)
         assert [one.token_ids.tolist() for one in await call] == [[1, 2, 3]] * 2
-        assert list(client.dead) == ["far"] and url in client.dead["far"]
+        assert list(client.dead_engines) == ["far"] and url in client.dead_engines["far"]
         await far.close()
         return time.monotonic() - start
 

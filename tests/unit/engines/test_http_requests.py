@@ -12,14 +12,14 @@ import pytest
 
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits
+from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits
 from skyrl_train.errors import (
     EngineError,
     EnginesLost,
 )
-from skyrl_train.experiment.engines import until_none_lives
-from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
-from tests.support.http_calls import CALL, CHAT, TOKEN, TOKENIZER, ask, says, serve
+from skyrl_train.experiment.engines import wait_until_all_dead
+from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
+from tests.support.http_endpoint import CALL, CHAT, TOKEN, TOKENIZER, ask, answers_with, serve
 
 
 def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():
@@ -99,7 +99,7 @@ def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refuse
         assert "characters: a prompt has at most 40 tokens, and a token 13 characters, got 521." in said[1]
 
     engines = [
-        ScriptedEngine(says("hello"), name=name, capabilities=replace(EVERYTHING, max_model_len=length))
+        ScriptedEngine(answers_with("hello"), name=name, capabilities=replace(ALL_CAPABILITIES, max_model_len=length))
         for name, length in (("short", 20), ("long", 40))
     ]
     serve(test, EngineClient(engines, deadline_s=10) if several else engines[1])
@@ -159,7 +159,7 @@ def test_health_is_that_of_the_engines():
 
 
 def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
-    client = EngineClient([ScriptedEngine(says("a"), name=f"e{n}") for n in range(2)], deadline_s=5)
+    client = EngineClient([ScriptedEngine(answers_with("a"), name=f"e{n}") for n in range(2)], deadline_s=5)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         assert (await ask(session, "/v1/chat/completions", CHAT))[0] == 200
@@ -173,7 +173,7 @@ def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
 
 
 def test_without_control_the_token_allows_to_sample_and_no_more():
-    engine = ScriptedEngine(says("x"))
+    engine = ScriptedEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         for call in REMOTE_METHODS.values():
@@ -217,7 +217,7 @@ def test_who_may_only_sample_cannot_name_the_requests_of_the_run():
 
 
 def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls():
-    engine = ScriptedEngine(says("x"))
+    engine = ScriptedEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         body = {
@@ -238,7 +238,7 @@ def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls()
 
 
 def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
-    engine = ScriptedEngine(says("x"))
+    engine = ScriptedEngine(answers_with("x"))
     client = EngineClient([engine], deadline_s=30)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -246,14 +246,14 @@ def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
         call = asyncio.ensure_future(ask(session, "/v1/chat/completions", CHAT))
         await asyncio.sleep(0.1)
         await client.wake_up(["weights"])
-        async with client.held():
+        async with client.hold_requests():
             await client.wake_up(["kv_cache"])
             await asyncio.sleep(0.1)
             assert not call.done() and engine.batches == []
         assert (await call)[0] == 200
 
     serve(test, client)
-    assert client.dead == {}
+    assert client.dead_engines == {}
 
 
 def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
@@ -265,7 +265,7 @@ def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
             await may_refuse.wait()
             return await super().generate(requests)
 
-    client = EngineClient([Late(says("x"))], deadline_s=30)
+    client = EngineClient([Late(answers_with("x"))], deadline_s=30)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         call = asyncio.ensure_future(ask(session, "/v1/chat/completions", CHAT))
@@ -273,7 +273,7 @@ def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
         await client.sleep()
         may_refuse.set()
         await asyncio.sleep(0.1)
-        assert not call.done() and client.dead == {}
+        assert not call.done() and client.dead_engines == {}
         await client.wake_up()
         assert (await call)[0] == 200
 
@@ -284,7 +284,7 @@ def test_a_server_ends_with_the_causes_once_every_engine_is_dead():
     engines = [ScriptedEngine(name=f"e{n}") for n in range(2)]
 
     async def run() -> None:
-        watch = asyncio.ensure_future(until_none_lives(EngineClient(engines, deadline_s=5), poll_s=0.01))
+        watch = asyncio.ensure_future(wait_until_all_dead(EngineClient(engines, deadline_s=5), poll_interval_s=0.01))
         for engine in engines:
             await asyncio.sleep(0.1)
             assert not watch.done()

@@ -16,9 +16,9 @@ import aiohttp
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.wire import REMOTE_METHODS, Limits
+from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits
 from skyrl_train.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -28,7 +28,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.experiment.engines import check_endpoint
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.http_calls import CALL, CHAT, TOKEN, ask, says, serve
+from tests.support.http_endpoint import CALL, CHAT, TOKEN, ask, answers_with, serve
 
 ROUTES = [(call.verb, call.route) for call in REMOTE_METHODS.values()]
 ROUTES += [
@@ -111,7 +111,7 @@ def test_a_run_that_others_could_reach_without_a_token_does_not_start(monkeypatc
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     keys = ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"]
-    public = prepare([*keys, f"generator.http_endpoint_port={port}"]).config
+    public = prepare_config([*keys, f"generator.http_endpoint_port={port}"]).config
     monkeypatch.delenv("SKYRL_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"http_endpoint_host='0\.0\.0\.0'.*SKYRL_API_KEY"):
         check_endpoint(public)
@@ -167,7 +167,7 @@ def test_a_port_in_use_is_refused_before_engines_start(host: str, monkeypatch: p
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         keys = [f"generator.http_endpoint_port={port}", f"generator.http_endpoint_host={host}"]
-        cfg = prepare(["generator.enable_http_endpoint=true", *keys]).config
+        cfg = prepare_config(["generator.enable_http_endpoint=true", *keys]).config
         with pytest.raises(ConfigError, match=rf"{port}.*http_endpoint_port"):
             check_endpoint(cfg)
     check_endpoint(cfg)
@@ -282,7 +282,7 @@ def test_a_chat_out_of_bounds_is_400_and_names_the_parameter(body: bytes, param:
         assert answer["error"]["type"] == "invalid_request_error"
         assert (await ask(session, "/v1/chat/completions", CHAT))[0] == 200
 
-    engine = ScriptedEngine(says("hello"))
+    engine = ScriptedEngine(answers_with("hello"))
     serve(test, engine)
     assert engine.calls == ["generate"]
 
@@ -402,5 +402,5 @@ def test_no_json_makes_the_server_fail():
 
         await asyncio.to_thread(send)
 
-    serve(test, ScriptedEngine(says("x")))
+    serve(test, ScriptedEngine(answers_with("x")))
     assert {200, 400} <= statuses <= {200, 400, 404, 409}  # 404: another model; 409: no such weight route

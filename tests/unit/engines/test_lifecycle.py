@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, result_of, tags_freed_by
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, await_thread_future, tags_freed_at_level
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.weight_sync.wire import Manifest
+from skyrl_train.weight_sync.protocol import Manifest
 
 HALF = "'a' holds half of a weight transfer; it serves nothing until a complete sync"
 ASLEEP = r"'a' is asleep; wake_up\(\) first"
@@ -61,8 +61,8 @@ def changed(*changes: str) -> Lifecycle:
 def test_state_decides_what_is_admitted_and_refused(changes: str, state: EngineState, refusal: str | None):
     lifecycle = changed(*changes.split())
     assert lifecycle.state is state
-    assert lifecycle.admits == (state is EngineState.RUNNING)
-    assert lifecycle.halted == (state not in (EngineState.RUNNING, EngineState.DRAINING))
+    assert lifecycle.can_admit == (state is EngineState.RUNNING)
+    assert lifecycle.is_halted == (state not in (EngineState.RUNNING, EngineState.DRAINING))
     if refusal is None:
         lifecycle.check_serving()
         return
@@ -129,17 +129,17 @@ def test_halted_engine_does_not_drain(halt: str):
 
 def test_wakes_by_tags_and_stays_paused():
     lifecycle = changed("pause")
-    assert lifecycle.sleep(tags_freed_by(1)) == {"kv_cache"}
-    assert lifecycle.sleep(tags_freed_by(2)) == {"weights"}, "the other was freed before"
-    assert lifecycle.asleep_among(None) == MEMORY_TAGS
+    assert lifecycle.sleep(tags_freed_at_level(1)) == {"kv_cache"}
+    assert lifecycle.sleep(tags_freed_at_level(2)) == {"weights"}, "the other was freed before"
+    assert lifecycle.freed_among(None) == MEMORY_TAGS
     with pytest.raises(EngineError, match=ASLEEP):
-        lifecycle.check_serving(only_weights=True)
-    lifecycle.wake_up(lifecycle.asleep_among(["weights"]))
-    assert lifecycle.asleep_among(["weights"]) == frozenset()
-    lifecycle.check_serving(only_weights=True)
+        lifecycle.check_serving(allow_freed_cache=True)
+    lifecycle.wake_up(lifecycle.freed_among(["weights"]))
+    assert lifecycle.freed_among(["weights"]) == frozenset()
+    lifecycle.check_serving(allow_freed_cache=True)
     with pytest.raises(EngineError, match=ASLEEP):
         lifecycle.check_serving()
-    lifecycle.wake_up(lifecycle.asleep_among(None))
+    lifecycle.wake_up(lifecycle.freed_among(None))
     assert lifecycle.state is EngineState.PAUSED
 
 
@@ -168,7 +168,7 @@ def test_lost_weights_need_complete_sync(change: str):
         lifecycle.check_can_load(PARTIAL)
     lifecycle.check_can_load(COMPLETE)
     lifecycle.invalidate_weights()
-    lifecycle.weights_loaded()
+    lifecycle.mark_weights_loaded()
     assert lifecycle.state is EngineState.RUNNING
     lifecycle.check_can_load(PARTIAL)
 
@@ -199,7 +199,7 @@ def test_failure_names_engine_and_cause(error: Exception):
 
 
 async def waiting(lifecycle: Lifecycle, future: asyncio.Future[None]) -> None:
-    with lifecycle.reason_for_cancellation():
+    with lifecycle.translate_cancellation():
         await future
 
 
@@ -230,7 +230,7 @@ def test_cancelled_caller_leaves_outcome_to_others():
     shared: Future[int] = Future()
 
     async def run() -> int:
-        first, second = (asyncio.ensure_future(result_of(shared)) for _ in range(2))
+        first, second = (asyncio.ensure_future(await_thread_future(shared)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)

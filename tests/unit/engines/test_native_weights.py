@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.engines.http.native import CheckpointFolder
+from skyrl_train.engines.http.native import CheckpointWeightStore
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import checkpoint_names, load_causal_lm, load_tokenizer, meta_model
+from skyrl_train.models.loading import list_checkpoint_names, load_causal_lm, load_tokenizer, load_meta_model
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
-def store(tmp_path: Path, hand_over: Callable[[str], None], **model: Any) -> CheckpointFolder:
+def store(tmp_path: Path, hand_over: Callable[[str], None], **model: Any) -> CheckpointWeightStore:
     path = save_tiny_model(tmp_path / "model", **model)
-    return CheckpointFolder(meta_model(path, torch.float32), tmp_path / "served", byte_tokenizer(), hand_over)
+    return CheckpointWeightStore(load_meta_model(path, torch.float32), tmp_path / "served", byte_tokenizer(), hand_over)
 
 
-def write(store: CheckpointFolder, seed: int, tensors_a_bucket: int, **model: Any) -> None:
+def write(store: CheckpointWeightStore, seed: int, tensors_a_bucket: int, **model: Any) -> None:
     tensors = [(name, tensor.detach()) for name, tensor in tiny_model(seed=seed, **model).named_parameters()]
     store.start()
     for start in range(0, len(tensors), tensors_a_bucket):
@@ -39,7 +39,7 @@ def test_what_is_handed_over_is_a_published_checkpoint_with_every_bit(
     seen: list[str] = []
 
     def hand_over(folder: str) -> None:
-        assert checkpoint_names(folder) == checkpoint_names(str(tmp_path / "model")), "as save_pretrained names them"
+        assert list_checkpoint_names(folder) == list_checkpoint_names(str(tmp_path / "model")), "as save_pretrained names them"
         found = dict(load_causal_lm(folder, dtype=torch.float32).named_parameters())
         wanted = dict(tiny_model(seed=1, **model).named_parameters())
         assert found.keys() == wanted.keys()

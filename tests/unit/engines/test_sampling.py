@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.engines.base import SAMPLING, Capabilities, SamplingParams
-from skyrl_train.engines.sampling import active, check_supported, normalise, request_seed
+from skyrl_train.engines.base import SAMPLING_PARAM_NAMES, Capabilities, SamplingParams
+from skyrl_train.engines.sampling_params import active_params, check_supported, parse_sampling_params, request_seed
 from skyrl_train.errors import ConfigError, UnsupportedParameter
 
 
@@ -25,23 +25,23 @@ class _Section:
 
 
 def test_skyrl_defaults_are_all_off():
-    params = normalise(_Section())
+    params = parse_sampling_params(_Section())
     assert params == SamplingParams(max_tokens=64)
-    assert active(params) == {}
+    assert active_params(params) == {}
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_generate_length", "max_new_tokens"])
 def test_every_name_of_the_length_is_accepted(name):
-    assert normalise({name: 7}).max_tokens == 7
+    assert parse_sampling_params({name: 7}).max_tokens == 7
 
 
 @pytest.mark.parametrize("stop", ["</a>", ["</a>"], ("</a>",)])
 def test_one_stop_string_needs_no_list(stop):
-    assert normalise({"max_tokens": 1, "stop": stop}).stop == ("</a>",)
+    assert parse_sampling_params({"max_tokens": 1, "stop": stop}).stop == ("</a>",)
 
 
 def test_whole_numbers_are_numbers():
-    assert normalise({"max_tokens": 1, "temperature": 0, "top_p": 1}).temperature == 0.0
+    assert parse_sampling_params({"max_tokens": 1, "temperature": 0, "top_p": 1}).temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_whole_numbers_are_numbers():
 )
 def test_a_wrong_value_is_refused_with_its_key_and_value(name, value):
     with pytest.raises(ConfigError) as caught:
-        normalise({"max_tokens": 4, name: value}, "generator.sampling_params")
+        parse_sampling_params({"max_tokens": 4, name: value}, "generator.sampling_params")
     assert f"generator.sampling_params.{name}=" in str(caught.value)
     assert "is not allowed" in str(caught.value)
 
@@ -82,12 +82,12 @@ def test_a_wrong_value_is_refused_with_its_key_and_value(name, value):
     [("temperature", 0.0), ("temperature", 0.01), ("repetition_penalty", 0.01), ("repetition_penalty", 100.0)],
 )
 def test_the_ends_of_a_range_are_allowed(name, value):
-    assert getattr(normalise({"max_tokens": 4, name: value}), name) == value
+    assert getattr(parse_sampling_params({"max_tokens": 4, name: value}), name) == value
 
 
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        normalise({"max_tokens": 4, "temprature": 1.0, "top_p": 7.0})
+        parse_sampling_params({"max_tokens": 4, "temprature": 1.0, "top_p": 7.0})
     assert "Did you mean 'temperature'?" in str(caught.value)
     assert "top_p=7.0" in str(caught.value)
 
@@ -95,12 +95,12 @@ def test_all_mistakes_are_reported_at_once():
 @pytest.mark.parametrize("lengths", [{}, {"max_tokens": 3, "max_new_tokens": 4}])
 def test_no_length_or_two_lengths_are_refused(lengths):
     with pytest.raises(ConfigError, match="exactly one"):
-        normalise(lengths)
+        parse_sampling_params(lengths)
 
 
 def test_more_tokens_at_least_than_at_most_is_refused():
     with pytest.raises(ConfigError, match="min_tokens=5"):
-        normalise({"max_tokens": 4, "min_tokens": 5})
+        parse_sampling_params({"max_tokens": 4, "min_tokens": 5})
 
 
 def test_what_an_engine_lacks_is_named():
@@ -119,7 +119,7 @@ def test_what_an_engine_lacks_is_named():
     ],
 )
 def test_a_value_out_of_its_range_is_refused_by_the_engine_too(wrong, named):
-    able = Capabilities(name="able", sampling=SAMPLING)
+    able = Capabilities(name="able", sampling=SAMPLING_PARAM_NAMES)
     check_supported(SamplingParams(4, temperature=0, repetition_penalty=2), able)
     with pytest.raises(UnsupportedParameter, match=named):
         check_supported(SamplingParams(4, **wrong), able)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import InferenceEngine, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
-REQUEST = SampleRequest("r", token_array((5, 6, 7)), SamplingParams(max_tokens=2), 0)
+REQUEST = SampleRequest("r", to_token_array((5, 6, 7)), SamplingParams(max_tokens=2), 0)
 
 
 def test_answers_come_from_the_function_and_are_cut_at_max_tokens():

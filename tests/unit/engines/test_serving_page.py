@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.http_calls import TOKEN, TOKENIZER, says
-from tests.support.pages import blocks, snippets
+from tests.support.http_endpoint import TOKEN, TOKENIZER, answers_with
+from tests.support.doc_pages import fenced_blocks, snippets
 
 PAGE = "docs/serving.md"
 OPENAI, ENDPOINT, REMOTE = snippets(PAGE)
-CURL = [text for page, text in blocks("bash") if page == PAGE and text.startswith("curl")]
+CURL = [text for page, text in fenced_blocks("bash") if page == PAGE and text.startswith("curl")]
 
 
 def answered(work: Callable[[int], Any]) -> Any:
     """What `work(port)` returns in a thread, beside an endpoint that serves the page's model."""
 
     async def run() -> Any:
-        engine = ScriptedEngine(says("42"))
+        engine = ScriptedEngine(answers_with("42"))
         async with HttpEndpoint(engine, TOKENIZER, model_name="policy", token=TOKEN) as endpoint:
             return await asyncio.to_thread(work, int(endpoint.url.rpartition(":")[2]))
 
@@ -82,7 +82,7 @@ def test_the_other_end_is_an_engine():
         names: dict[str, Any] = {}
         code = REMOTE.replace("10.0.0.7:8001", f"127.0.0.1:{port}")
         exec(code.replace("await engine.close()", "await engine.close()\n    return completions"), names)
-        request = SampleRequest("a", token_array((5, 6)), SamplingParams(max_tokens=4), seed=1)
+        request = SampleRequest("a", to_token_array((5, 6)), SamplingParams(max_tokens=4), seed=1)
         return asyncio.run(names["use"](TOKEN, [request]))
 
     (completion,) = answered(use)

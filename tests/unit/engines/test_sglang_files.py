@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.engines.sglang.host import FOLDER_PREFIX, LOCK_FILE, remove_stale_files
+from skyrl_train.engines.sglang.processes import FOLDER_PREFIX, LOCK_FILE, remove_stale_files
 
 
 def test_folders_of_other_users_choose_no_files_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from skyrl_train.engines.lifecycle import Lifecycle
-from skyrl_train.engines.sglang.traffic import Traffic
+from skyrl_train.engines.sglang.requests import RequestManager
 
 
-class Memory(Traffic):
+class Memory(RequestManager):
     """The traffic of an engine on an accelerator, with notes of what is asked of SGLang."""
 
     def __init__(self) -> None:
         manager: Any = None
-        super().__init__(manager, None, frozenset(), Lifecycle("a"), max_model_len=64, on_cpu=False, slots=4)
+        super().__init__(manager, None, frozenset(), Lifecycle("a"), max_model_len=64, on_cpu=False, max_num_seqs=4)
         self.events: list[str] = []
         self.may_score = asyncio.Event()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.engines.sglang.arguments import refuse_model
+from skyrl_train.engines.sglang.arguments import check_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.testing.tiny_models import tiny_model
 
@@ -15,7 +15,7 @@ def refused(kind: str, arguments: dict[str, Any], max_model_len: int = 256, **ch
     config = tiny_model(kind).config
     config.update(changes)
     try:
-        refuse_model(config, arguments, name="one", max_model_len=max_model_len)
+        check_model(config, arguments, name="one", max_model_len=max_model_len)
     except ConfigError:
         return True
     return False

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, smallest_kept, sorted_mask, uniforms
+from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, min_kept_prob, mask_by_sorting, random_uniform
 
 CPU = torch.device("cpu")
 GOLDEN = 0x9E3779B97F4A7C15
@@ -91,7 +91,7 @@ def _kept(logits: torch.Tensor, params: SamplingParams, candidates: int) -> torc
     limits = [params.top_k or math.inf, params.top_p if params.top_p < 1 else math.inf, params.min_p]
     probabilities = logits.softmax(-1)
     rows = torch.tensor([limits] * len(logits), dtype=torch.float64)
-    smallest = smallest_kept(probabilities, rows, max(candidates, params.top_k))
+    smallest = min_kept_prob(probabilities, rows, max(candidates, params.top_k))
     return (probabilities >= smallest) & (probabilities > 0)
 
 
@@ -166,7 +166,7 @@ def test_a_mask_that_nobody_waits_for_keeps_the_same_and_draws_the_same(options:
     logits = torch.randn(64, 700, generator=generator) * 2
     logits[:, ::50] = logits[:, :1]  # ties
     params = [SamplingParams(1, **options)] * 64
-    waited, masked = (RowSampler(params, range(64), [0] * 64, CPU, mask) for mask in (None, sorted_mask))
+    waited, masked = (RowSampler(params, range(64), [0] * 64, CPU, mask) for mask in (None, mask_by_sorting))
     for _ in range(3):
         one, other = waited(logits.clone()), masked(logits.clone())
         assert torch.equal(one.ids, other.ids)
@@ -245,15 +245,15 @@ def test_a_token_without_probability_is_never_returned():
 
 def test_random_numbers_are_uniform_and_a_function_of_seed_and_position():
     seeds, positions = torch.arange(400).repeat_interleave(50), torch.arange(50).repeat(400)
-    values = uniforms(seeds, positions)
+    values = random_uniform(seeds, positions)
     assert values.min() >= 0 and values.max() < 1
     counts = values.histc(50, 0, 1)
     assert ((counts - 400) ** 2 / 400).sum() < 90  # chi-square, 49 degrees: p = 0.0003
     pairs = torch.stack((values.view(400, 50)[:, :-1].flatten(), values.view(400, 50)[:, 1:].flatten()))
     assert abs(torch.corrcoef(pairs)[0, 1]) < 0.03
     shuffled = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(uniforms(seeds[shuffled], positions[shuffled]), values[shuffled])
-    assert torch.equal(uniforms(torch.arange(400).unsqueeze(1), torch.arange(50)).flatten(), values)
+    assert torch.equal(random_uniform(seeds[shuffled], positions[shuffled]), values[shuffled])
+    assert torch.equal(random_uniform(torch.arange(400).unsqueeze(1), torch.arange(50)).flatten(), values)
 
 
 def test_random_numbers_are_those_of_unsigned_arithmetic():
@@ -271,8 +271,8 @@ def test_random_numbers_are_those_of_unsigned_arithmetic():
             for seed in seeds
         ]
         signed = torch.tensor([seed - (seed >= 2**63) * 2**64 for seed in seeds])
-        assert uniforms(signed, torch.tensor(position)).tolist() == wanted
-    assert uniforms(torch.tensor(-1), torch.tensor(5)) == 0.15403342580516743
+        assert random_uniform(signed, torch.tensor(position)).tolist() == wanted
+    assert random_uniform(torch.tensor(-1), torch.tensor(5)) == 0.15403342580516743
 
 
 def test_a_sampler_goes_on_with_every_row_where_it_stands():

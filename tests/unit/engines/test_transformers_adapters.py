@@ -17,13 +17,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.cache import DecodeCache
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.engine_bench import assert_logprobs
+from tests.support.engine_harness import assert_logprobs
 from tests.support.reference_sampler import Reference
 from tests.support.tiny_adapters import merged, save_tiny_adapter
 
@@ -44,7 +44,7 @@ async def _engine(model: PreTrainedModel, **adapters: str) -> AsyncIterator[Tran
 
 def _request(name: str, adapter: str | None = None, prompt: tuple[int, ...] = PROMPT, **sampling: Any) -> SampleRequest:
     params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
-    return SampleRequest(name, token_array(prompt), params, seed=7, adapter=adapter)
+    return SampleRequest(name, to_token_array(prompt), params, seed=7, adapter=adapter)
 
 
 @pytest.fixture(scope="module")

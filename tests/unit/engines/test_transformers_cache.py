@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skyrl_train.engines.transformers.attention import PackedPrompts
-from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
 
 CPU = torch.device("cpu")
 
@@ -23,8 +23,8 @@ def _packed(lengths: list[int]) -> PackedPrompts:
     return packed
 
 
-def _key(tokens: Iterable[int]) -> Key:
-    return Key(tuple(tokens))
+def _key(tokens: Iterable[int]) -> PromptKey:
+    return PromptKey(tuple(tokens))
 
 
 def _prompts(lengths: list[int], rows: list[int]) -> list[NewPrompt]:
@@ -47,18 +47,18 @@ def _shape(cache: DecodeCache) -> tuple[int, int]:
 def test_chunks_are_as_wide_as_it_saves_memory(rows, chunks, width):
     lengths = [4 * (index + 1) for index in range(len(rows))]
     cache = DecodeCache(CPU)
-    slots = cache.place(_prompts(lengths, rows), _packed(lengths), frozenset())
+    slots = cache.allocate_slots(_prompts(lengths, rows), _packed(lengths), frozenset())
     assert len(set(slots)) == sum(rows)
     assert _shape(cache) == (chunks, width)
 
 
 def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
     cache = DecodeCache(CPU)
-    slots = cache.place(_prompts([6], [4]), _packed([6]), frozenset())
+    slots = cache.allocate_slots(_prompts([6], [4]), _packed([6]), frozenset())
     cache.release(slots[1:3])
-    again = cache.place([NewPrompt(_key(range(6)), 2, None)], None, frozenset())
+    again = cache.allocate_slots([NewPrompt(_key(range(6)), 2, None)], None, frozenset())
     assert sorted(again) == slots[1:3]
-    more = cache.place([NewPrompt(_key(range(6)), 1, None)], None, frozenset())
+    more = cache.allocate_slots([NewPrompt(_key(range(6)), 1, None)], None, frozenset())
     assert more[0] // 4 == 1  # a second chunk, its prompt copied from the first
     assert torch.equal(cache.layers_kv[1].prefix_k[1], cache.layers_kv[1].prefix_k[0])
 
@@ -66,14 +66,14 @@ def test_a_free_lane_of_the_same_prompt_is_taken_before_a_new_chunk():
 def test_a_prompt_that_is_still_needed_is_not_overwritten():
     for needed, kept in ((frozenset({_key(range(6))}), True), (frozenset(), False)):
         cache = DecodeCache(CPU)
-        cache.release(cache.place(_prompts([6], [2]), _packed([6]), frozenset()))
-        cache.place([NewPrompt(_key((90, 91)), 2, 0)], _packed([2]), needed)
-        assert cache.holds(_key(range(6))) is kept
+        cache.release(cache.allocate_slots(_prompts([6], [2]), _packed([6]), frozenset()))
+        cache.allocate_slots([NewPrompt(_key((90, 91)), 2, 0)], _packed([2]), needed)
+        assert cache.has_prompt(_key(range(6))) is kept
 
 
 def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
     lengths, cache = [8] * 6, DecodeCache(CPU)
-    slots = cache.place(_prompts(lengths, [8] * 6), _packed(lengths), frozenset())
+    slots = cache.allocate_slots(_prompts(lengths, [8] * 6), _packed(lengths), frozenset())
     cache.begin(slots, [0] * 48)
     states = torch.arange(48, dtype=torch.float32).view(48, 1, 1, 1).expand(48, 2, 1, 4)
     for layer in range(2):
@@ -93,10 +93,10 @@ def test_mostly_empty_lanes_are_packed_together_and_keep_what_they_hold():
 
 def test_weights_that_changed_split_twins():
     cache = DecodeCache(CPU)
-    slots = cache.place(_prompts([6], [8]), _packed([6]), frozenset())
+    slots = cache.allocate_slots(_prompts([6], [8]), _packed([6]), frozenset())
     cache.forget_prompts()
-    assert not cache.holds(_key(range(6)))
-    later = cache.place(_prompts([6], [8]), _packed([6]), frozenset())
+    assert not cache.has_prompt(_key(range(6)))
+    later = cache.allocate_slots(_prompts([6], [8]), _packed([6]), frozenset())
     assert not {slot // 8 for slot in slots} & {slot // 8 for slot in later}
     cache.release(slots[1:] + later[1:])
     cache.begin([slots[0], later[0]], [0, 0])

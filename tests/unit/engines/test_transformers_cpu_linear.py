@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from skyrl_train.engines.transformers.model import OneDnnLinear, use_onednn
+from skyrl_train.engines.transformers.model_runner import OneDnnLinear, use_onednn
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import EngineHealth, SampleRequest, SamplingParams, VersionSpan
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.buckets import plan_buckets
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import Manifest, TensorSpec, dtype_name
+from skyrl_train.weight_sync.protocol import Manifest, TensorSpec, dtype_name
 
 TOKENIZER = byte_tokenizer()
 EOS = 2
@@ -39,7 +39,7 @@ async def _engine(model: Any = None, **options: Any) -> AsyncIterator[Transforme
 
 def _request(name: str = "r", prompt: tuple[int, ...] = PROMPT, seed: int = 0, **sampling: Any) -> SampleRequest:
     sampling = {"max_tokens": 8, "ignore_eos": True} | sampling
-    return SampleRequest(name, token_array(prompt), SamplingParams(**sampling), seed)
+    return SampleRequest(name, to_token_array(prompt), SamplingParams(**sampling), seed)
 
 
 async def _until(engine: TransformersEngine, condition: Callable[[EngineHealth], bool]) -> None:
@@ -393,8 +393,8 @@ def test_pause_wait_lets_running_requests_finish_and_keeps_queued_ones():
 def _sync(source: torch.nn.Module, version: int) -> tuple[Manifest, list[Any]]:
     """What a trainer holding `source` sends in process."""
     sender = WeightSender(source.named_parameters, wire_dtype="float32", bucket_bytes=1 << 14, rank=0)
-    manifest = sender.manifest(version)
-    return manifest, [sender.send(bucket.index) for bucket in buckets(manifest)]
+    manifest = sender.prepare_manifest(version)
+    return manifest, [sender.send(bucket.index) for bucket in plan_buckets(manifest)]
 
 
 def test_new_weights_are_served_and_their_version_is_told():

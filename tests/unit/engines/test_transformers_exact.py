@@ -18,11 +18,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.transformers.cache import DecodeCache, Key, NewPrompt
+from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
 from skyrl_train.engines.transformers.engine import TransformersEngine
-from skyrl_train.engines.transformers.model import ServedModel
+from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
@@ -54,7 +54,7 @@ def _prompts(lengths: list[int], seed: int = 0) -> list[tuple[int, ...]]:
 
 def _requests(prompts: list[tuple[int, ...]], samples: int, sampling: SamplingParams) -> list[SampleRequest]:
     return [
-        SampleRequest(f"{p}.{s}", token_array(prompt), sampling, seed=1000 * p + s, group=str(p))
+        SampleRequest(f"{p}.{s}", to_token_array(prompt), sampling, seed=1000 * p + s, group=str(p))
         for p, prompt in enumerate(prompts)
         for s in range(samples)
     ]
@@ -166,11 +166,11 @@ def test_in_double_precision_rows_that_share_a_prompt_are_the_model_itself(kind:
             model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 :]
             for prompt, ids in zip(rows, sampled.tolist(), strict=True)
         ]
-        served, cache = ServedModel(model, device, "double"), DecodeCache(device)
-        keys = [Key(prompt) for prompt in prompts]
+        served, cache = ModelRunner(model, device, "double"), DecodeCache(device)
+        keys = [PromptKey(prompt) for prompt in prompts]
         packed, starts, logits = served.prefill(keys)
         new_prompts = [NewPrompt(key, samples, start) for key, start in zip(keys, starts, strict=True)]
-        slots = cache.place(new_prompts, packed, frozenset())
+        slots = cache.allocate_slots(new_prompts, packed, frozenset())
         got = [logits.repeat_interleave(samples, 0)]
         for step in range(new):
             if not cache.advance():
@@ -270,7 +270,7 @@ def test_scores_are_the_models_for_sequences_of_any_length(kind):
 
     for temperature in (1.0, 0.7):
         for ids, scores in zip(sequences, asyncio.run(score(temperature)), strict=True):
-            request = SampleRequest("", token_array(ids[:1]), SamplingParams(1, temperature=temperature), 0)
+            request = SampleRequest("", to_token_array(ids[:1]), SamplingParams(1, temperature=temperature), 0)
             assert scores == pytest.approx(_reference(model, request, list(ids[1:]))[1], abs=1e-4)
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.batch import collate
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
-from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.rollouts.conversation import Ledger
+from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.rollouts.conversation import TrajectoryBuilder
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.trajectories import completion_from, trajectory_from
 
@@ -27,7 +27,7 @@ PROMPTS = [(5, 6, 7, 8, 9, 10, 11), (20, 21, 22), (5, 6, 7, 8, 9, 10, 11), (30,)
 def requests(count: int) -> list[SampleRequest]:
     sampling = SamplingParams(max_tokens=count, ignore_eos=True)
     return [
-        SampleRequest(str(i), token_array(prompt), sampling, seed=i, group=str(prompt))
+        SampleRequest(str(i), to_token_array(prompt), sampling, seed=i, group=str(prompt))
         for i, prompt in enumerate(PROMPTS)
     ]
 
@@ -51,13 +51,13 @@ def sampled(kind: str, retracted: bool = False) -> list[Completion]:
 
 def chosen_by_the_trainer(kind: str, tokens: list[int]) -> np.ndarray:
     model = tiny_model(kind)
-    scorer = TokenScorer(model)
-    scorer.routers.keeps_choices = True
+    logprob_model = LogprobModel(model)
+    logprob_model.routers.record_routed_experts = True
     ids, places = torch.tensor(tokens), torch.arange(len(tokens))
     with torch.no_grad():
-        scorer(ids, places, torch.tensor([0, len(tokens)]), torch.ones(1), places > 0)
-    assert scorer.choices is not None
-    return scorer.choices.numpy()
+        logprob_model(ids, places, torch.tensor([0, len(tokens)]), torch.ones(1), places > 0)
+    assert logprob_model.routed_experts is not None
+    return logprob_model.routed_experts.numpy()
 
 
 @pytest.mark.parametrize("retracted", [False, True])
@@ -100,13 +100,13 @@ def completion(ids: list[int], told: Any) -> Completion:
 
 def test_tokens_of_earlier_turns_stay_where_they_were_when_they_were_sampled() -> None:
     item = trajectory_from(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
-    ledger = Ledger(item)
-    ledger.open([5, 6])
-    ledger.sample(completion([7, 2], routing(0, 1, 2)))
-    ledger.tell([9])
-    ledger.sample(completion([8], routing(3, 3, 3, 4, 5)))
+    ledger = TrajectoryBuilder(item)
+    ledger.start_episode([5, 6])
+    ledger.append_sample(completion([7, 2], routing(0, 1, 2)))
+    ledger.append_prompt([9])
+    ledger.append_sample(completion([8], routing(3, 3, 3, 4, 5)))
     ledger.restart([5, 9])
-    ledger.sample(completion([4, 2], routing(6, 7, 8)))
+    ledger.append_sample(completion([4, 2], routing(6, 7, 8)))
     plain = trajectory_from(Prompt("1", [], "none"), 1, [5], [6], [1], [-1.0], [], 0.0, "stop", 1.0)
     batch = collate([TrajectoryGroup(item.prompt, [item, plain])])
     assert batch.routing is not None

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.entrypoints import doctor
-from skyrl_train.entrypoints.doctor import NOTE, OK, PROBLEM, Finding, examine, report
+from skyrl_train.entrypoints.doctor import NOTE, OK, PROBLEM, CheckResult, run_checks, report
 
 
-def named(check: doctor.Check) -> dict[str, Finding]:
+def named(check: doctor.Check) -> dict[str, CheckResult]:
     return {finding.what: finding for finding in check()}
 
 
@@ -37,19 +37,19 @@ def test_it_answers_in_time_for_people_and_for_programs():
 def test_a_check_that_fails_or_hangs_is_a_finding_and_no_end():
     go_on = threading.Event()
 
-    def broken() -> Iterator[Finding]:
-        yield Finding("half", OK, "said")
+    def broken() -> Iterator[CheckResult]:
+        yield CheckResult("half", OK, "said")
         raise OSError("no such thing")
 
-    def hangs_on() -> Iterator[Finding]:
+    def hangs_on() -> Iterator[CheckResult]:
         go_on.wait(30)
-        yield Finding("late", OK, "said")
+        yield CheckResult("late", OK, "said")
 
-    def fine() -> Iterator[Finding]:
-        yield Finding("fine", OK, "said")
+    def fine() -> Iterator[CheckResult]:
+        yield CheckResult("fine", OK, "said")
 
     try:
-        found = examine([broken, hangs_on, fine], seconds=0.5)
+        found = run_checks([broken, hangs_on, fine], seconds=0.5)
     finally:
         go_on.set()
     assert [(one.what, one.state) for one in found] == [("broken", NOTE), ("hangs on", NOTE), ("fine", OK)]
@@ -59,7 +59,7 @@ def test_a_check_that_fails_or_hangs_is_a_finding_and_no_end():
 
 def test_what_is_wrong_is_said_last_and_escapes_are_shown():
     lines = list(
-        report([Finding("disk", PROBLEM, "0 GiB \x1b[31m", "Free some."), Finding("hub", OK, "answers", "No.")])
+        report([CheckResult("disk", PROBLEM, "0 GiB \x1b[31m", "Free some."), CheckResult("hub", OK, "answers", "No.")])
     )
     assert lines == [
         r"problem disk  0 GiB \x1b[31m",
@@ -67,7 +67,7 @@ def test_what_is_wrong_is_said_last_and_escapes_are_shown():
         "ok      hub   answers",
         "1 problem: disk",
     ]
-    assert list(report([Finding("hub", OK, "answers")]))[-1] == "0 problems"
+    assert list(report([CheckResult("hub", OK, "answers")]))[-1] == "0 problems"
 
 
 def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
@@ -81,7 +81,7 @@ def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_accelerators_that_torch_does_not_see_are_a_problem(monkeypatch: pytest.MonkeyPatch):
-    def answers(board: str, torch: dict[str, Any] | None) -> dict[str, Finding]:
+    def answers(board: str, torch: dict[str, Any] | None) -> dict[str, CheckResult]:
         said = {"nvidia-smi": board or None, sys.executable: None if torch is None else json.dumps(torch)}
 
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

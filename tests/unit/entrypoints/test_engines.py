@@ -14,12 +14,12 @@ import pytest
 
 from skyrl_train.config.hydra import save_resolved
 from skyrl_train.config.schema import Config
-from skyrl_train.engines.target_count import ENGINES_FILE, read_target, stamp, write_target
+from skyrl_train.engines.target_count import ENGINES_FILE, read_target, target_file_version, write_target
 from skyrl_train.entrypoints.engines import main
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.engines import announce_number
-from skyrl_train.trainer.run_directory import RunDirectory
-from tests.support.pages import Command, documented
+from skyrl_train.experiment.engines import init_target_file
+from skyrl_train.trainer.run_folder import RunFolder
+from tests.support.doc_pages import Command, find_commands
 
 
 @contextmanager
@@ -28,9 +28,9 @@ def under_way(folder: Path, *, apart: bool = True, engines: int = 2, local: bool
     cfg.trainer.placement.colocate_all = not apart
     cfg.generator.num_inference_engines = engines
     cfg.generator.run_engines_locally = local
-    with RunDirectory(folder, {}, resuming=True):
+    with RunFolder(folder, {}, allow_resume=True):
         save_resolved(cfg, folder / "config.yaml")
-        announce_number(cfg, folder)
+        init_target_file(cfg, folder)
         yield
 
 
@@ -43,10 +43,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_number_is_asked_for_in_the_folder_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with under_way(tmp_path):
-        before = stamp(tmp_path)
+        before = target_file_version(tmp_path)
         main(["add", "3", str(tmp_path)])
         assert read_target(tmp_path) == 5
-        assert stamp(tmp_path) != before
+        assert target_file_version(tmp_path) != before
         main(["remove", "1", str(tmp_path)])
     assert read_target(tmp_path) == 4
     assert capsys.readouterr().out.splitlines()[1].startswith("5 -> 4 engines are wanted")
@@ -127,7 +127,7 @@ def test_the_file_may_be_written_by_hand(by_hand: Callable[[Path, int], None], t
     assert read_target(tmp_path) == 3
 
 
-@pytest.mark.parametrize("command", documented("skyrl-train engines "), ids=str)
+@pytest.mark.parametrize("command", find_commands("skyrl-train engines "), ids=str)
 def test_the_commands_of_the_pages(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = tmp_path / "ckpts" / "my_run"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.entrypoints.from_skyrl import Translation, main, translate
 from skyrl_train.errors import ConfigError
-from skyrl_train.skyrl.shell import shown
+from skyrl_train.skyrl.shell_parser import display_word
 
 REPOSITORY = Path(__file__).parents[3]
 TODAYS = r"""
@@ -61,7 +61,7 @@ def test_todays_recipe_becomes_a_command_of_this_package():
     assert done.problems == []
     _, *head, module = words(done)[:5]
     assert (head, module) == (["--extra", "vllm", "-m"], "skyrl_train.entrypoints.main_base")
-    config = prepare(words(done)[5:], has_accelerator=True).config
+    config = prepare_config(words(done)[5:], has_accelerator=True).config
     assert config.data.train_data == ("/home/me/data/gsm8k/train.parquet",)
     assert (config.trainer.max_steps, config.trainer.seed, config.trainer.policy_mini_batch_size) == (5, 1, 64)
     assert config.trainer.policy.language_model_only is True
@@ -181,7 +181,7 @@ def test_called_script_gets_arguments_and_variables(tmp_path: Path):
     wrapper = 'export STEPS=7 NAME="a$USER"\nSEED=5 bash examples/train/run.sh trainer.epochs=3 "$@"'
     done = translate(wrapper, str(folder / "wrapper.sh"), ["trainer.bf16=false"])
     expected = ["trainer.seed=5", "trainer.max_steps=7", "trainer.run_name=a$USER", "trainer.epochs=3"]
-    assert [shown(word) for word in done.overrides] == [*expected, "trainer.bf16=false"]
+    assert [display_word(word) for word in done.overrides] == [*expected, "trainer.bf16=false"]
     assert done.notes[0].endswith("wrapper.sh calls examples/train/run.sh.")
 
 

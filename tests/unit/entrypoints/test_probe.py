@@ -10,30 +10,30 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config.keys import value_at, with_value_at
+from skyrl_train.config.keys import get_value, replace_value
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.messages import Prompt
-from skyrl_train.entrypoints.plan_table import MEASURED, KnownData, run_lines
+from skyrl_train.entrypoints.plan_report import MEASURED, DataStats, run_lines
 from skyrl_train.entrypoints.probe import (
     LIMIT,
-    MOST_SIZES,
-    MOST_STEPS,
-    PASSES_S,
+    MAX_SIZES,
+    MAX_STEPS,
+    TIMINGS_S,
     STEPS_S,
-    Pace,
-    Passes,
-    Probed,
-    answer_lengths,
+    ProbeSchedule,
+    MicroBatchTiming,
+    ProbeResult,
+    response_lengths,
     probe,
     sizes_between,
     temporary_folder,
-    without_traces,
+    as_temporary_run,
 )
-from skyrl_train.entrypoints.probe_report import best_passes, probe_lines
-from skyrl_train.errors import ConfigError, EngineError, Stopped
+from skyrl_train.entrypoints.probe_report import best_timing, probe_lines
+from skyrl_train.errors import ConfigError, EngineError, RunInterrupted
 from tests.support.learner_specs import policy_batch
-from tests.support.measured_steps import config, taken
+from tests.support.probe_steps import config, measured_step
 
 
 class Clock:
@@ -46,16 +46,16 @@ class Clock:
 
 def sizes(
     seconds_a_prompt: float, prompts: int = 16, staleness: int = 0, first_s: float = 0.0
-) -> tuple[list[int], Pace]:
+) -> tuple[list[int], ProbeSchedule]:
     """The steps that a probe takes, asked for as the collector does, and the pace in the end."""
     clock = Clock()
-    pace = Pace(1000, prompts, 1, max_staleness_steps=staleness, clock=clock)
+    pace = ProbeSchedule(1000, prompts, 1, max_staleness_steps=staleness, clock=clock)
     steps: list[int] = []
-    assert all(pace.prompts_of_step(ahead) for ahead in range(staleness + 1))
+    assert all(pace.num_prompts_in_step(ahead) for ahead in range(staleness + 1))
     while len(steps) < pace.total_steps:
-        steps.append(pace.prompts_of_step(len(steps)))
+        steps.append(pace.num_prompts_in_step(len(steps)))
         clock.now += steps[-1] * seconds_a_prompt + (first_s if len(steps) == 1 else 0.0)
-        pace.prompts_of_step(len(steps) + staleness)
+        pace.num_prompts_in_step(len(steps) + staleness)
     return steps, pace
 
 
@@ -67,8 +67,8 @@ def test_a_part_comes_first_and_then_whole_steps_for_as_long_as_there_is_time():
 
 def test_the_number_of_steps_is_limited():
     steps, pace = sizes(0.001)
-    assert len(pace.measured()) == MOST_STEPS
-    assert len(steps) == MOST_STEPS + 2
+    assert len(pace.measured()) == MAX_STEPS
+    assert len(steps) == MAX_STEPS + 2
 
 
 def test_a_slow_first_step_does_not_keep_the_others_small():
@@ -80,7 +80,7 @@ def test_where_whole_steps_do_not_fit_the_time_parts_of_growing_size_are_measure
     steps, pace = sizes(0.5, prompts=64)
     assert steps == [8, 8, 16]  # 4, 4 and 8 of the 20 s
     assert pace.measured() == [1, 2]
-    assert sum(steps) * 0.5 <= STEPS_S + PASSES_S
+    assert sum(steps) * 0.5 <= STEPS_S + TIMINGS_S
 
 
 def test_of_a_slow_model_the_least_is_taken():
@@ -110,12 +110,12 @@ def test_asynchronous_steps_count_in_whole_bursts():
         (None, True, False),
         (EngineError("died"), True, True),
         (EngineError("died"), False, False),
-        (Stopped(2), True, False),
+        (RunInterrupted(2), True, False),
         (KeyboardInterrupt(), True, False),
     ],
 )
 def test_only_logs_that_explain_a_failure_are_kept(error: BaseException | None, logs: bool, kept: bool):
-    with suppress(EngineError, Stopped, KeyboardInterrupt), temporary_folder() as folder:
+    with suppress(EngineError, RunInterrupted, KeyboardInterrupt), temporary_folder() as folder:
         if logs:
             (folder / "run" / "logs").mkdir(parents=True)
         if error is not None:
@@ -128,11 +128,11 @@ def test_a_masked_answer_has_its_length():
     """As one that was cut by a deadline, which took as long as it is."""
     batch = policy_batch((9, 4, 12, 9))
     keep = torch.tensor([True, False, True, False])
-    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.per_token(keep))
+    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.expand_to_tokens(keep))
     answers = (batch.lengths - batch.prompt_lengths).tolist()
-    assert answer_lengths(batch) == batch.per_sequence_sum(batch.loss_mask.long()).tolist()
-    assert answer_lengths(masked)[1::2] == answers[1::2]
-    assert answer_lengths(masked)[::2] == answer_lengths(batch)[::2]
+    assert response_lengths(batch) == batch.sum_per_sequence(batch.loss_mask.long()).tolist()
+    assert response_lengths(masked)[1::2] == answers[1::2]
+    assert response_lengths(masked)[::2] == response_lengths(batch)[::2]
     assert min(answers) > 0
 
 
@@ -140,45 +140,45 @@ def test_sizes_of_micro_batches_go_from_a_sequence_to_one_pass():
     assert sizes_between(100, 900) == [128, 256, 512, 1024]
     assert sizes_between(128, 100) == [128]
     many = sizes_between(100, 100_000)
-    assert len(many) <= MOST_SIZES and many[-1] == 1 << 17
+    assert len(many) <= MAX_SIZES and many[-1] == 1 << 17
 
 
 def test_a_probe_writes_nothing_where_the_run_would(tmp_path: Path):
-    cfg = with_value_at(Config(), "generator.weight_sync_folder", "/shared/weights")
-    quiet = without_traces(cfg, tmp_path)
+    cfg = replace_value(Config(), "generator.weight_sync_folder", "/shared/weights")
+    quiet = as_temporary_run(cfg, tmp_path)
     for key in ("trainer.ckpt_path", "trainer.export_path"):
-        assert value_at(quiet, key).startswith(str(tmp_path))
+        assert get_value(quiet, key).startswith(str(tmp_path))
     assert quiet.generator.weight_sync_folder == f"/shared/weights/{tmp_path.name}"
     assert (quiet.trainer.ckpt_interval, quiet.trainer.hf_save_interval, quiet.trainer.eval_interval) == (0, 0, 0)
 
 
 def test_servers_that_others_may_use_are_not_given_a_probes_weights():
     with pytest.raises(ConfigError, match="run_engines_locally=false: a probe"):
-        probe(with_value_at(Config(), "generator.run_engines_locally", False))
+        probe(replace_value(Config(), "generator.run_engines_locally", False))
 
 
-def probed(cfg: Config, prompts: int, **changes: Any) -> Probed:
+def probed(cfg: Config, prompts: int, **changes: Any) -> ProbeResult:
     dataset = PromptDataset(tuple(Prompt(str(row), [], "any") for row in range(40)), 0)
     parts: dict[str, Any] = {
-        "steps": [taken(prompts, {"response/truncated_fraction": 0.25})] * 3,
-        "taken": 5,
+        "steps": [measured_step(prompts, {"response/truncated_fraction": 0.25})] * 3,
+        "num_steps": 5,
         "steps_took_s": 12.5,
         "start_s": 30.0,
         "prompts": cfg.trainer.train_batch_size,
         "dataset": dataset,
         "eval_prompts": 0,
         "responses": [10, 20, 30, 32],
-        "passes_tokens": 1000,
-        "passes": [Passes(None, 2.0, 1.0), Passes(512, 1.0, 1.5), Passes(1024, float("inf"), None)],
+        "timed_tokens": 1000,
+        "timings": [MicroBatchTiming(None, 2.0, 1.0), MicroBatchTiming(512, 1.0, 1.5), MicroBatchTiming(1024, float("inf"), None)],
     }
-    return Probed(**parts | changes)
+    return ProbeResult(**parts | changes)
 
 
 def test_a_probe_says_what_a_step_takes_and_what_to_set():
     cfg = config()
-    cfg = with_value_at(with_value_at(cfg, "trainer.epochs", 2), "trainer.eval_interval", -1)
+    cfg = replace_value(replace_value(cfg, "trainer.epochs", 2), "trainer.eval_interval", -1)
     text = "\n".join(probe_lines(cfg, probed(cfg, 8)))
-    step_s = taken(8).row["timing/step_s"]
+    step_s = measured_step(8).row["timing/step_s"]
     for part in ("generate", "score", "update", "weight sync", "the rest", f"{step_s:.3g}", "25% reached the limit"):
         assert part in text
     assert f"the run: {(30 + 10 * step_s) / 60:.1f} minutes (30 s to start, 10 steps)" in text
@@ -190,15 +190,15 @@ def test_a_probe_says_what_a_step_takes_and_what_to_set():
 
 
 def test_a_size_is_only_proposed_if_it_is_clearly_faster():
-    configured = Passes(None, 1.0, 1.0)
-    assert best_passes([configured, Passes(256, 0.98, 1.0)]) is configured
-    assert best_passes([configured, Passes(256, 0.9, 1.0), Passes(512, 0.8, 1.0)]).limit == 512
+    configured = MicroBatchTiming(None, 1.0, 1.0)
+    assert best_timing([configured, MicroBatchTiming(256, 0.98, 1.0)]) is configured
+    assert best_timing([configured, MicroBatchTiming(256, 0.9, 1.0), MicroBatchTiming(512, 0.8, 1.0)]).limit == 512
     alone = probed(config(), 8, passes=[configured])
     assert f"{LIMIT}: no other size was tried" in "\n".join(probe_lines(config(), alone))
 
 
 def test_without_a_probe_seconds_are_what_it_would_measure():
-    text = "\n".join(run_lines(config(), [], KnownData(40, 20.4)))
+    text = "\n".join(run_lines(config(), [], DataStats(40, 20.4)))
     assert text.count(MEASURED) == 2
     assert "8 prompts x 5 samples x (20 of a prompt, in the mean + 1,024 of an answer, the most)" in text
     assert "40 prompts, 8 a step, trainer.epochs=1" in text

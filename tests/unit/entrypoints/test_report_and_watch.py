@@ -18,19 +18,19 @@ import pytest
 
 from skyrl_train.entrypoints.report import main as report
 from skyrl_train.entrypoints.watch import main as watch
-from skyrl_train.report.page_files import page
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import write_rollouts
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts
-from tests.support.page import needs_page
-from tests.support.run_folders import made_up_metrics, make_run, write_metrics
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts
+from tests.support.viewer_page import requires_viewer
+from tests.support.synthetic_run_folders import synthetic_metrics, write_synthetic_run, write_metrics
 
-pytestmark = needs_page
+pytestmark = requires_viewer
 
 
 @contextmanager
 def watching(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the address that it prints."""
-    page()  # what takes time where it is not built yet
+    render_page()  # what takes time where it is not built yet
     command = [sys.executable, "-m", "skyrl_train.entrypoints.cli", "watch", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -43,7 +43,7 @@ def watching(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_a_run_under_way_is_watched_until_ctrl_c(tmp_path: Path):
-    folder = make_run(tmp_path / "run", 2, total=5)
+    folder = write_synthetic_run(tmp_path / "run", 2, total=5)
     with watching(str(folder)) as (process, address):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#access_token=[\w-]{43}", address)
         server, _, token = address.partition("/#access_token=")
@@ -56,11 +56,11 @@ def test_a_run_under_way_is_watched_until_ctrl_c(tmp_path: Path):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server}/api/runs", timeout=30)
         with urllib.request.urlopen(address, timeout=30) as answer:
-            assert answer.read().decode() == page()
+            assert answer.read().decode() == render_page()
         assert ask("runs")["runs"][0]["step"] == 2
         assert ask("rollouts?run=0")["total"] == 32
-        write_metrics(folder, [made_up_metrics(3)], 5, after=2)
-        write_rollouts(folder, 3, made_up_rollouts(8, 3))
+        write_metrics(folder, [synthetic_metrics(3)], 5, after=2)
+        write_rollouts(folder, 3, synthetic_rollouts(8, 3))
         assert ask("metrics?run=0")["steps"] == [1, 2, 3]
         assert ask("rollouts?run=0&step=3")["total"] == 8
         process.send_signal(signal.SIGINT)
@@ -69,7 +69,7 @@ def test_a_run_under_way_is_watched_until_ctrl_c(tmp_path: Path):
 
 
 def test_a_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    runs = [make_run(tmp_path / "one", 2), make_run(tmp_path / "two", 3, rollouts=0)]
+    runs = [write_synthetic_run(tmp_path / "one", 2), write_synthetic_run(tmp_path / "two", 3, rollouts=0)]
     before = {file for run in runs for file in run.rglob("*")}
     out = tmp_path / "out.html"
     report([*map(str, runs), "--out", str(out)])
@@ -96,7 +96,7 @@ def test_files_that_cannot_be_asked_for_are_said(main: Any, capsys: pytest.Captu
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = make_run(tmp_path / "run", 1, rollouts=0)
+    run = write_synthetic_run(tmp_path / "run", 1, rollouts=0)
     with pytest.raises(SystemExit):
         report([str(run), "--out", str(tmp_path / "no" / "report.html")])
     assert "cannot be written: No such file or directory" in capsys.readouterr().err

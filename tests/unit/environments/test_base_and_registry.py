@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.base import BaseTextEnv, Settings, StepOutput, TextEnv, checked_step_output
+from skyrl_train.environments.base import BaseTextEnv, AttrDict, StepOutput, TextEnv, validate_step_output
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 
@@ -22,7 +22,7 @@ def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     ("reward", "value"), [(1, 1.0), (True, 1.0), (0.5, 0.5), (np.float32(0.25), 0.25), (np.array([2.0]), 2.0)]
 )
 def test_numbers_of_all_kinds_are_rewards(reward: Any, value: float):
-    assert checked_step_output({"observations": [], "reward": reward, "done": True}).reward == value
+    assert validate_step_output({"observations": [], "reward": reward, "done": True}).reward == value
 
 
 @pytest.mark.fault("F11")
@@ -31,7 +31,7 @@ def test_numbers_of_all_kinds_are_rewards(reward: Any, value: float):
 )
 def test_anything_else_is_a_bad_reward(reward: Any):
     with pytest.raises(EnvironmentFailure) as caught:
-        checked_step_output(StepOutput([], reward, True))
+        validate_step_output(StepOutput([], reward, True))
     assert caught.value.kind == "bad_reward"
 
 
@@ -39,7 +39,7 @@ def test_anything_else_is_a_bad_reward(reward: Any):
 @pytest.mark.parametrize("reward", [1.7e308, -1e300, 3e38, 10**16])
 def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
     with pytest.raises(EnvironmentFailure, match=r"bad_reward: .*not one number of at most"):
-        checked_step_output(StepOutput([], reward, True))
+        validate_step_output(StepOutput([], reward, True))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_a_reward_that_float32_cannot_square_is_a_bad_one(reward: float):
 )
 def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
     good = {"observations": [{"role": "user", "content": "go on"}], "reward": 0.0, "done": False, "metadata": {}}
-    assert checked_step_output(good).observations == good["observations"]
+    assert validate_step_output(good).observations == good["observations"]
     with pytest.raises(EnvironmentFailure) as caught:
-        checked_step_output(good | change)
+        validate_step_output(good | change)
     assert caught.value.kind == "bad_step_output"
 
 
@@ -79,11 +79,11 @@ def test_a_step_output_of_another_shape_is_refused(change: dict[str, Any]):
 )
 def test_calls_for_people_are_those_that_can_be_read_and_fail_no_episode(calls: Any, shown: list[dict[str, str]]):
     good = {"observations": [], "reward": 0.0, "done": False, "metadata": {}}
-    assert checked_step_output(good | {"tool_calls": calls}).tool_calls == shown
+    assert validate_step_output(good | {"tool_calls": calls}).tool_calls == shown
 
 
 def test_settings_are_read_like_a_mapping_and_like_an_object():
-    settings = Settings({"topk": 3, "search": {"url": "here"}})
+    settings = AttrDict({"topk": 3, "search": {"url": "here"}})
     assert (settings.topk, settings["topk"], settings.get("none", 1), settings.search.url) == (3, 3, 1, "here")
     with pytest.raises(AttributeError, match=r"no 'timeout'; they have \['search', 'topk'\]"):
         _ = settings.timeout

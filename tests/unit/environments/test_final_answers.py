@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.hydra import load, plain
-from skyrl_train.data.reasoning import FORMATS
+from skyrl_train.config.hydra import load_preset, to_dict
+from skyrl_train.data.reasoning import REASONING_FORMATS
 from skyrl_train.environments import registry
-from skyrl_train.environments.graders import latex
-from skyrl_train.environments.tasks.judge import verdict_of
+from skyrl_train.environments.graders import math_grader
+from skyrl_train.environments.tasks.judge import parse_verdict
 from skyrl_train.environments.tools.parsers import parse_calls
 from skyrl_train.errors import EnvironmentFailure
 from tests.support.web_server import Request, Response, web_server
 
 WRAPS: dict[str, Callable[[str], str]] = {
-    entry.opens: lambda text, form=entry: f"{form.opens}\n{text}\n{form.closes}"  # type: ignore[misc]
-    for entry in FORMATS
+    entry.open_marker: lambda text, form=entry: f"{form.open_marker}\n{text}\n{form.close_marker}"  # type: ignore[misc]
+    for entry in REASONING_FORMATS
 }
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
 WRAPS["harmony"] = HARMONY.format
@@ -103,7 +103,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _graders() -> Iterator[None]:
     yield
-    latex.shared(5.0).close()
+    math_grader.get_grader(5.0).close()
 
 
 @pytest.fixture(scope="module")
@@ -189,14 +189,14 @@ def test_judge_reads_answers_and_judges_without_reasoning(verdict: str):
         asked = json.loads(server.requests[0].body)["messages"][1]["content"]
     assert "secret" not in asked and "Rome" in asked
     with pytest.raises(EnvironmentFailure, match="judge_failed"):
-        verdict_of("<think>VERDICT: CORRECT")
+        parse_verdict("<think>VERDICT: CORRECT")
 
 
 def test_commands_in_reasoning_are_not_run():
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
     row = {"repository": {"a.py": ""}, "tests": [{"script": "print(1)", "output": "1"}], "max_turns": 9}
-    environment = registry.make("mini_swe", plain(load().environment.skyrl_gym.mini_swe), row)
+    environment = registry.make("mini_swe", to_dict(load_preset().environment.skyrl_gym.mini_swe), row)
     environment.init([{"role": "user", "content": "?"}])
     try:
         for text in (

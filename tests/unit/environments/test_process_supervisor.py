@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.environments import process_supervisor
-from skyrl_train.environments.process_supervisor import CappedLog, copy_output
+from skyrl_train.environments.process_supervisor import CappedLog, copy_output_to_log
 
 SECRET = "hf_0123456789abcdef"
 
@@ -15,7 +15,7 @@ SECRET = "hf_0123456789abcdef"
 def copied(path: Path, data: bytes, chunk: int) -> str:
     """Write data to a pipe in chunks, and return what arrives in the log."""
     source, sink = os.pipe()
-    copier = threading.Thread(target=copy_output, args=(source, CappedLog("(env 7) ", str(path))))
+    copier = threading.Thread(target=copy_output_to_log, args=(source, CappedLog("(env 7) ", str(path))))
     copier.start()
     for start in range(0, len(data), chunk):
         os.write(sink, data[start : start + chunk])

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.engines import engine_settings
+from skyrl_train.experiment.engines import engine_generator_config
 from skyrl_train.experiment.publisher import sends_adapter
-from skyrl_train.experiment.services import run_directory
+from skyrl_train.experiment.run_resources import build_run_folder
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 
 RANK = "trainer.policy.model.lora.rank=24"
 
 
 def config(*overrides: str) -> Config:
-    return load(["device=cpu", *overrides])
+    return load_preset(["device=cpu", *overrides])
 
 
 def engine(rank: int) -> ScriptedEngine:
@@ -55,20 +55,20 @@ def test_an_engine_that_must_take_one_and_cannot_is_named(room: int, why: str):
 
 def test_vllm_is_started_with_room_for_the_adapter_only_where_it_comes():
     vllm = ["generator.backend=vllm", RANK]
-    assert engine_settings(config(*vllm, "generator.model_dtype=bfloat16")).engine_init_kwargs == {"max_lora_rank": 32}
+    assert engine_generator_config(config(*vllm, "generator.model_dtype=bfloat16")).engine_init_kwargs == {"max_lora_rank": 32}
     for merged in (
         [*vllm, "generator.model_dtype=float32"],
         ["generator.backend=transformers", RANK, "trainer.policy.model.lora.sync=adapter"],
         ["generator.backend=vllm", "trainer.policy.model.lora.sync=adapter"],
         ["generator.backend=vllm", "trainer.policy.model.lora.sync=adapter", "trainer.policy.model.lora.rank=513"],
     ):
-        assert engine_settings(config(*merged)).engine_init_kwargs == {}
+        assert engine_generator_config(config(*merged)).engine_init_kwargs == {}
     given = config(*vllm, "trainer.policy.model.lora.sync=adapter", "+generator.engine_init_kwargs.max_lora_rank=64")
-    assert engine_settings(given).engine_init_kwargs == {"max_lora_rank": 64}
+    assert engine_generator_config(given).engine_init_kwargs == {"max_lora_rank": 64}
 
 
 def test_how_engines_get_an_adapter_does_not_make_another_run(tmp_path):
     for sync in ("merged", "adapter"):
         cfg = config(RANK, f"trainer.ckpt_path={tmp_path}", f"trainer.policy.model.lora.sync={sync}")
-        with run_directory(cfg, {"train_data": "a"}):
+        with build_run_folder(cfg, {"train_data": "a"}):
             pass

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.registry import advantage_estimators, keywords_of, policy_losses
+from skyrl_train.algorithms.registry import advantage_estimators, get_keyword_parameters, policy_losses
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.predicates import needs_reference
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
@@ -22,15 +22,15 @@ from skyrl_train.experiment.algorithm import (
     build_advantage_step,
     build_correction_steps,
     build_objective,
-    compared_rewards,
-    correction_of,
-    policy_learning,
-    read_before_loss,
-    settings,
+    comparison_scope,
+    get_off_policy_correction,
+    build_policy_objective_spec,
+    reads_old_logprobs_before_loss,
+    algorithm_keywords,
 )
 from skyrl_train.metrics import Metrics
-from tests.support.each import check_each
-from tests.support.hard_batches import hard_batch
+from tests.support.table_cases import check_each
+from tests.support.edge_case_batches import edge_case_batch
 
 BELOW = "trainer.algorithm."
 
@@ -39,7 +39,7 @@ ANCHOR = "cispo.cispo_anchor=rollout"
 
 
 def algorithm(*overrides: str) -> AlgorithmConfig:
-    return load([BELOW + one for one in overrides]).trainer.algorithm
+    return load_preset([BELOW + one for one in overrides]).trainer.algorithm
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def bound(objective: PolicyObjective) -> dict[str, Any]:
 
 def rewarded(*of_groups: float) -> TrainBatch:
     """A batch of two prompts; all samples of a prompt get its reward, at their last token."""
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     rewards = torch.tensor(of_groups, dtype=torch.float64)[batch.group_ids // 3]
     of_tokens = torch.zeros_like(batch.token_rewards)  # type: ignore[arg-type]
     of_tokens[batch.offsets[1:] - 1] = rewards
@@ -75,7 +75,7 @@ def rewarded(*of_groups: float) -> TrainBatch:
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advantages(name: str):
     chosen = algorithm(f"advantage_estimator={name}")
-    step, compared = build_advantage_step(chosen), compared_rewards(chosen)
+    step, compared = build_advantage_step(chosen), comparison_scope(chosen)
     first, second = (step(rewarded(*rewards), Metrics()).token_advantages for rewards in ((0.0, 1.0), (1.0, 0.5)))
     assert first is not None and second is not None
     assert (not first.any() and not second.any()) is (compared == "group")
@@ -84,8 +84,8 @@ def test_the_rewards_that_an_estimator_compares_are_those_that_change_its_advant
 
 def test_a_user_s_estimator_compares_a_step_s_rewards_and_imitation_compares_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(advantage_estimators.loaded, "mine", lambda rewards, group_ids, valid: rewards)
-    assert compared_rewards(algorithm("advantage_estimator=mine")) == "step"
-    assert compared_rewards(algorithm("policy_loss_type=cross_entropy")) is None
+    assert comparison_scope(algorithm("advantage_estimator=mine")) == "step"
+    assert comparison_scope(algorithm("policy_loss_type=cross_entropy")) is None
 
 
 def test_every_loss_can_be_built():
@@ -98,7 +98,7 @@ def test_every_estimator_can_be_built():
 
 def test_estimators_say_whether_they_read_the_rewards_of_tokens():
     steps = {name: build_advantage_step(algorithm(f"advantage_estimator={name}")) for name in ADVANTAGE_ESTIMATORS}
-    assert {name for name, step in steps.items() if step.reads_token_rewards} == {"gae", "reinforce++"}
+    assert {name for name, step in steps.items() if step.needs_token_rewards} == {"gae", "reinforce++"}
 
 
 def test_every_kl_estimator_can_be_built():
@@ -107,7 +107,7 @@ def test_every_kl_estimator_can_be_built():
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_every_reduction_gives_weights(name: str):
-    reduction = policy_learning(load([f"{BELOW}loss_reduction={name}", f"{BELOW}max_seq_len=4"])).reduction
+    reduction = build_policy_objective_spec(load_preset([f"{BELOW}loss_reduction={name}", f"{BELOW}max_seq_len=4"])).reduction
     ids = torch.tensor([0, 0, 1, 1])
     assert reduction(torch.ones(4, dtype=torch.bool), ids, ids).sum() == pytest.approx(0.5 if "norm" in name else 1.0)
 
@@ -118,8 +118,8 @@ def test_a_loss_that_asks_for_what_nobody_has_is_named(own: None):
 
 
 def test_what_the_keys_of_cispo_and_dppo_choose():
-    against_old = keywords_of(build_objective(algorithm("policy_loss_type=cispo")).policy_loss)
-    against_engine = keywords_of(build_objective(algorithm("policy_loss_type=cispo", ANCHOR)).policy_loss)
+    against_old = get_keyword_parameters(build_objective(algorithm("policy_loss_type=cispo")).policy_loss)
+    against_engine = get_keyword_parameters(build_objective(algorithm("policy_loss_type=cispo", ANCHOR)).policy_loss)
     assert against_old.keys() - against_engine.keys() == {"old_logprobs"}
     assert against_engine.keys() - against_old.keys() == {"rollout_logprobs"}
     both = build_objective(algorithm("policy_loss_type=dppo_tv", "dppo.delta_low=0.1", "dppo.delta_high=0.3"))
@@ -129,7 +129,7 @@ def test_what_the_keys_of_cispo_and_dppo_choose():
     _, blocked = one.policy_loss(logprobs, torch.ones(2), mask, frozen_logprobs=logprobs, rollout_logprobs=seen.log())
     assert blocked.tolist() == [1.0, 0.0]  # 0.1 is inside the default bounds, and outside 0.05
     with pytest.raises(ConfigError, match=r"tv_threshold=0\.05: must be null with delta_low or delta_high"):
-        prepare(["trainer.algorithm.dppo.tv_threshold=0.05", "trainer.algorithm.dppo.delta_low=0.1"])
+        prepare_config(["trainer.algorithm.dppo.tv_threshold=0.05", "trainer.algorithm.dppo.delta_low=0.1"])
 
 
 @pytest.mark.parametrize("name", ["rollout_is", "dppo_tv", "dppo_kl", "like_skyrl"])
@@ -141,10 +141,10 @@ def test_what_corrects_for_the_engine_itself_is_not_corrected_again(name: str, k
 
 
 def test_older_keys_of_truncated_importance_sampling_mean_the_same():
-    found = correction_of(algorithm("use_tis=true", "tis_imp_ratio_cap=3.0"))
+    found = get_off_policy_correction(algorithm("use_tis=true", "tis_imp_ratio_cap=3.0"))
     assert (found.tis_ratio_type, found.token_tis_ratio_clip_high) == ("token", 3.0)
     chosen = algorithm("use_tis=true", "tis_imp_ratio_cap=3.0", "off_policy_correction.tis_ratio_type=token")
-    assert correction_of(chosen).token_tis_ratio_clip_high == 2.0
+    assert get_off_policy_correction(chosen).token_tis_ratio_clip_high == 2.0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_older_keys_of_truncated_importance_sampling_mean_the_same():
 )
 def test_passes_that_nothing_reads_are_not_run(overrides: list[str], reference: bool, old: bool):
     chosen = algorithm(*overrides)
-    assert (needs_reference(chosen), read_before_loss(chosen)) == (reference, old)
+    assert (needs_reference(chosen), reads_old_logprobs_before_loss(chosen)) == (reference, old)
 
 
 def test_a_correction_is_built_only_where_one_is_asked_for():
@@ -187,8 +187,8 @@ def test_estimators_of_plugins_are_known_after_their_import():
     ],
 )
 def test_old_log_probs_are_asked_for_where_something_reads_them(keys: list[str], needed: bool | None):
-    cfg = load([*(f"trainer.algorithm.{key}" for key in ["use_kl_loss=false", *keys])])
-    assert policy_learning(cfg).needs_old_logprobs is needed
+    cfg = load_preset([*(f"trainer.algorithm.{key}" for key in ["use_kl_loss=false", *keys])])
+    assert build_policy_objective_spec(cfg).needs_old_logprobs is needed
 
 
 def test_no_two_keys_that_losses_may_ask_for_have_the_same_name():
@@ -196,4 +196,4 @@ def test_no_two_keys_that_losses_may_ask_for_have_the_same_name():
     losses = (algorithm.sapo, algorithm.clip_cov, algorithm.kl_cov, algorithm.cispo, algorithm.dppo, algorithm.sft)
     names = [key.name for section in (algorithm, *losses) for key in fields(section)]
     assert len(names) == len(set(names))
-    assert settings(algorithm).keys() <= {"config", *names}
+    assert algorithm_keywords(algorithm).keys() <= {"config", *names}

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.keys import replace_value
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.algorithm import policy_learning
+from skyrl_train.experiment.algorithm import build_policy_objective_spec
 from skyrl_train.experiment.publisher import pause_mode
-from skyrl_train.experiment.trainer import build_generator, build_samplers
+from skyrl_train.experiment.trainer import build_generator, build_group_filter_settings
 from skyrl_train.rollouts.collector import DynamicSampling
-from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 AHEAD = ("trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false")
 
 
 def config(*overrides: str) -> Config:
-    return prepare(["trainer.policy.model.path=model", *overrides], own_code=True, has_accelerator=True).config
+    return prepare_config(["trainer.policy.model.path=model", *overrides], has_user_code=True, has_accelerator=True).config
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def config(*overrides: str) -> Config:
     ],
 )
 def test_what_a_sync_does_to_sequences_is_how_engines_pause(override: str, mode: str):
-    able = ScriptedEngine(capabilities=replace(EVERYTHING, pause_modes=frozenset({"keep", "abort", "retract"})))
+    able = ScriptedEngine(capabilities=replace(ALL_CAPABILITIES, pause_modes=frozenset({"keep", "abort", "retract"})))
     assert pause_mode(config(*AHEAD, f"trainer.fully_async.{override}"), [able]) == mode
 
 
 def test_an_engine_that_cannot_pause_so_is_refused_by_name():
     server = ScriptedEngine(
-        name="server", capabilities=replace(EVERYTHING, pause_modes=frozenset({"abort", "retract"}))
+        name="server", capabilities=replace(ALL_CAPABILITIES, pause_modes=frozenset({"abort", "retract"}))
     )
     with pytest.raises(ConfigError, match=r"on_sync=keep: engine 'server' cannot .* can: recompute, abort"):
         pause_mode(config(*AHEAD), [ScriptedEngine(), server])
@@ -58,7 +58,7 @@ def test_an_engine_that_cannot_pause_so_is_refused_by_name():
 def test_beginning_anew_without_seeds_is_warned_of(caplog: pytest.LogCaptureFixture):
     able = frozenset({"abort", "retract"})
     for seeds in (True, False):
-        server = ScriptedEngine(name="server", capabilities=replace(EVERYTHING, pause_modes=able, seeds=seeds))
+        server = ScriptedEngine(name="server", capabilities=replace(ALL_CAPABILITIES, pause_modes=able, seeds=seeds))
         with caplog.at_level(logging.WARNING):
             assert pause_mode(config(*AHEAD, "trainer.fully_async.on_sync=abort"), [server]) == "abort"
         assert ("engine 'server' takes no seeds" in caplog.text) == (not seeds)
@@ -68,8 +68,8 @@ def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
     full = "trainer.fully_async.sample_full_batch=true"
     filtered = config(*AHEAD, full, "trainer.algorithm.zero_variance_filter=true")
     off = "trainer.fully_async.sample_full_batch=false"
-    assert build_samplers(filtered).dynamic_sampling == DynamicSampling(max_sample_batches=30, off=off)
-    assert build_samplers(with_value_at(filtered, "trainer.fully_async.enabled", False)).dynamic_sampling is None
+    assert build_group_filter_settings(filtered).dynamic_sampling == DynamicSampling(max_sample_batches=30, disable_hint=off)
+    assert build_group_filter_settings(replace_value(filtered, "trainer.fully_async.enabled", False)).dynamic_sampling is None
     with pytest.raises(ConfigError, match=r"sample_full_batch.*false without trainer\.algorithm\.zero_variance_filter"):
         config(*AHEAD, full)
 
@@ -137,7 +137,7 @@ def test_an_evaluation_beside_rollouts_for_training_has_requests_of_its_own():
 @pytest.mark.defect("warned-of-what-corrects-itself")
 def test_old_samples_without_a_correction_are_warned_of(override: str, warns: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        policy_learning(config(*AHEAD, *override.split()))
+        build_policy_objective_spec(config(*AHEAD, *override.split()))
     assert ("off_policy_correction.tis_ratio_type=token" in caplog.text) == warns
 
 

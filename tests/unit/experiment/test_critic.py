@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_train.algorithms.registry import advantage_estimators
 from skyrl_train.algorithms.value_objective import ValueObjective
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import build_critic_objective
 
@@ -27,7 +27,7 @@ def objective(monkeypatch: pytest.MonkeyPatch, estimator: str | Callable[..., An
     if not isinstance(estimator, str):
         monkeypatch.setitem(advantage_estimators.loaded, name, estimator)
     keys = ["trainer.algorithm.value_clip=0.3", f"trainer.critic.model.path={path}"]
-    return build_critic_objective(load([f"trainer.algorithm.advantage_estimator={name}", *keys]).trainer)
+    return build_critic_objective(load_preset([f"trainer.algorithm.advantage_estimator={name}", *keys]).trainer)
 
 
 @pytest.mark.parametrize("estimator", ["gae", needs, may_use, skyrl_style])
@@ -55,4 +55,4 @@ def test_an_estimator_that_needs_values_is_refused_without_a_model(
 @pytest.mark.parametrize(("key", "clip"), [("0.3", 0.3), ("null", math.inf)])
 def test_a_clip_of_null_is_none(key: str, clip: float) -> None:
     keys = ["algorithm.advantage_estimator=gae", "critic.model.path=/x", f"algorithm.value_clip={key}"]
-    assert build_critic_objective(load([f"trainer.{one}" for one in keys]).trainer) == ValueObjective(clip)
+    assert build_critic_objective(load_preset([f"trainer.{one}" for one in keys]).trainer) == ValueObjective(clip)

@@ -19,10 +19,10 @@ from typing import IO
 import pytest
 from ray.exceptions import RayTaskError
 
-from skyrl_train.errors import ClusterLost, EngineError, SkyRLError, Stopped
-from skyrl_train.experiment.driver import REPORT, THRESHOLDS, account_of, collecting_seldom, signals_leave, until_told
-from skyrl_train.report.logs import TRACEBACK
-from tests.support.handlers import default_sighup
+from skyrl_train.errors import ClusterLost, EngineError, SkyRLError, RunInterrupted
+from skyrl_train.experiment.driver import BUG_REPORT_HINT, GC_THRESHOLDS, format_failure, relaxed_gc, exit_on_signals, run_until_signaled
+from skyrl_train.report.logs import TRACEBACK_NOTE_PREFIX
+from tests.support.signal_handlers import default_sighup
 
 
 async def never() -> SkyRLError:
@@ -50,8 +50,8 @@ def test_a_signal_cancels_the_work_and_is_the_reason_once_it_has_ended(number: i
             done.append("saved")
             raise
 
-    with pytest.raises(Stopped) as stopped:
-        asyncio.run(until_told(work(), never()))
+    with pytest.raises(RunInterrupted) as stopped:
+        asyncio.run(run_until_signaled(work(), never()))
     assert (stopped.value.signal, done) == (number, ["saved"])
 
 
@@ -62,9 +62,9 @@ def test_work_that_ends_by_itself_gives_its_result_or_its_error():
     async def error() -> int:
         raise KeyError("a bug")
 
-    assert asyncio.run(until_told(result(), never())) == 7
+    assert asyncio.run(run_until_signaled(result(), never())) == 7
     with pytest.raises(KeyError, match="a bug"):
-        asyncio.run(until_told(error(), never()))
+        asyncio.run(run_until_signaled(error(), never()))
 
 
 @pytest.mark.defect("signals-swallowed-by-a-blocked-loop")
@@ -74,8 +74,8 @@ def test_a_signal_that_comes_while_the_end_of_the_work_blocks_the_loop_is_the_re
         time.sleep(0.05)  # as ray.shutdown() does
         return 7
 
-    with pytest.raises(Stopped, match="SIGTERM"):
-        asyncio.run(until_told(work(), never()))
+    with pytest.raises(RunInterrupted, match="SIGTERM"):
+        asyncio.run(run_until_signaled(work(), never()))
 
 
 def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raises():
@@ -86,7 +86,7 @@ def test_the_death_of_the_cluster_ends_it_for_that_reason_whatever_closing_raise
             raise ConnectionError("closing failed, too")
 
     with pytest.raises(ClusterLost, match="gcs_server") as lost:
-        asyncio.run(until_told(work(), soon(ClusterLost("gcs_server"))))
+        asyncio.run(run_until_signaled(work(), soon(ClusterLost("gcs_server"))))
     assert isinstance(lost.value.__cause__, ConnectionError)
 
 
@@ -102,7 +102,7 @@ def test_whoever_is_cancelled_waits_for_the_end_of_the_work_also_in_a_thread_wit
             done.append("saved")
 
     async def cancels() -> None:
-        told = asyncio.ensure_future(until_told(work(), never()))
+        told = asyncio.ensure_future(run_until_signaled(work(), never()))
         await asyncio.sleep(0.05)
         told.cancel()
         await asyncio.wait([told])
@@ -205,7 +205,7 @@ def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
 
     before = signal.signal(number, ours)
     try:
-        asyncio.run(until_told(work(), never()))
+        asyncio.run(run_until_signaled(work(), never()))
         assert signal.getsignal(number) is ours
     finally:
         signal.signal(number, before)
@@ -270,7 +270,7 @@ def test_a_program_s_own_handlers_are_back_after_a_start():
 
     before = signal.signal(signal.SIGTERM, ours)
     try:
-        with signals_leave():
+        with exit_on_signals():
             assert signal.getsignal(signal.SIGTERM) is not ours
         assert signal.getsignal(signal.SIGTERM) is ours
     finally:
@@ -280,7 +280,7 @@ def test_a_program_s_own_handlers_are_back_after_a_start():
 def raised(function: object, *args: object) -> Exception:
     with pytest.raises(Exception) as found:  # noqa: PT011 - any
         function(*args)  # type: ignore[operator]
-    found.value.add_note(f"{TRACEBACK} FILE.")
+    found.value.add_note(f"{TRACEBACK_NOTE_PREFIX} FILE.")
     return found.value
 
 
@@ -299,11 +299,11 @@ def handled() -> None:
 
 
 def test_the_cause_is_last_and_what_was_handled_is_none():
-    lines = account_of(raised(chained)).splitlines()
-    assert lines[0] == f"{TRACEBACK} FILE."
+    lines = format_failure(raised(chained)).splitlines()
+    assert lines[0] == f"{TRACEBACK_NOTE_PREFIX} FILE."
     assert lines[1].startswith("RuntimeError: no batch (") and lines[1].endswith(" in chained)")
     assert lines[2].startswith(f"KeyError: 'x' ({__file__}:") and len(lines) == 3
-    lines = account_of(raised(handled)).splitlines()
+    lines = format_failure(raised(handled)).splitlines()
     assert lines[-1].startswith("RuntimeError: no batch") and "KeyError" not in str(lines)
 
 
@@ -312,13 +312,13 @@ def test_an_error_of_ours_is_one_line_below_its_notes(monkeypatch: pytest.Monkey
     error = EngineError("engine 0 died")
     error.add_note("with 0123456789")
     error.__notes__.append(7)  # type: ignore[arg-type]
-    assert account_of(error) == "with <A_TOKEN>\n7\nEngineError: engine 0 died"
+    assert format_failure(error) == "with <A_TOKEN>\n7\nEngineError: engine 0 died"
 
 
 def test_without_a_line_of_the_user_s_own_it_may_be_our_defect():
     error = raised(json.loads, "{")
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
-    assert account_of(error).splitlines()[1:] == [REPORT, f"JSONDecodeError: {error}"]
+    assert format_failure(error).splitlines()[1:] == [BUG_REPORT_HINT, f"JSONDecodeError: {error}"]
 
 
 @pytest.mark.parametrize("on_top", [True, False])
@@ -328,13 +328,13 @@ def test_a_line_of_another_process_is_named(on_top: bool, tmp_path: Path):
     cause_line = f"ValueError: bad ({tmp_path}/my_loss.py:12 in my_loss)"
     cause = ValueError("bad")
     carrier = RayTaskError("call", there, cause).as_instanceof_cause()
-    carrier.add_note(f"{TRACEBACK} FILE.")
+    carrier.add_note(f"{TRACEBACK_NOTE_PREFIX} FILE.")
     if on_top:
-        assert account_of(carrier).splitlines()[-1] == cause_line
+        assert format_failure(carrier).splitlines()[-1] == cause_line
         return
     error = raised(_raise, cause, carrier)
     error.raised_in = "learner 0.update"  # type: ignore[attr-defined]
-    assert account_of(error).splitlines()[-1] == f"learner 0.update: {cause_line}"
+    assert format_failure(error).splitlines()[-1] == f"learner 0.update: {cause_line}"
 
 
 def _raise(error: Exception, cause: Exception) -> None:
@@ -344,12 +344,12 @@ def _raise(error: Exception, cause: Exception) -> None:
 def test_before_there_is_a_log_the_traceback_is_printed():
     with pytest.raises(RuntimeError) as found:
         chained()
-    assert "Traceback (most recent call last)" in account_of(found.value)
+    assert "Traceback (most recent call last)" in format_failure(found.value)
 
 
 def test_the_collector_is_as_it_was_after_a_run_that_failed():
     before = gc.get_threshold(), gc.get_freeze_count()
-    with suppress(RuntimeError), collecting_seldom():
-        assert gc.get_threshold() == THRESHOLDS and gc.isenabled() and gc.get_freeze_count() > before[1]
+    with suppress(RuntimeError), relaxed_gc():
+        assert gc.get_threshold() == GC_THRESHOLDS and gc.isenabled() and gc.get_freeze_count() > before[1]
         raise RuntimeError
     assert (gc.get_threshold(), gc.get_freeze_count()) == before

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cluster.placement import Slots
+from skyrl_train.cluster.placement import ResourcePool
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.schema import TimeoutsConfig
 from skyrl_train.engines.base import Capabilities
 from skyrl_train.experiment import engines
 from skyrl_train.experiment.engines import build_engine
-from skyrl_train.experiment.layout import RoleSlots
+from skyrl_train.experiment.placement import RolePlacement
 
 
 class Started:
@@ -22,10 +22,10 @@ class Started:
 
     capabilities = Capabilities("unknown")
 
-    async def read(self, attribute: str, deadline_s: float) -> Capabilities:
+    async def get_attribute(self, attribute: str, deadline_s: float) -> Capabilities:
         return Capabilities("engine 1")
 
-    def know(self, capabilities: Capabilities) -> None:
+    def cache_attributes(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
 
 
@@ -38,8 +38,8 @@ def test_loopback_is_no_address_for_an_engine_of_a_cluster_that_has_grown(
     monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: Started())
     cluster: Any = SimpleNamespace(single_machine=single_machine, cpus=2.0)
     group: Any = None
-    slots = RoleSlots(Slots(group, count=1, cpus=1.0, gpus=0.0, tenants=1, cores=1), 1)
-    engine: Any = asyncio.run(build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", place=0))
+    slots = RolePlacement(ResourcePool(group, num_slots=1, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1), 1)
+    engine: Any = asyncio.run(build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", member_index=0))
     assert engine.capabilities.other_machine != single_machine
     assert engine.capabilities.name == "engine 1"
 
@@ -49,7 +49,7 @@ def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(mo
     bound: list[Any] = []
 
     class Process(Started):
-        def lives_with(self, parts: list[Any], cluster: Any) -> None:
+        def link_lifetimes(self, parts: list[Any], cluster: Any) -> None:
             bound.append((self, parts))
 
     processes = [Process(), Process()]
@@ -58,14 +58,14 @@ def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(mo
         started.append((target, index, name, kwargs))
         return processes[len(started) - 1]
 
-    async def address(cluster: Any, slots: Slots, index: int, deadline_s: float) -> tuple[str, int]:
+    async def address(cluster: Any, slots: ResourcePool, index: int, deadline_s: float) -> tuple[str, int]:
         return f"node of slot {index}", 7
 
     monkeypatch.setattr(engines, "spawn", spawn)
-    monkeypatch.setattr(engines, "free_address_of", address)
+    monkeypatch.setattr(engines, "find_free_address", address)
     cluster: Any = SimpleNamespace(single_machine=False, cpus=8.0)
     group: Any = None
-    slots = RoleSlots(Slots(group, 8, cpus=1.0, gpus=0.0, tenants=1, cores=1, together=2), 2, stride=4, nodes=2)
+    slots = RolePlacement(ResourcePool(group, 8, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1, slots_per_bundle=2), 2, slots_per_member=4, nodes_per_member=2)
     generator = GeneratorConfig(backend="vllm", inference_engine_tensor_parallel_size=4)
     engine = asyncio.run(build_engine(1, cluster, generator, TimeoutsConfig(), slots, "cpu"))
     (first, at, name, kwargs), (second, at_second, name_second, kwargs_second) = started

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.data.dataset import PromptDataset, load_prompts
 from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.base import TextEnv
@@ -27,7 +27,7 @@ def rows(*env_classes: str) -> PromptDataset:
 
 def test_rows_that_name_their_environment_go_before_the_key_and_that_is_said_once(capsys: pytest.CaptureFixture[str]):
     train, evaluation = rows("arithmetic", "arithmetic", "gsm8k", "multiply"), rows("arithmetic")
-    check_environments(load(["environment.env_class=gsm8k"]), train, evaluation)
+    check_environments(load_preset(["environment.env_class=gsm8k"]), train, evaluation)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         "note: 4 of 5 rows name their env_class themselves (arithmetic 3, multiply 1), which counts; "
@@ -42,13 +42,13 @@ def test_rows_of_an_environment_of_the_program_that_cannot_be_sent_are_refused()
         with pytest.raises(
             ConfigError, match=r"env_class=drivers_own: must be registered by a module of trainer\.plug"
         ):
-            check_environments(load(), rows("drivers_own"))
+            check_environments(load_preset(), rows("drivers_own"))
     finally:
-        environments.forget("drivers_own")
+        environments.unregister("drivers_own")
 
 
 def test_rows_that_agree_with_the_key_are_not_worth_a_word(capsys: pytest.CaptureFixture[str]):
-    check_environments(load(["environment.env_class=arithmetic"]), rows("arithmetic"), None)
+    check_environments(load_preset(["environment.env_class=arithmetic"]), rows("arithmetic"), None)
     assert capsys.readouterr().err == ""
 
 
@@ -91,7 +91,7 @@ def test_unusable_ground_truth_names_file_and_row(tmp_path: Path, env_class: str
 def test_run_checks_rows_of_training_and_evaluation():
     broken = Prompt("1", [], "math", {"reward_spec": {"ground_truth": "(1,2"}}, where="eval.jsonl, line 7")
     with pytest.raises(DataError, match=r"eval\.jsonl, line 7: ground truth '\(1,2' cannot be read"):
-        check_environments(load(), rows("gsm8k"), PromptDataset((broken,), 0))
+        check_environments(load_preset(), rows("gsm8k"), PromptDataset((broken,), 0))
 
 
 def test_environment_of_a_user_refuses_rows(monkeypatch: pytest.MonkeyPatch):

@@ -19,19 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from skyrl_train.config.run_folder import config_of_run
+from skyrl_train.config.run_folder import load_run_config
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.experiment.data import template_of
-from skyrl_train.experiment.export import Export, atomic_folder, export
-from skyrl_train.learner.saved_policy import check_model, open_policy
+from skyrl_train.experiment.data import chat_template_text
+from skyrl_train.experiment.export import ExportRequest, atomic_folder, export
+from skyrl_train.learner.checkpoint_policy import verify_model, open_policy
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from tests.support.engine_bench import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
+from tests.support.engine_harness import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
 from tests.support.hub_server import TOKEN, hub_server
-from tests.support.run_states import forge
-from tests.support.saved_runs import save_run
+from tests.support.checkpoint_fixtures import rewrite_trainer_state
+from tests.support.checkpointed_run import save_run
 
 LORA = ("trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.alpha=8")
 IDS = torch.arange(40).view(2, 20)
@@ -57,7 +57,7 @@ def logits(model: Any) -> Tensor:
 
 
 def written(checkpoint: Path, to: Path, **asked: Any) -> Path:
-    export(Export(str(checkpoint), str(to), **asked))
+    export(ExportRequest(str(checkpoint), str(to), **asked))
     return to
 
 
@@ -99,7 +99,7 @@ def test_adapters_apart_and_merged_are_the_same_policy(adapted: Path, tmp_path: 
     apart: Any = peft.PeftModel.from_pretrained(base, str(folder))
     assert not torch.allclose(logits(merged), start, atol=0.1)
     torch.testing.assert_close(logits(apart), logits(merged), rtol=0, atol=1e-4)
-    with open_policy(adapted, config_of_run(adapted.parent).trainer) as policy:
+    with open_policy(adapted, load_run_config(adapted.parent).trainer) as policy:
         expected = logits(merged)[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(policy.logprobs(IDS), expected, rtol=0, atol=1e-4)
     metadata, card = parts_of_card(folder)
@@ -117,18 +117,18 @@ def test_experts_are_exported_one_by_one_as_they_are_published(tmp_path: Path):
 def test_a_changed_weight_and_a_changed_configuration_are_noticed(whole: Path, tmp_path: Path):
     folder = written(whole, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    with open_policy(whole, config_of_run(whole.parent).trainer) as policy:
-        assert check_model(policy, folder, torch.float32).largest_nats < 1e-4
+    with open_policy(whole, load_run_config(whole.parent).trainer) as policy:
+        assert verify_model(policy, folder, torch.float32).max_logprob_diff < 1e-4
         weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-6
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is not what it is in the checkp"):
-            check_model(policy, folder, torch.float32)
+            verify_model(policy, folder, torch.float32)
         written(whole, folder, overwrite=True)
         config = json.loads((folder / "config.json").read_text())
         config["rope_parameters"]["rope_theta"] = 100.0
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=r"log-probs of 508 tokens differ from the checkpoint's by \d"):
-            check_model(policy, folder, torch.float32)
+            verify_model(policy, folder, torch.float32)
 
 
 def test_an_adapter_of_a_changed_model_is_not_handed_out(tmp_path: Path, tiny_model_path: str):
@@ -217,7 +217,7 @@ def card_of() -> Callable[[str], str]:
                 lora="",
                 dtype="float32",
                 step=1,
-                learnt_from="rewards",
+                trained_on="rewards",
                 environment=word,
                 data={"training": [word, word]},
                 keys={word: word, "trainer.algorithm.x": [word]},
@@ -352,7 +352,7 @@ def test_template_among_the_variables_is_exported(recorded: bool, tmp_path: Path
     saved["generator"]["chat_template_kwargs"] = {"chat_template": TEMPLATES["mistral"]}
     file.write_text(yaml.safe_dump(saved))
     if recorded:
-        forge(checkpoint, chat_template=template_of(byte_tokenizer(), saved["generator"]["chat_template_kwargs"]))
+        rewrite_trainer_state(checkpoint, chat_template=chat_template_text(byte_tokenizer(), saved["generator"]["chat_template_kwargs"]))
     folder = written(checkpoint, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 
@@ -390,14 +390,14 @@ def test_adapters_are_not_exported_with_another_base(
 
 def test_card_tells_if_the_base_is_not_recorded(adapted: Path, tmp_path: Path):
     shutil.copytree(adapted.parent, tmp_path / "run")
-    forge(tmp_path / "run" / adapted.name, base_models=None)
+    rewrite_trainer_state(tmp_path / "run" / adapted.name, base_models=None)
     written(tmp_path / "run" / adapted.name, tmp_path / "export")
     assert "of the base model it was given (the checkpoint does not record" in parts_of_card(tmp_path / "export")[1]
 
 
 def test_recorded_template_is_exported_whatever_the_configuration_says_now(whole: Path, tmp_path: Path):
     shutil.copytree(whole.parent, tmp_path / "run")
-    forge(tmp_path / "run" / whole.name, chat_template=TEMPLATES["mistral"])
+    rewrite_trainer_state(tmp_path / "run" / whole.name, chat_template=TEMPLATES["mistral"])
     folder = written(tmp_path / "run" / whole.name, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from skyrl_train.cluster.placement import Slots
-from skyrl_train.config.hydra import load
+from skyrl_train.cluster.placement import ResourcePool
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.algorithm import policy_learning
+from skyrl_train.experiment.algorithm import build_policy_objective_spec
 from skyrl_train.experiment.data import check_same_tokens
-from skyrl_train.experiment.layout import RoleSlots
+from skyrl_train.experiment.placement import RolePlacement
 from skyrl_train.experiment.learner import critic_spec, reference_spec, threads_per_process
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
 from skyrl_train.trainer.trainer import StepSchedule
@@ -43,7 +43,7 @@ def with_other_ids(folder: Path) -> str:
 def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
     cluster: Any = SimpleNamespace(cpus=6.0)
     group: Any = None
-    role = RoleSlots(Slots(group, count=2, cpus=1.0, gpus=1.0, tenants=2, cores=12), count=2)
+    role = RolePlacement(ResourcePool(group, num_slots=2, cpus_per_slot=1.0, gpus_per_slot=1.0, actors_per_slot=2, min_cores_per_slot=12), count=2)
     assert threads_per_process(cluster, role, "cuda") == 12
     assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster"
     assert threads_per_process(cluster, replace(role, beside=1), "cpu") == 2, "an engine computes meanwhile"
@@ -76,16 +76,16 @@ def test_only_what_is_trained_has_adapters_each_model_its_own():
     overrides = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"]
     spec, schedule = tiny_spec("/x", lora=LoraConfig(rank=8)), StepSchedule(8, 4, 1)
     for rank in (0, 4):
-        cfg = load([*overrides, f"trainer.critic.model.lora.rank={rank}"])
+        cfg = load_preset([*overrides, f"trainer.critic.model.lora.rank={rank}"])
         assert reference_spec(spec, cfg.trainer, None).lora is None
-        critic = critic_spec(spec, cfg.trainer, None, policy_learning(cfg), schedule)
+        critic = critic_spec(spec, cfg.trainer, None, build_policy_objective_spec(cfg), schedule)
         assert (critic.lora.rank if critic.lora else 0) == rank
 
 
 def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
-    cfg = load(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
+    cfg = load_preset(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
     spec = tiny_spec("/x", use_torch_compile=True, memory_folder="/records")
-    critic = critic_spec(spec, cfg.trainer, None, policy_learning(cfg), StepSchedule(8, 4, 1))
+    critic = critic_spec(spec, cfg.trainer, None, build_policy_objective_spec(cfg), StepSchedule(8, 4, 1))
     for other in (reference_spec(spec, cfg.trainer, None), critic):
         assert other.use_torch_compile
-        assert other.memory_folder is None
+        assert other.memory_snapshot_folder is None

@@ -16,14 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.predicates import sleep_level
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.memory_plan import (
-    MemoryLine,
-    SlotPlan,
-    Weight,
-    capacity_of,
+    MemoryItem,
+    SlotMemoryPlan,
+    ParameterShape,
+    memory_capacity,
     memory_plan,
     model_shape,
     numel,
@@ -32,7 +32,7 @@ from skyrl_train.experiment.memory_plan import (
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker, MiniBatch
 from skyrl_train.models.loading import load_reward_model
 from skyrl_train.strategies.base import Strategy
-from skyrl_train.strategies.shards import local
+from skyrl_train.strategies.checkpoint_shards import to_local
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
 from tests.support.learner_specs import policy_batch, tiny_spec
@@ -76,7 +76,7 @@ def config(path: str, *overrides: str, ranks: int = 1, half: bool = False) -> Co
 
 @functools.cache
 def prepared(*overrides: str) -> Config:
-    return prepare(overrides, has_accelerator=False).config
+    return prepare_config(overrides, has_accelerator=False).config
 
 
 def on_gpus(cfg: Config, **generator: Any) -> Config:
@@ -84,9 +84,9 @@ def on_gpus(cfg: Config, **generator: Any) -> Config:
     return replace(cfg, device="cuda", generator=replace(cfg.generator, backend="vllm", **generator))
 
 
-def row(plan: SlotPlan, role: str, what: str, phase: str = "updating") -> MemoryLine:
+def row(plan: SlotMemoryPlan, role: str, what: str, phase: str = "updating") -> MemoryItem:
     """Of those on the device, where some are on the host."""
-    found = [r for r in plan.lines if (r.role, r.what) == (role, what) and phase in r.phases]
+    found = [r for r in plan.items if (r.role, r.name) == (role, what) and phase in r.phases]
     (line,) = [r for r in found if not r.on_host] or found
     return line
 
@@ -113,7 +113,7 @@ def allocated_at_most(call: Callable[[], Any]) -> int:
 
 def state_bytes(strategy: Strategy) -> int:
     """Bytes of this rank's optimizer state."""
-    return sum(tensor.nbytes for key, tensor in strategy.shard().tensors.items() if not key.startswith("param/"))
+    return sum(tensor.nbytes for key, tensor in strategy.get_checkpoint_shard().tensors.items() if not key.startswith("param/"))
 
 
 def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | None = None) -> tuple[int, int, int]:
@@ -124,13 +124,13 @@ def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | No
     small = policy_batch()
     worker.update(MiniBatch([small], 1, int(small.loss_mask.sum())))  # makes the optimizer's state
     peak = allocated_at_most(lambda: worker.update(mini_batch()))
-    held = sum(local(parameter).nbytes for parameter in worker.scorer.parameters())
+    held = sum(to_local(parameter).nbytes for parameter in worker.module.parameters())
     state = state_bytes(worker.strategy)
     worker.close()
     return peak, held, state
 
 
-def planned(plan: SlotPlan) -> int:
+def planned(plan: SlotMemoryPlan) -> int:
     """Bytes that an update adds to what a rank holds before it."""
     kept = ("parameters", "optimizer", "weight-sync buckets")
     return plan.total("updating", role="policy") - sum(row(plan, "policy", what).size for what in kept)
@@ -209,7 +209,7 @@ class CountingSingle(SingleStrategy):
     gradient_bytes = 0
 
     def step(self) -> dict[str, float]:
-        gradients = [parameter.grad for parameter in self.scorer.parameters()]
+        gradients = [parameter.grad for parameter in self.module.parameters()]
         self.gradient_bytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         return super().step()
 
@@ -225,7 +225,7 @@ def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, 
     batch = policy_batch()
     worker.update(MiniBatch([batch], 1, int(batch.loss_mask.sum())))
     strategy: Any = worker.strategy
-    assert row(plan, "policy", "parameters").size == sum(weight.nbytes for weight in worker.scorer.parameters())
+    assert row(plan, "policy", "parameters").size == sum(weight.nbytes for weight in worker.module.parameters())
     assert row(plan, "policy", "optimizer").size == state_bytes(strategy)
     assert row(plan, "policy", "gradients").size == strategy.gradient_bytes
     worker.close()
@@ -235,7 +235,7 @@ def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, 
 @pytest.mark.parametrize("rows", [1, 3, 8, 321])
 def test_the_fullest_rank_has_the_first_rows(rows: int, ranks: int):
     first = torch.empty(rows, 5).chunk(ranks)[0]
-    assert Weight((rows, 5)).shard(ranks) == first.numel()
+    assert ParameterShape((rows, 5)).shard_numel(ranks) == first.numel()
 
 
 def test_a_critic_has_no_logits_and_a_value_head(tmp_path: Path):
@@ -244,7 +244,7 @@ def test_a_critic_has_no_logits_and_a_value_head(tmp_path: Path):
     (plan,) = memory_plan(config(path, *gae))
     policy, critic = model_shape(path, key="k"), model_shape(path, key="k", kind="critic")
     assert numel(critic.weights) == numel(policy.weights) - policy.head + policy.hidden
-    assert [r.what for r in plan.lines if r.role == "critic" and r.what in ("logits", "values")] == ["values"] * 2
+    assert [r.name for r in plan.items if r.role == "critic" and r.name in ("logits", "values")] == ["values"] * 2
 
 
 def test_roles_that_take_turns_do_not_add_up_in_a_phase(path: str):
@@ -346,7 +346,7 @@ def test_engines_asleep_hold_weights_only_if_no_sync_replaces_them(
     cfg = on_gpus(config(path), **changes)
     cfg = replace(cfg, generator=replace(cfg.generator, backend=backend))
     (plan,) = memory_plan(cfg, capacity=GIB)
-    weights = [r.on_host for r in plan.lines if (r.role, r.what) == ("engine", "weights") and "updating" in r.phases]
+    weights = [r.on_host for r in plan.items if (r.role, r.name) == ("engine", "weights") and "updating" in r.phases]
     assert weights == [False] * on_device + [True] * on_host
     assert sleep_level(cfg) == (1 if changes else 2)
 
@@ -354,7 +354,7 @@ def test_engines_asleep_hold_weights_only_if_no_sync_replaces_them(
 def test_cpu_offload_leaves_only_gathered_layers_on_the_accelerator(path: str):
     keys = ["trainer.strategy=fsdp2", "trainer.policy.fsdp_config.cpu_offload=true"]
     (plan,) = memory_plan(on_gpus(config(path, *keys, "trainer.placement.colocate_all=true")), capacity=GIB)
-    on_host = {r.what for r in plan.lines if r.on_host and r.role == "policy" and "updating" in r.phases}
+    on_host = {r.name for r in plan.items if r.on_host and r.role == "policy" and "updating" in r.phases}
     assert on_host == {"parameters", "optimizer", "gradients"}
 
 
@@ -391,7 +391,7 @@ def test_a_gpu_s_chunks_of_logits_are_planned_by_its_memory(capacity: int | None
 def test_ranks_that_share_out_layers_have_a_part_of_each_and_all_tokens(tmp_path: Path):
     path = save_tiny_model(tmp_path, "qwen3_moe")
     keys = ["trainer.strategy=fsdp2", "trainer.algorithm.use_kl_loss=false"]
-    whole, parts = model_shape(path, key="k"), model_shape(path, key="k", parts=2)
+    whole, parts = model_shape(path, key="k"), model_shape(path, key="k", tensor_parallel_size=2)
     shared = [weight for layer in whole.layers for weight in layer if len(weight.shape) > 1]
     alike = [weight for weight in shared if weight.shape[0] == 4 and len(weight.shape) == 2]  # routers, of 4 experts
     halved = sum(weight.numel for weight in shared) - sum(weight.numel for weight in alike)
@@ -433,6 +433,6 @@ def test_a_summary_has_a_line_for_every_role(path: str):
 
 
 def test_this_machine_has_memory():
-    found = capacity_of("cpu")
+    found = memory_capacity("cpu")
     assert found is not None
     assert found > 64 << 20

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.algorithms.registry import kl_estimators, reductions
-from skyrl_train.config.prepare import prepare
-from skyrl_train.config.validate import OPEN_TO_PLUGINS
+from skyrl_train.config.prepare import prepare_config
+from skyrl_train.config.validate import PLUGIN_KEYS
 from skyrl_train.environments.registry import environments, register
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.plugins import REGISTRIES, check_plugins
@@ -22,7 +22,7 @@ def registered() -> Iterator[None]:
     register("mine", "somewhere:MyEnv")
     yield
     for registry in (reductions, kl_estimators, environments):
-        registry.forget("mine")
+        registry.unregister("mine")
 
 
 MINE = [
@@ -33,23 +33,23 @@ MINE = [
 
 
 def test_names_that_were_registered_are_good(registered: None):
-    check_plugins(prepare([*MINE, "trainer.plugins=[json]"], has_accelerator=False).config)
-    check_plugins(prepare(MINE[1:], has_accelerator=False, own_code=True).config)
+    check_plugins(prepare_config([*MINE, "trainer.plugins=[json]"], has_accelerator=False).config)
+    check_plugins(prepare_config(MINE[1:], has_accelerator=False, has_user_code=True).config)
 
 
 def test_an_environment_of_the_program_is_sent_and_refused_if_it_cannot_be(registered: None):
-    check_plugins(prepare(MINE, has_accelerator=False, own_code=True).config)
+    check_plugins(prepare_config(MINE, has_accelerator=False, has_user_code=True).config)
     lock = threading.Lock()
-    environments.forget("mine")
+    environments.unregister("mine")
     environments.register("mine")(lambda env_config, extras: lock)
     with pytest.raises(ConfigError, match=r"env_class=mine: must be .* processes of its own and cannot be sent there"):
-        check_plugins(prepare(MINE, has_accelerator=False, own_code=True).config)
+        check_plugins(prepare_config(MINE, has_accelerator=False, has_user_code=True).config)
 
 
 def test_names_that_nobody_registered_are_refused_all_at_once_with_the_known_ones():
     names = [*MINE, "trainer.logger=[wandb,mine]", "trainer.algorithm.policy_loss_type=gspoo"]
     with pytest.raises(ConfigError) as refused:
-        check_plugins(prepare(names, has_accelerator=False, own_code=True).config)
+        check_plugins(prepare_config(names, has_accelerator=False, has_user_code=True).config)
     text = str(refused.value)
     assert text.startswith("5 problems")
     assert "trainer.logger=mine: must be registered by a module of trainer.plugins or by your program. Known:" in text
@@ -57,7 +57,7 @@ def test_names_that_nobody_registered_are_refused_all_at_once_with_the_known_one
 
 
 def test_every_name_that_is_open_has_somebody_to_ask():
-    assert REGISTRIES.keys() == OPEN_TO_PLUGINS
+    assert REGISTRIES.keys() == PLUGIN_KEYS
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_the_place(
     file.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError) as refused:
-        check_plugins(prepare([f"trainer.plugins=[{name}]"], has_accelerator=False).config)
+        check_plugins(prepare_config([f"trainer.plugins=[{name}]"], has_accelerator=False).config)
     assert f"trainer.plugins: '{name}'" in str(refused.value)
     assert said.format(file=file, name=name) in str(refused.value)
     assert name not in sys.modules

@@ -19,9 +19,9 @@ from huggingface_hub import constants
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from skyrl_train.algorithms.registry import advantage_estimators
-from skyrl_train.cluster.sockets import free_address
-from skyrl_train.config.predicates import Uses
-from skyrl_train.config.prepare import prepare
+from skyrl_train.cluster.addresses import free_address
+from skyrl_train.config.predicates import RunComponents
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import _python_rows
 from skyrl_train.entrypoints import check_config
@@ -29,12 +29,12 @@ from skyrl_train.entrypoints.main_generate import EvaluationExp
 from skyrl_train.entrypoints.main_sft import SFTExp
 from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.experiment.base import Experiment, used_by
+from skyrl_train.experiment.base import Experiment, required_components
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.experiment.preflight import check_addresses, check_run, check_trainable, checked_model
-from skyrl_train.models.loading import POLICY_PATH, described_causal_lm, model_without_memory
-from skyrl_train.models.token_scorer import refuse_unscorable
-from skyrl_train.storage.hub import unreachable_model
+from skyrl_train.experiment.preflight import check_uris, check_run, check_trainable, checked_model
+from skyrl_train.models.loading import POLICY_PATH_KEY, check_causal_lm, build_meta_model
+from skyrl_train.models.logprob_model import check_model_supported
+from skyrl_train.storage.hugging_face_hub import hub_model_problem
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model, tiny_config
 from tests.integration.models.table import ARCHITECTURES, architecture, column
 from tests.support.hub_server import hub_server
@@ -81,7 +81,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     sys.modules.pop("plugin_with_roles", None)
     for name in ("asks_for_values", "asks_for_reference"):
-        advantage_estimators.forget(name)
+        advantage_estimators.unregister(name)
 
 
 def check(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, float]:
@@ -253,20 +253,20 @@ def no_data(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
-    opt: [f"{POLICY_PATH}=", "OPTForCausalLM computes its logits from more than", "another architecture"],
-    encoder_decoder: [f"{POLICY_PATH}=", "cannot be loaded", "causal language model", "T5Config"],
-    reward_model_as_policy: [f"{POLICY_PATH}=", "the checkpoint lacks", "lm_head.weight"],
+    opt: [f"{POLICY_PATH_KEY}=", "OPTForCausalLM computes its logits from more than", "another architecture"],
+    encoder_decoder: [f"{POLICY_PATH_KEY}=", "cannot be loaded", "causal language model", "T5Config"],
+    reward_model_as_policy: [f"{POLICY_PATH_KEY}=", "the checkpoint lacks", "lm_head.weight"],
     policy_as_reward_model: ["trainer.reward.model.path=", "num_labels=2", "num_labels=1"],
-    unservable_rope: [f"{POLICY_PATH}=", "generator.backend=transformers cannot serve", "Use another engine"],
-    no_tokenizer: [f"{POLICY_PATH}=", "has no tokenizer; save that of the model"],
+    unservable_rope: [f"{POLICY_PATH_KEY}=", "generator.backend=transformers cannot serve", "Use another engine"],
+    no_tokenizer: [f"{POLICY_PATH_KEY}=", "has no tokenizer; save that of the model"],
     small_embedding: [
-        f"{POLICY_PATH}=",
+        f"{POLICY_PATH_KEY}=",
         "beyond the model's embedding of 200 rows",
         "id 258",
         "resize_token_embeddings",
     ],
     no_chat_template: ["generator.chat_template.name_or_path=null", "The tokenizer of", "source=file"],
-    unreachable_hub: [f"{POLICY_PATH}=nobody/nothing", "The hub does not answer within 3 s", "set HF_ENDPOINT"],
+    unreachable_hub: [f"{POLICY_PATH_KEY}=nobody/nothing", "The hub does not answer within 3 s", "set HF_ENDPOINT"],
     folder_below_a_file: ["trainer.ckpt_path=", "rows.jsonl cannot be written: Not a directory"],
     unwritable_mirror: ["trainer.export_path=file:///proc/exports", "/proc cannot be written"],
     short_limit: ["none of 8 prompts has at most 3 tokens (the shortest has about", "raise trainer.max_prompt_length"],
@@ -276,9 +276,9 @@ MISTAKES: dict[Callable[[Path, pytest.MonkeyPatch], list[str]], list[str]] = {
     critic_of_a_plugin: ["trainer.critic.model.path=null", "advantage_estimator=asks_for_values needs a critic"],
     ranks_of_a_plugin_s_critic: ["trainer.placement.critic_num_nodes=0", "at least 1"],
     ranks_of_a_plugin_s_reference: ["trainer.placement.ref_num_nodes=0", "at least 1"],
-    corrupt_weights: [f"{POLICY_PATH}=", "cannot be loaded", "SafetensorError"],
-    corrupt_tokenizer: [f"{POLICY_PATH}=", "cannot be loaded", "a tokenizer"],
-    corrupt_model_config: [f"{POLICY_PATH}=", "cannot be loaded", "hidden_size"],
+    corrupt_weights: [f"{POLICY_PATH_KEY}=", "cannot be loaded", "SafetensorError"],
+    corrupt_tokenizer: [f"{POLICY_PATH_KEY}=", "cannot be loaded", "a tokenizer"],
+    corrupt_model_config: [f"{POLICY_PATH_KEY}=", "cannot be loaded", "hidden_size"],
     unknown_lora_target: ["trainer.policy.model.lora.target_modules='query'", "q_proj"],
     indivisible_heads: ["trainer.policy.tensor_parallel_size=3 does not divide", "num_attention_heads"],
     indivisible_query_heads: ["trainer.policy.sequence_parallel_size=3 does not divide", "attention heads"],
@@ -354,34 +354,34 @@ def test_elsewhere_looks_at_nothing_of_this_machine(good: list[str], capsys: pyt
 def test_train_finds_mistake_before_ray_starts(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opt(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
-        Experiment(prepare(good, has_accelerator=False).config)
+        Experiment(prepare_config(good, has_accelerator=False).config)
 
 
 def test_several_mistakes_are_reported_at_once(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opt(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*OPTForCausalLM.*raise trainer\.max_prompt_length"):
-        check_run(prepare([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, Uses())
+        check_run(prepare_config([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, RunComponents())
 
 
 def test_single_mistake_keeps_its_kind(good: list[str]):
     with pytest.raises(DataError, match=r"raise trainer\.max_prompt_length"):
-        check_run(prepare([*good, "trainer.max_prompt_length=3"], has_accelerator=False).config, Uses())
+        check_run(prepare_config([*good, "trainer.max_prompt_length=3"], has_accelerator=False).config, RunComponents())
 
 
 def test_long_demonstrations_are_found(good: list[str], tmp_path: Path):
     messages = [*ROW["prompt"], {"role": "assistant", "content": "2"}]  # type: ignore[misc]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     limits = ["trainer.max_prompt_length=3", "generator.sampling_params.max_generate_length=3"]
-    check_run(prepare(good, has_accelerator=False).config, used_by(SFTExp))
+    check_run(prepare_config(good, has_accelerator=False).config, required_components(SFTExp))
     with pytest.raises(DataError, match="no demonstration of at most 6 tokens"):
-        check_run(prepare([*good, *limits], has_accelerator=False).config, used_by(SFTExp))
+        check_run(prepare_config([*good, *limits], has_accelerator=False).config, required_components(SFTExp))
 
 
 def test_only_first_prompt_that_fits_is_read(good: list[str], tmp_path: Path):
     long = ROW | {"prompt": [{"role": "user", "content": "x" * 5000}]}
     rows = [json.dumps(long), json.dumps(ROW), "no JSON"]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    check_run(prepare(good, has_accelerator=False).config, Uses())
+    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
 
 
 def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -393,31 +393,31 @@ def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, mo
         return _python_rows(batch, path, before)
 
     monkeypatch.setattr("skyrl_train.data.dataset._python_rows", counted)
-    check_run(prepare([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config, Uses())
+    check_run(prepare_config([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config, RunComponents())
     assert sum(converted) < 5_000
 
 
 def test_evaluation_needs_no_training_data(good: list[str], tmp_path: Path):
     argv = [*good, "data.train_data=[]", f"data.val_data=['{tmp_path}/rows.jsonl']", "trainer.ckpt_path=/proc/ckpts"]
-    prepared = prepare(argv, has_accelerator=False, uses=used_by(EvaluationExp))
-    check_run(prepared.config, used_by(EvaluationExp))
+    prepared = prepare_config(argv, has_accelerator=False, components=required_components(EvaluationExp))
+    check_run(prepared.config, required_components(EvaluationExp))
 
 
 def test_serving_needs_no_chat_template(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     no_chat_template(tmp_path, monkeypatch)
-    check_run(prepare(good, has_accelerator=False).config, used_by(ServingExp))
+    check_run(prepare_config(good, has_accelerator=False).config, required_components(ServingExp))
 
 
 def test_tokenizer_of_a_program_is_not_checked(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class OwnTokenizer(Experiment):
         def get_tokenizer(self) -> None: ...
 
-    assert not used_by(OwnTokenizer).tokenizer
+    assert not required_components(OwnTokenizer).tokenizer
     no_tokenizer(tmp_path, monkeypatch)
-    config = prepare(good, has_accelerator=False).config
-    check_run(config, used_by(OwnTokenizer))
+    config = prepare_config(good, has_accelerator=False).config
+    check_run(config, required_components(OwnTokenizer))
     with pytest.raises(ConfigError, match="has no tokenizer"):
-        check_run(config, Uses())
+        check_run(config, RunComponents())
 
 
 def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: Path):
@@ -426,7 +426,7 @@ def test_padding_token_beyond_embedding_is_accepted(good: list[str], tmp_path: P
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.save_pretrained(tmp_path / "model")
     assert len(tokenizer) == 260
-    check_run(prepare(good, has_accelerator=False).config, Uses())
+    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
 
 
 def test_reserved_token_beyond_embedding_is_accepted(good: list[str], tmp_path: Path):
@@ -435,7 +435,7 @@ def test_reserved_token_beyond_embedding_is_accepted(good: list[str], tmp_path: 
     tokenizer.add_tokens([AddedToken("<|reserved|>", special=True)], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "model")
     assert len(tokenizer) == 260 and "<|reserved|>" not in tokenizer.all_special_tokens
-    check_run(prepare(good, has_accelerator=False).config, Uses())
+    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
 
 
 def test_tokenizer_in_older_files_is_accepted(good: list[str], tmp_path: Path):
@@ -444,7 +444,7 @@ def test_tokenizer_in_older_files_is_accepted(good: list[str], tmp_path: Path):
     letters = {chr(code): code for code in range(33, 127)} | {"Ġ": 127, "Ċ": 128}
     (tmp_path / "model" / "vocab.json").write_text(json.dumps(letters))
     (tmp_path / "model" / "merges.txt").write_text("#version: 0.2\n")
-    check_run(prepare(good, has_accelerator=False).config, Uses())
+    check_run(prepare_config(good, has_accelerator=False).config, RunComponents())
 
 
 def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -452,36 +452,36 @@ def test_quantized_model_on_the_hub_is_not_trained(tmp_path: Path, monkeypatch: 
     file = tmp_path / "model" / "config.json"
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
-    monkeypatch.setattr("skyrl_train.models.loading.is_folder", lambda path: False)
+    monkeypatch.setattr("skyrl_train.models.loading.is_local_folder", lambda path: False)
     with pytest.raises(ConfigError, match="quantized weights are not trained"):
-        described_causal_lm(str(tmp_path / "model"))
+        check_causal_lm(str(tmp_path / "model"))
 
 
 def test_large_json_list_is_left_to_the_run(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "rows.json").write_text("[no JSON")
     argv = [*good, f"data.train_data=['{tmp_path}/rows.json']"]
     with pytest.raises(DataError, match="not JSON"):
-        check_run(prepare(argv, has_accelerator=False).config, Uses())
-    monkeypatch.setattr("skyrl_train.experiment.preflight.SAMPLE_BYTES", 4)
-    check_run(prepare(argv, has_accelerator=False).config, Uses())
+        check_run(prepare_config(argv, has_accelerator=False).config, RunComponents())
+    monkeypatch.setattr("skyrl_train.experiment.preflight.MAX_SAMPLE_FILE_BYTES", 4)
+    check_run(prepare_config(argv, has_accelerator=False).config, RunComponents())
 
 
 def test_quantized_model_is_served_but_not_trained(good: list[str], tmp_path: Path):
     file = tmp_path / "model" / "config.json"
     quantization = {"quant_method": "compressed-tensors", "config_groups": {}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
-    config = prepare([*good, "generator.backend=vllm"], has_accelerator=False).config
-    check_run(config, used_by(EvaluationExp))
+    config = prepare_config([*good, "generator.backend=vllm"], has_accelerator=False).config
+    check_run(config, required_components(EvaluationExp))
     with pytest.raises(ConfigError, match="quantized weights are not trained"):
-        check_run(config, Uses())
+        check_run(config, RunComponents())
 
 
 def test_architecture_is_fine_for_critic_whose_logits_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opt(tmp_path, monkeypatch)
-    model = described_causal_lm(f"{tmp_path}/model")
-    refuse_unscorable(model, values=True)
+    model = check_causal_lm(f"{tmp_path}/model")
+    check_model_supported(model, values=True)
     with pytest.raises(ConfigError, match="OPTForCausalLM computes its logits from more than"):
-        refuse_unscorable(model)
+        check_model_supported(model)
 
 
 @functools.cache
@@ -489,7 +489,7 @@ def config_with(kind: str) -> Config:
     sizes = {"TP": "tensor_parallel_size", "SP": "sequence_parallel_size", "EP": "expert_parallel_size"}
     key = f"trainer.policy.{sizes[kind]}=2" if kind in sizes else "trainer.policy.model.lora.rank=2"
     keys = ["generator.backend=transformers", "trainer.placement.policy_num_gpus_per_node=2"]
-    return prepare([*keys, key], has_accelerator=False).config
+    return prepare_config([*keys, key], has_accelerator=False).config
 
 
 @pytest.mark.parametrize("kind", ["TP", "SP", "EP", "LoRA"])
@@ -499,26 +499,26 @@ def test_check_refuses_exactly_what_the_models_page_says(name: str, kind: str):
     config = config_with(kind)
     model_config = tiny_config(architecture(name).kind)
     model_config.update(dict(architecture(name).config))
-    model = model_without_memory(model_config, torch.float32)
+    model = build_meta_model(model_config, torch.float32)
     refused = column(kind).refused.get(name)
     with pytest.raises(ConfigError, match=refused.message) if refused else nullcontext():
-        check_trainable(config, POLICY_PATH, model)
+        check_trainable(config, POLICY_PATH_KEY, model)
 
 
 def test_model_that_reads_values_is_left_to_the_learner():
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_key_value_heads": 1, "kv_channels": 8}
     config = AutoConfig.for_model("jetmoe", **small, intermediate_size=16, vocab_size=320, pad_token_id=0)
-    model = model_without_memory(config, torch.float32)
+    model = build_meta_model(config, torch.float32)
     with pytest.raises(RuntimeError, match="meta"):
         model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device="meta"))
-    refuse_unscorable(model)
+    check_model_supported(model)
 
 
 def test_sglang_refuses_what_its_cpu_attention_lacks(good: list[str], tmp_path: Path):
     save_tiny_model(tmp_path / "model", "gpt_oss")
-    config = prepare([*good, "generator.backend=sglang"], has_accelerator=False).config
+    config = prepare_config([*good, "generator.backend=sglang"], has_accelerator=False).config
     with pytest.raises(ConfigError, match=r"SGLang cannot serve models of type 'gpt_oss': .* has no attention sinks"):
-        checked_model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
+        checked_model(config, RunComponents(), POLICY_PATH_KEY, f"{tmp_path}/model")
 
 
 def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -527,19 +527,19 @@ def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypa
 
     monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_separate_head", read)
     options = "generator.engine_init_kwargs={dtype: float32, max_num_seqs: 4}"  # of the engine, not of ServerArgs
-    config = prepare([*good, "generator.backend=sglang", options], has_accelerator=False).config
-    checked_model(config, Uses(), POLICY_PATH, f"{tmp_path}/model")
+    config = prepare_config([*good, "generator.backend=sglang", options], has_accelerator=False).config
+    checked_model(config, RunComponents(), POLICY_PATH_KEY, f"{tmp_path}/model")
 
 
 def test_model_in_cache_passes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert "HF_HUB_OFFLINE is set" in str(unreachable_model(POLICY_PATH, "nobody/tiny"))
+    assert "HF_HUB_OFFLINE is set" in str(hub_model_problem(POLICY_PATH_KEY, "nobody/tiny"))
     folder = tmp_path / "models--nobody--tiny"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)
     save_tiny_model(folder / "snapshots" / ("0" * 40))
-    assert unreachable_model(POLICY_PATH, "nobody/tiny") is None
+    assert hub_model_problem(POLICY_PATH_KEY, "nobody/tiny") is None
 
 
 def test_model_in_cache_needs_offline_where_hub_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -549,28 +549,28 @@ def test_model_in_cache_needs_offline_where_hub_is_down(tmp_path: Path, monkeypa
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)
     save_tiny_model(folder / "snapshots" / ("0" * 40))
-    assert "Set HF_HUB_OFFLINE=1: the model is in this" in str(unreachable_model(POLICY_PATH, "nobody/tiny"))
+    assert "Set HF_HUB_OFFLINE=1: the model is in this" in str(hub_model_problem(POLICY_PATH_KEY, "nobody/tiny"))
 
 
 def test_name_that_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch):
     with hub_server(monkeypatch):
-        problem = str(unreachable_model(POLICY_PATH, "nobody/nothing"))
+        problem = str(hub_model_problem(POLICY_PATH_KEY, "nobody/nothing"))
     assert "The hub has no such model, or it is private" in problem and "HF_TOKEN" in problem
 
 
 def test_unwritable_copy_of_an_address_is_refused(good: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SKYRL_CACHE", "/proc/cache")
-    config = prepare([*good, "trainer.ckpt_path=s3://bucket/run"], has_accelerator=False).config
+    config = prepare_config([*good, "trainer.ckpt_path=s3://bucket/run"], has_accelerator=False).config
     with pytest.raises(ConfigError, match=r"trainer\.ckpt_path=s3://bucket/run.* /proc cannot .* Set SKYRL_CACHE"):
-        check_addresses(config, Uses())
+        check_uris(config, RunComponents())
 
 
 def test_program_s_algorithm_counts_when_the_configuration_is_made(good: list[str], plugin: None):
     estimator = "trainer.algorithm.advantage_estimator=asks_for_values"
-    prepared = prepare([*good, estimator], has_accelerator=False, own_code=True)
+    prepared = prepare_config([*good, estimator], has_accelerator=False, has_user_code=True)
     __import__("plugin_with_roles")
     with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null"):
-        prepare([*good, estimator], has_accelerator=False, own_code=True)
+        prepare_config([*good, estimator], has_accelerator=False, has_user_code=True)
     with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=null"):
         check_plugins(prepared.config)
 
@@ -578,15 +578,15 @@ def test_program_s_algorithm_counts_when_the_configuration_is_made(good: list[st
 def test_more_ranks_than_cpus_are_a_warning(good: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     apart = ["trainer.placement.colocate_all=false", "generator.num_inference_engines=3"]
-    (warning,) = prepare([*good, *apart], has_accelerator=False, uses=Uses()).warnings
+    (warning,) = prepare_config([*good, *apart], has_accelerator=False, components=RunComponents()).warnings
     assert "4 ranks and engines compute at the same time, more than the 2 CPUs" in warning
-    assert prepare(good, has_accelerator=False, uses=Uses()).warnings == []
-    assert prepare([*good, *apart], has_accelerator=False).warnings == []
+    assert prepare_config(good, has_accelerator=False, components=RunComponents()).warnings == []
+    assert prepare_config([*good, *apart], has_accelerator=False).warnings == []
 
 
 @pytest.mark.parametrize("typed", [r"\n", r"\nObservation:", r"end\t", r"\r\n"])
 def test_typed_escape_in_stop_string_is_a_warning(good: list[str], typed: str):
-    (warning,) = prepare([*good, f"generator.eval_sampling_params.stop=['{typed}']"], has_accelerator=False).warnings
+    (warning,) = prepare_config([*good, f"generator.eval_sampling_params.stop=['{typed}']"], has_accelerator=False).warnings
     assert "generator.eval_sampling_params.stop=" in warning and "$'generator.eval_sampling_params.stop=" in warning
     real = typed.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
-    assert prepare([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []
+    assert prepare_config([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []

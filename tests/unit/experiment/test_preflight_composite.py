@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.hydra import load
-from skyrl_train.config.machine import model_paths
-from skyrl_train.config.predicates import Uses
+from skyrl_train.config.hydra import load_preset
+from skyrl_train.config.local_checks import list_model_paths
+from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.sglang import arguments as sglang
-from skyrl_train.engines.vllm.composites import refuse_composite
+from skyrl_train.engines.vllm.composites import check_composite
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.preflight import checked_model
-from skyrl_train.models.loading import POLICY_PATH, load_config
-from tests.support.composites import save_composite
+from skyrl_train.models.loading import POLICY_PATH_KEY, load_config
+from tests.support.multimodal_models import save_composite
 from tests.support.tiny_families import tiny_config
 
 
 def config_of(path: str, *overrides: str) -> Config:
-    return load([f"trainer.policy.model.path={path}", "generator.backend=transformers", *overrides])
+    return load_preset([f"trainer.policy.model.path={path}", "generator.backend=transformers", *overrides])
 
 
 def check(config: Config) -> None:
-    for key, path in model_paths(config, Uses()):
-        checked_model(config, Uses(), key, path)
+    for key, path in list_model_paths(config, RunComponents()):
+        checked_model(config, RunComponents(), key, path)
 
 
 def test_composite_is_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,8 +54,8 @@ def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monke
     config = load_config(save_composite(tmp_path / "composite", "gemma3"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration, whose class in vLLM imports torchvision"):
-        refuse_composite("composite", config)
-    refuse_composite("text", config.get_text_config())
+        check_composite("composite", config)
+    check_composite("text", config.get_text_config())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_evaluation_with_vllm_refuses_composite_that_is_no_text_model(
     tiny_config("aya_vision").save_pretrained(tmp_path)
     config = config_of(str(tmp_path), "generator.backend=vllm")
     with pytest.raises(ConfigError, match=r"^trainer\.policy\.model\.path=.* AyaVisionForConditionalGeneration cannot"):
-        checked_model(config, Uses(learner=False), POLICY_PATH, str(tmp_path))
+        checked_model(config, RunComponents(learner=False), POLICY_PATH_KEY, str(tmp_path))
 
 
 def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +90,5 @@ def test_sequences_beyond_chunks_are_refused(tmp_path: Path, monkeypatch: pytest
 def test_composite_is_refused_for_sglang(tmp_path: Path) -> None:
     config = load_config(save_composite(tmp_path / "composite", "gemma3"))
     with pytest.raises(ConfigError, match="Engine 'one': SGLang cannot serve Gemma3ForConditionalGeneration"):
-        sglang.refuse_composite(config, "one")
-    sglang.refuse_composite(config.get_text_config(), "one")
+        sglang.check_composite(config, "one")
+    sglang.check_composite(config.get_text_config(), "one")

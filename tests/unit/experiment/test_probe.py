@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.experiment.publisher import build_probe
 
 PROMPTS = [[1, 2, 3], [4]]
@@ -16,7 +16,7 @@ FLOAT32 = ["generator.model_dtype=float32", "trainer.bf16=false"]
 
 def probe_of(*overrides: str, prompts: Any = PROMPTS) -> Any:
     learner: Any = type("Learner", (), {"sequence_logprobs": None})()
-    return build_probe(load(["device=cpu", *overrides]), learner, prompts)
+    return build_probe(load_preset(["device=cpu", *overrides]), learner, prompts)
 
 
 @pytest.mark.parametrize("half", [["generator.model_dtype=bfloat16", "trainer.bf16=false"], ["trainer.bf16=true"]])

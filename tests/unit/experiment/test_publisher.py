@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.publisher import supported_route
-from skyrl_train.testing.scripted_engine import EVERYTHING, ScriptedEngine
+from skyrl_train.experiment.publisher import choose_route
+from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 
 
 def config(*overrides: str, device: str = "cuda") -> Config:
-    cfg = prepare(["trainer.policy.model.path=m", "data.train_data=[d]", *overrides], has_accelerator=False).config
+    cfg = prepare_config(["trainer.policy.model.path=m", "data.train_data=[d]", *overrides], has_accelerator=False).config
     return replace(cfg, device=device)
 
 
 def engine(*routes: str) -> Any:
-    return ScriptedEngine(capabilities=replace(EVERYTHING, weight_routes=frozenset(routes)))
+    return ScriptedEngine(capabilities=replace(ALL_CAPABILITIES, weight_routes=frozenset(routes)))
 
 
 COLOCATED = ("trainer.placement.colocate_all=true", "trainer.placement.policy_num_gpus_per_node=2")
@@ -42,17 +42,17 @@ COLOCATED = ("trainer.placement.colocate_all=true", "trainer.placement.policy_nu
 )
 def test_fastest_possible_route_is_chosen(overrides: tuple[str, ...], device: str, one_node: bool, route: str):
     cfg = config(*overrides, device=device)
-    assert supported_route(cfg, [engine("broadcast", "ipc", "checkpoint")], one_node=one_node) == route
+    assert choose_route(cfg, [engine("broadcast", "ipc", "checkpoint")], is_single_node=one_node) == route
 
 
 def test_unsupported_broadcast_becomes_checkpoint_unless_configured():
     engines = [engine("broadcast"), engine("checkpoint")]
     apart = "trainer.placement.colocate_all=false"
-    assert supported_route(config(apart), engines) == "checkpoint"
-    assert supported_route(config(apart, "generator.weight_sync_route=broadcast"), engines) == "broadcast"
+    assert choose_route(config(apart), engines) == "checkpoint"
+    assert choose_route(config(apart, "generator.weight_sync_route=broadcast"), engines) == "broadcast"
 
 
 def test_shared_memory_across_nodes_is_refused_on_cpus():
     cfg = config("generator.weight_sync_route=ipc", device="cpu")
     with pytest.raises(ConfigError, match=r"generator\.weight_sync_route=ipc: .* share no memory"):
-        supported_route(cfg, [], one_node=False)
+        choose_route(cfg, [], is_single_node=False)

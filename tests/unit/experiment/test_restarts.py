@@ -11,44 +11,44 @@ from typing import Any, cast
 
 import pytest
 
-from skyrl_train.cluster.room import FreeNode
-from skyrl_train.config.hydra import load
-from skyrl_train.config.keys import with_value_at
-from skyrl_train.config.predicates import Uses, slots_of
+from skyrl_train.cluster.capacity import NodeCapacity
+from skyrl_train.config.hydra import load_preset
+from skyrl_train.config.keys import replace_value
+from skyrl_train.config.predicates import RunComponents, count_run_slots
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.target_count import ENGINES_FILE, write_target
-from skyrl_train.entrypoints.engines import change
+from skyrl_train.entrypoints.engines import change_target_count
 from skyrl_train.errors import (
     ClusterLost,
     ConfigError,
     EngineError,
     EnginesLost,
-    NoRoom,
+    InsufficientResources,
     RewardModelLost,
     WorkerDied,
 )
-from skyrl_train.experiment.restarts import candidates, has_room, rank_losses, with_restarts
-from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.run_directory import LOCK_FILE, RunDirectory
+from skyrl_train.experiment.restarts import smaller_configs, fits_on_nodes, raise_lost_ranks, with_restarts
+from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.trainer.run_folder import LOCK_FILE, RunFolder
 
 
-class Ended:
+class EndedRun:
     """An experiment as far as restarts know one: each attempt ends with the next of `errors`, then well."""
 
     def __init__(self, errors: list[BaseException], allowed: int):
-        self.config = with_value_at(Config(), "trainer.restarts", allowed)
+        self.config = replace_value(Config(), "trainer.restarts", allowed)
         self.attempts, self.errors = 0, errors
         self.causes: list[str] = []
-        self.cluster, self.is_client = self, False
+        self.cluster, self.is_ray_client = self, False
         self.modes: list[str] = []
         """How each further attempt is to resume."""
 
-    async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
+    async def prepare_restart(self, next_config: Config, configured: Config, cause: str) -> Config:
         self.causes.append(cause)
-        self.modes.append(goes_on.trainer.resume_mode)
-        return goes_on
+        self.modes.append(next_config.trainer.resume_mode)
+        return next_config
 
-    def death(self) -> None:
+    def failure(self) -> None:
         """Of Ray's own processes none has died."""
 
     async def attempt(self) -> str:
@@ -59,7 +59,7 @@ class Ended:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where the folders of runs are that name none
 
 
@@ -68,26 +68,26 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
-def run(experiment: Ended) -> str:
+def run(experiment: EndedRun) -> str:
     return asyncio.run(attempts(experiment, experiment.attempt))
 
 
-def attempts(experiment: Ended, attempt: Callable[[], Awaitable[str]]) -> Coroutine[Any, Any, str]:
-    return with_restarts(attempt, experiment.config, cast(Any, experiment), experiment.start_over)
+def attempts(experiment: EndedRun, attempt: Callable[[], Awaitable[str]]) -> Coroutine[Any, Any, str]:
+    return with_restarts(attempt, experiment.config, cast(Any, experiment), experiment.prepare_restart)
 
 
 def test_a_lost_rank_is_begun_again_after_as_often_as_configured():
     died = WorkerDied("learner 2 died during update: its node 10.0.0.7 was lost.")
-    homeless = caused(EnginesLost("no engine is left"), NoRoom("a node was lost"))
+    homeless = caused(EnginesLost("no engine is left"), InsufficientResources("a node was lost"))
     unrewarded = RewardModelLost("reward model 0.score did not finish within 5 s")
-    experiment = Ended([died, homeless, unrewarded], allowed=3)
+    experiment = EndedRun([died, homeless, unrewarded], allowed=3)
     assert run(experiment) == "done"
     assert experiment.causes == [
         f"WorkerDied: {died}",
         "EnginesLost: no engine is left",
         f"RewardModelLost: {unrewarded}",
     ]
-    experiment = Ended([died, ClusterLost("a node died"), died], allowed=2)
+    experiment = EndedRun([died, ClusterLost("a node died"), died], allowed=2)
     with pytest.raises(WorkerDied):
         run(experiment)
     assert (experiment.attempts, len(experiment.causes)) == (3, 2)
@@ -95,7 +95,7 @@ def test_a_lost_rank_is_begun_again_after_as_often_as_configured():
 
 @pytest.mark.parametrize("error", [ConfigError("k=1"), RuntimeError("a bug"), EnginesLost("restarts are spent")])
 def test_what_is_no_lost_rank_ends_the_run_at_once(error: Exception):
-    experiment = Ended([error], allowed=5)
+    experiment = EndedRun([error], allowed=5)
     with pytest.raises(type(error)):
         run(experiment)
     assert (experiment.attempts, experiment.causes) == (1, [])
@@ -104,7 +104,7 @@ def test_what_is_no_lost_rank_ends_the_run_at_once(error: Exception):
 @pytest.mark.defect("a-stop-was-lost-in-a-restart")
 def test_a_run_that_was_asked_to_stop_does_not_begin_again():
     """The update that is under way goes to its end first, and may lose a rank there."""
-    experiment = Ended([], allowed=2)
+    experiment = EndedRun([], allowed=2)
 
     async def attempt() -> str:
         experiment.attempts += 1
@@ -126,15 +126,15 @@ def test_a_run_that_was_asked_to_stop_does_not_begin_again():
 
 
 def test_a_run_behind_a_ray_client_does_not_begin_again():
-    experiment = Ended([WorkerDied("learner 0 died")], allowed=2)
-    experiment.is_client = True
+    experiment = EndedRun([WorkerDied("learner 0 died")], allowed=2)
+    experiment.is_ray_client = True
     with pytest.raises(WorkerDied):
         run(experiment)
     assert experiment.causes == []
 
 
 def test_without_restarts_the_run_ends_as_ever():
-    experiment = Ended([WorkerDied("learner 0 died")], allowed=0)
+    experiment = EndedRun([WorkerDied("learner 0 died")], allowed=0)
     with pytest.raises(WorkerDied):
         run(experiment)
     assert experiment.causes == []
@@ -150,7 +150,7 @@ class Ranks:
 
 
 async def fails(ranks: Ranks, allowed: int, error: Exception) -> None:
-    async with rank_losses(cast(Any, ranks), allowed):
+    async with raise_lost_ranks(cast(Any, ranks), allowed):
         raise error
 
 
@@ -173,19 +173,19 @@ def test_it_goes_on_from_what_it_has_committed_itself(
     """Until then it begins as it did: what `from_path` leaves behind is newer than where it went back to."""
     monkeypatch.setenv("SKYRL_CACHE", str(tmp_path / "cache"))
     path = "s3://bucket/run" if address else str(tmp_path / "run")
-    latest = working_folder(path) / "latest_ckpt_global_step.txt"
+    latest = resolve_local_folder(path) / "latest_ckpt_global_step.txt"
     latest.parent.mkdir(parents=True)
     latest.write_text("30")
 
-    class Commits(Ended):
+    class Commits(EndedRun):
         async def attempt(self) -> str:
             if self.attempts == 1:
                 os.utime(latest, ns=(0, latest.stat().st_mtime_ns + 1))
             return await super().attempt()
 
     experiment = Commits([WorkerDied("before a commit"), WorkerDied("after one")], allowed=2)
-    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", path)
-    experiment.config = with_value_at(experiment.config, "trainer.resume_mode", mode)
+    experiment.config = replace_value(experiment.config, "trainer.ckpt_path", path)
+    experiment.config = replace_value(experiment.config, "trainer.resume_mode", mode)
     assert run(experiment) == "done"
     assert experiment.modes == [mode, "latest"]
 
@@ -197,7 +197,7 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
     """Where one of three found no room after the first restart, all are looked for again after the second."""
     numbers: list[int] = []
 
-    class Announces(Ended):
+    class Announces(EndedRun):
         """Writes how many engines it has when it begins, if it gets that far; somebody asks the first one for three."""
 
         async def attempt(self) -> str:
@@ -207,20 +207,20 @@ def test_it_goes_on_with_the_number_of_engines_that_was_asked_for_meanwhile(
                 write_target(tmp_path, 3)
             return await super().attempt()
 
-        async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
-            numbers.append(goes_on.generator.num_inference_engines)
+        async def start_over(self, next_config: Config, configured: Config, cause: str) -> Config:
+            numbers.append(next_config.generator.num_inference_engines)
             assert configured.generator.num_inference_engines == 1
-            self.config = with_value_at(goes_on, "generator.num_inference_engines", min(2, numbers[-1]))
+            self.config = replace_value(next_config, "generator.num_inference_engines", min(2, numbers[-1]))
             return self.config
 
     experiment = Announces([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
-    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(tmp_path))
-    experiment.config = with_value_at(experiment.config, "trainer.placement.colocate_all", False)
+    experiment.config = replace_value(experiment.config, "trainer.ckpt_path", str(tmp_path))
+    experiment.config = replace_value(experiment.config, "trainer.placement.colocate_all", False)
     assert run(experiment) == "done"
     assert numbers == [3, 3, 3]
     write_target(tmp_path, 7)  # an earlier run's
     fixed = Announces([WorkerDied("before it began")], allowed=1)
-    fixed.attempts, fixed.config = 2, with_value_at(experiment.config, "generator.num_inference_engines", 1)
+    fixed.attempts, fixed.config = 2, replace_value(experiment.config, "generator.num_inference_engines", 1)
     assert run(fixed) == "done"
     assert numbers[3:] == [1]
 
@@ -232,37 +232,37 @@ def test_between_two_attempts_the_folder_is_the_run_s_and_engines_are_asked_for_
     folder = tmp_path / "run"
     looked: list[str] = []
 
-    class InItsFolder(Ended):
+    class InItsFolder(EndedRun):
         async def attempt(self) -> str:
             if self.attempts == 1:
                 return await super().attempt()  # lost before it enters
-            with RunDirectory(folder, {}, True):
+            with RunFolder(folder, {}, True):
                 (folder / "config.yaml").write_text(
                     "{trainer: {placement: {colocate_all: false}}, generator: {run_engines_locally: true}}"
                 )
                 write_target(folder, 1)
                 return await super().attempt()
 
-        async def start_over(self, goes_on: Config, configured: Config, cause: str) -> Config:
+        async def start_over(self, next_config: Config, configured: Config, cause: str) -> Config:
             with pytest.raises(ConfigError, match="only starting") as later:
-                change(folder, 1)
+                change_target_count(folder, 1)
             with (folder / LOCK_FILE).open() as another, pytest.raises(BlockingIOError):
                 fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
             looked.append(str(later.value))
-            return goes_on
+            return next_config
 
     experiment = InItsFolder([WorkerDied("one"), WorkerDied("two"), WorkerDied("three")], allowed=3)
-    experiment.config = with_value_at(experiment.config, "trainer.ckpt_path", str(folder))
+    experiment.config = replace_value(experiment.config, "trainer.ckpt_path", str(folder))
     assert run(experiment) == "done"
     assert len(looked) == 3
     assert (folder / ENGINES_FILE).exists()
-    with RunDirectory(folder, {}, True):
+    with RunFolder(folder, {}, True):
         pass  # it is free in the end
 
 
 def configured(*overrides: str) -> Config:
     """Four ranks and two engines, apart."""
-    return load(
+    return load_preset(
         [
             "device=cpu",
             "data.train_data=[rows.jsonl]",
@@ -279,10 +279,10 @@ def configured(*overrides: str) -> Config:
     )
 
 
-def shapes(config: Config, uses: Uses | None = None, added: int = 0) -> list[tuple[int, int]]:
-    found = list(candidates(config, uses or Uses(), lambda one: True, added))
+def shapes(config: Config, components: RunComponents | None = None, num_added_engines: int = 0) -> list[tuple[int, int]]:
+    found = list(smaller_configs(config, components or RunComponents(), lambda one: True, num_added_engines))
     assert found[0] is config, "what is configured comes first"
-    slots = [slots_of(one, uses or Uses()) for one in found]
+    slots = [count_run_slots(one, components or RunComponents()) for one in found]
     return [(one.policy, one.engines) for one in slots]
 
 
@@ -296,11 +296,11 @@ def test_ranks_stay_a_multiple_of_what_shares_a_model_or_a_sequence():
 
 
 def test_a_run_without_engines_gives_up_ranks_alone():
-    assert shapes(configured(), Uses(val_data=False, engines=False, rewards=False)) == [(4, 0), (3, 0), (2, 0), (1, 0)]
+    assert shapes(configured(), RunComponents(val_data=False, engines=False, rewards=False)) == [(4, 0), (3, 0), (2, 0), (1, 0)]
 
 
 def test_engines_that_were_added_meanwhile_are_given_up_before_ranks():
-    assert shapes(configured("generator.num_inference_engines=4"), added=2)[:5] == [
+    assert shapes(configured("generator.num_inference_engines=4"), num_added_engines=2)[:5] == [
         (4, 4),
         (4, 3),
         (4, 2),
@@ -321,9 +321,9 @@ def test_engines_that_were_added_meanwhile_are_given_up_before_ranks():
 def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes: int, wanted: tuple[int, int, int]):
     """Each node has room for a host, and for four slots of a whole CPU beside it."""
     config = configured("environment.hosts=3", "environment.host_cpus=2", "environment.host_resources={games: 1}")
-    free = [FreeNode({"CPU": 6.0, "games": 1.0}) for _ in range(nodes)]
-    found = next(candidates(config, Uses(), lambda one: has_room(one, Uses(), free, cpus=24.0)))
-    slots = slots_of(found, Uses())
+    free = [NodeCapacity({"CPU": 6.0, "games": 1.0}) for _ in range(nodes)]
+    found = next(smaller_configs(config, RunComponents(), lambda one: fits_on_nodes(one, RunComponents(), free, cpus=24.0)))
+    slots = count_run_slots(found, RunComponents())
     assert (slots.policy, slots.engines, found.environment.hosts) == wanted
 
 
@@ -335,13 +335,13 @@ def test_an_engine_needs_a_node_for_itself_or_parts_of_several(nodes: int, fit: 
         "generator.inference_engine_tensor_parallel_size=4",
         f"trainer.placement.nodes_per_engine={nodes}",
     )
-    free = [FreeNode({"CPU": cpus}) for cpus in (3.0, 3.0, 2.0)]
-    assert has_room(config, Uses(), free, cpus=9.0) == fit
+    free = [NodeCapacity({"CPU": cpus}) for cpus in (3.0, 3.0, 2.0)]
+    assert fits_on_nodes(config, RunComponents(), free, cpus=9.0) == fit
 
 
 def test_slots_share_the_cpus_that_hosts_leave():
     config = configured("environment.hosts=1", "environment.host_cpus=2")
-    assert has_room(config, Uses(), [FreeNode({"CPU": 6.0})], cpus=6.0)
-    assert not has_room(config, Uses(), [FreeNode({"CPU": 2.0})], cpus=2.0), "they leave none"
-    sft = Uses(val_data=False, engines=False, rewards=False)
-    assert has_room(config, sft, [FreeNode({"CPU": 2.0})], cpus=2.0), "fine-tuning starts no hosts"
+    assert fits_on_nodes(config, RunComponents(), [NodeCapacity({"CPU": 6.0})], cpus=6.0)
+    assert not fits_on_nodes(config, RunComponents(), [NodeCapacity({"CPU": 2.0})], cpus=2.0), "they leave none"
+    sft = RunComponents(val_data=False, engines=False, rewards=False)
+    assert fits_on_nodes(config, sft, [NodeCapacity({"CPU": 2.0})], cpus=2.0), "fine-tuning starts no hosts"

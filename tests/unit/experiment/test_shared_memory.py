@@ -12,10 +12,10 @@ from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import EngineError
 from skyrl_train.learner.learner import BatchSizes, Learner
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from skyrl_train.trainer.trainer import TimeShared
-from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.trainer.trainer import ColocatedOffloadManager
+from skyrl_train.weight_sync.buckets import plan_buckets
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from skyrl_train.weight_sync.wire import Bucket, Manifest, TensorSpec
+from skyrl_train.weight_sync.protocol import Bucket, Manifest, TensorSpec
 
 PARAMETERS, MOMENTS, LEFT_BY_UPDATE, REFERENCE, WEIGHTS, CACHE = 4, 8, 3, 2, 6, 16
 ROOM = 22
@@ -46,7 +46,7 @@ class Ranks:
     def __init__(self, device: Device, policy: bool):
         self.device, self.policy = device, policy
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         answer = getattr(self, method, lambda *_: None)(*args)
         return [answer]
 
@@ -57,18 +57,18 @@ class Ranks:
         sizes = {"parameters": PARAMETERS, "moments": MOMENTS} if self.policy else {"reference": REFERENCE}
         self.device.take(**sizes)
 
-    def keep_parameters(self) -> None:
+    def onload_parameters_only(self) -> None:
         self.device.free("moments", "left")
         self.device.take(parameters=PARAMETERS)
 
-    def manifest(self, version: int, altered: bool) -> Manifest:
+    def prepare_manifest(self, version: int, perturbed: bool) -> Manifest:
         assert "parameters" in self.device.held
-        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), rehearsal=altered)
+        self.announced = Manifest(version, (TensorSpec("w", (1,), "float32"),), rehearsal=perturbed)
         return self.announced
 
     def send_weights(self, index: int) -> Bucket:
         assert "parameters" in self.device.held
-        return buckets(self.announced)[index]
+        return plan_buckets(self.announced)[index]
 
 
 class Engine(ScriptedEngine):
@@ -91,13 +91,13 @@ class Engine(ScriptedEngine):
             raise self.failures["score"]
         self.device.take(cache=CACHE)
         self.device.free("cache")
-        return [[-2.0 if self._rehearsal else -1.0] * (len(ids) - 1) for ids in token_ids]
+        return [[-2.0 if self._is_self_test else -1.0] * (len(ids) - 1) for ids in token_ids]
 
     async def health(self) -> EngineHealth:
         return EngineHealth(name=self.name, version=self.version, asleep=self.asleep)
 
 
-def shared(device: Device) -> tuple[TimeShared, WeightSync, Engine, Learner]:
+def shared(device: Device) -> tuple[ColocatedOffloadManager, WeightSync, Engine, Learner]:
     policy: Any = Ranks(device, policy=True)
     reference: Any = Ranks(device, policy=False)
     engine, learner = Engine(device), Learner(policy, reference, BatchSizes(1))
@@ -111,9 +111,9 @@ def shared(device: Device) -> tuple[TimeShared, WeightSync, Engine, Learner]:
         lambda: [engine],
         route="in_process",
         deadline_s=5,
-        probe=Probe([[1, 2, 3]], trainer_score, self_test=True, engines_alone=learner.offloaded),
+        probe=Probe([[1, 2, 3]], trainer_score, self_test=True, offload_trainer=learner.offloaded),
     )
-    return TimeShared(engine, learner), weight_sync, engine, learner
+    return ColocatedOffloadManager(engine, learner), weight_sync, engine, learner
 
 
 @pytest.mark.defect("engines-woken-beside-the-optimizer")
@@ -143,7 +143,7 @@ def test_a_probe_that_fails_leaves_the_weights_to_be_sent_to_another_engine():
     async def run() -> None:
         _, weight_sync, engine, learner = shared(device)
         await learner.onload()
-        await learner.keep_weights()
+        await learner.onload_weights_only()
         engine.failures = {"score": EngineError("gone")}
         with pytest.raises(EngineError, match="gone"):
             await weight_sync.sync_all(0)

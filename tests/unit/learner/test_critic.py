@@ -56,7 +56,7 @@ def head_of(hidden_size: int) -> Tensor:
 
 
 def set_head(worker: LearnerWorker) -> None:
-    weight: Tensor = worker.scorer.value_head.weight.data
+    weight: Tensor = worker.module.value_head.weight.data
     weight.copy_(head_of(weight.shape[1]))
 
 
@@ -102,10 +102,10 @@ def test_a_learner_with_a_critic_scores_values_and_updates_it_in_its_own_mini_ba
         await setup(learner)
         try:
             set_head(worker)
-            scored = await learner.score(batch)
+            scored = await learner.add_logprobs_and_values(batch)
             assert scored.values is not None
             metrics = await learner.update(scored.with_tokens(returns=scored.values + batch.loss_mask))
-            again = (await learner.score(batch)).values
+            again = (await learner.add_logprobs_and_values(batch)).values
             assert again is not None
             return scored, metrics, again
         finally:
@@ -139,7 +139,7 @@ def test_an_update_goes_through_all_tokens_in_threads_only(
         return watching
 
     monkeypatch.setattr("skyrl_train.learner.learner.explained_variance", watched(explained_variance))
-    monkeypatch.setattr(TrainBatch, "loss_tokens", property(watched(vars(TrainBatch)["loss_tokens"].fget)))
+    monkeypatch.setattr(TrainBatch, "num_loss_tokens", property(watched(vars(TrainBatch)["num_loss_tokens"].fget)))
     learner = learner_of(tiny_model_path, critic_worker(tiny_model_path), BatchSizes(100, 100))
 
     async def run() -> None:
@@ -177,11 +177,11 @@ def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model
         learner = Learner(WorkerGroup([LocalWorker(policy)]), WorkerGroup([LocalWorker(worker)]), BatchSizes(100))
         await setup(learner)
         assert learner.reference is not None
-        before = await learner.token_scores(learner.reference, batch)
+        before = await learner.compute_logprobs_or_values(learner.reference, batch)
         await learner.update(batch)
-        await learner.policy.all("export", str(tmp_path))
-        await learner.reference.all("reload", str(tmp_path))
-        found = [await learner.token_scores(group, batch) for group in (learner.reference, learner.policy)]
+        await learner.policy.call_all("export", str(tmp_path))
+        await learner.reference.call_all("reload", str(tmp_path))
+        found = [await learner.compute_logprobs_or_values(group, batch) for group in (learner.reference, learner.policy)]
         await learner.close()
         return [before, *found]
 

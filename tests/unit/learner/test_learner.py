@@ -14,21 +14,21 @@ from torch import Tensor
 
 from skyrl_train.algorithms.losses import clip_cov, kl_cov
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
-from skyrl_train.algorithms.selections import choose_clip_cov, choose_kl_cov
-from skyrl_train.cluster.sockets import GROUP_ADDRESS, NODE_ADDRESS
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, assign_loss_weights
+from skyrl_train.algorithms.token_selection import select_clip_cov_tokens, select_kl_cov_tokens
+from skyrl_train.cluster.addresses import BIND_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
-from skyrl_train.learner.shards import Stored
+from skyrl_train.learner.batch_sharding import StoredCall
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.report.profiling import AllocationRecord
+from skyrl_train.report.profiling import MemorySnapshotRecorder
 from skyrl_train.testing.tiny_models import save_tiny_model
 from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch, tiny_spec
-from tests.support.machine import network_address
+from tests.support.machine_speed import network_address
 from tests.support.padded_reference import assert_same_tensors, padded_scores
 from tests.support.recording_strategies import RecordingWorker
 
@@ -59,7 +59,7 @@ def padded_gradients(
     """One padded rectangle through the model's own forward: what every other way must equal."""
     model = load_causal_lm(model_path, dtype=torch.float32)
     logprobs, entropy = padded_scores(model, batch)
-    objective(weigh(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
+    objective(assign_loss_weights(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -87,9 +87,9 @@ def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_m
 SELECTING = {
     "clip_cov": (
         partial(clip_cov, eps_clip_low=0.2, eps_clip_high=0.2),
-        partial(choose_clip_cov, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=9.0),
+        partial(select_clip_cov_tokens, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=9.0),
     ),
-    "kl_cov": (partial(kl_cov, ppo_kl_coef=1.0), partial(choose_kl_cov, kl_cov_frac=0.2)),
+    "kl_cov": (partial(kl_cov, ppo_kl_coef=1.0), partial(select_kl_cov_tokens, kl_cov_frac=0.2)),
 }
 
 
@@ -127,7 +127,7 @@ def test_a_later_mini_batch_s_choice_is_made_under_the_policy_as_it_is_then(tiny
 
     async def run() -> None:
         await learner.setup()
-        batch = await learner.score(unscored)
+        batch = await learner.add_logprobs_and_values(unscored)
         await learner.update(batch)
         await learner.close()
 
@@ -148,7 +148,7 @@ def test_an_update_s_gradient_does_not_depend_on_row_order(tiny_model_path: str)
 def test_failed_sequences_change_no_gradient(tiny_model_path: str):
     batch = policy_batch()
     keep = torch.tensor([True] * 6 + [False] * 2)
-    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.per_token(keep))
+    masked = batch.with_tokens(loss_mask=batch.loss_mask & batch.expand_to_tokens(keep))
     sizes = BatchSizes(policy_mini_batch_size=100, micro_train_batch_size_per_gpu=3)
     without = padded_gradients(tiny_model_path, batch.select(range(6)))
     assert_same_tensors(gradients(tiny_model_path, masked, sizes), without, 1e-4)
@@ -167,7 +167,7 @@ def local_learner(
     if with_reference:
         frozen = tiny_spec(model_path, optimizer_config=None, total_steps=None, objective=None)
         reference = WorkerGroup([LocalWorker(LearnerWorker(frozen, 0, 1))])
-    return Learner(policy, reference, sizes, choose=choose, needs_old_logprobs=needs_old_logprobs)
+    return Learner(policy, reference, sizes, token_selector=choose, needs_old_logprobs=needs_old_logprobs)
 
 
 def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None = None) -> TrainBatch:
@@ -177,7 +177,7 @@ def scored(model_path: str, sizes: BatchSizes, needs_old_logprobs: bool | None =
     async def run() -> TrainBatch:
         await learner.setup()
         try:
-            return await learner.score(batch)
+            return await learner.add_logprobs_and_values(batch)
         finally:
             await learner.close()
 
@@ -216,21 +216,21 @@ def test_mini_batches_are_whole_prompts_and_the_last_one_is_smaller():
 def test_an_update_says_how_many_of_its_steps_are_taken(tiny_model_path: str):
     learner = local_learner(tiny_model_path, BatchSizes(policy_mini_batch_size=2))
     seen: list[tuple[int, int] | None] = []
-    scatter = learner.policy.scatter
+    scatter = learner.policy.call_sharded
 
     async def watched(method: str, args_of_part: Sequence[Sequence[Any]]) -> list[Any]:
-        seen.append(learner.progress)
+        seen.append(learner.optimizer_progress)
         return await scatter(method, args_of_part)
 
     async def run() -> None:
         await learner.setup()
-        learner.policy.scatter = watched  # type: ignore[method-assign, assignment]
+        learner.policy.call_sharded = watched  # type: ignore[method-assign, assignment]
         await learner.update(policy_batch())
-        learner.policy.scatter = scatter  # type: ignore[method-assign]
+        learner.policy.call_sharded = scatter  # type: ignore[method-assign]
         await learner.close()
 
     asyncio.run(run())
-    assert seen == [(0, 2), (1, 2)] and learner.progress is None
+    assert seen == [(0, 2), (1, 2)] and learner.optimizer_progress is None
 
 
 @pytest.mark.fault("F12")
@@ -270,7 +270,7 @@ def test_the_first_failing_rank_is_raised():
             return 1
 
     async def run() -> None:
-        await WorkerGroup([Rank(None), Rank(ValueError("rank 1"))]).all("work")
+        await WorkerGroup([Rank(None), Rank(ValueError("rank 1"))]).call_all("work")
 
     with pytest.raises(ValueError, match="rank 1"):
         asyncio.run(asyncio.wait_for(run(), 5))
@@ -281,7 +281,7 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
         def __init__(self) -> None:
             self.given: list[int] = []
 
-        def score(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
+        def forward(self, micro_batches: list[TrainBatch], count: int, share: bool) -> Tensor:
             self.given = [int(row) for batch in micro_batches for row in batch.rewards]
             return torch.cat([batch.input_ids.float() for batch in micro_batches])
 
@@ -289,7 +289,7 @@ def test_ranks_of_a_parallel_group_are_given_the_same_part_and_scores_are_taken_
     group = WorkerGroup([LocalWorker(rank) for rank in ranks], parallel_size=2)  # type: ignore[arg-type]
     batch = policy_batch()
     batch = replace(batch, rewards=torch.arange(len(batch)).float())
-    scores = asyncio.run(Learner(group, None, BatchSizes(4)).token_scores(group, batch))
+    scores = asyncio.run(Learner(group, None, BatchSizes(4)).compute_logprobs_or_values(group, batch))
     assert ranks[0].given == ranks[1].given
     assert ranks[2].given == ranks[3].given
     assert sorted(ranks[0].given + ranks[2].given) == list(range(8))
@@ -303,7 +303,7 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
         def __init__(self) -> None:
             self.taken: list[str] = []
 
-        async def call_stored(self, method: str, plan: Any, stored: Any) -> None:
+        async def call_with_refs(self, method: str, plan: Any, stored: Any) -> None:
             self.taken.append(method)
             await asyncio.sleep(0.01)
 
@@ -314,15 +314,15 @@ def test_all_ranks_take_the_calls_of_two_callers_in_one_order():
     group = WorkerGroup(ranks)
 
     async def run() -> None:
-        await asyncio.gather(group.scatter("score", [Stored([], None)] * 4), group.all("manifest"))
+        await asyncio.gather(group.call_sharded("forward", [StoredCall([], None)] * 4), group.call_all("manifest"))
 
     asyncio.run(run())
-    assert [rank.taken for rank in ranks] == [["score", "manifest"]] * 4
+    assert [rank.taken for rank in ranks] == [["forward", "manifest"]] * 4
 
 
 def test_what_an_objective_reads_is_on_the_rank_s_device():
     worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
-    given = [batch for batch, *_ in worker._passes([policy_batch()], 2, share_prompts=False)]
+    given = [batch for batch, *_ in worker._padded_micro_batches([policy_batch()], 2, share_prompts=False)]
     assert len(given) == 2
     for batch in given:
         assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
@@ -351,7 +351,7 @@ def test_an_update_that_fails_leaves_its_record_of_allocations(tmp_path: Path):
             Path(file).write_text("snapshot")
 
     worker = LearnerWorker(tiny_spec("no model is loaded"), rank=0, world_size=1)
-    worker.record = AllocationRecord(tmp_path / "policy_rank_0.pickle", Allocator())
+    worker.memory_recorder = MemorySnapshotRecorder(tmp_path / "policy_rank_0.pickle", Allocator())
     with pytest.raises(AttributeError, match="scorer"):
         worker.update(MiniBatch([], 0, 0))
     assert (tmp_path / "policy_rank_0.pickle").exists()
@@ -366,12 +366,12 @@ def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_m
     async def restart() -> None:
         while not worker.strategy.updates:
             await asyncio.sleep(0)
-        async with learner.at_rest() as version:
+        async with learner.hold_version() as version:
             seen.append((version, worker.strategy.updates))
 
     async def run() -> None:
         await learner.setup()
-        async with learner.at_rest() as version:
+        async with learner.hold_version() as version:
             assert version == 0
         await asyncio.gather(learner.update(policy_batch()), restart())
         await learner.close()
@@ -389,12 +389,12 @@ def test_an_update_of_one_step_tells_the_log_probs_that_it_begins_with_and_learn
             tiny_model_path, BatchSizes(groups, micro_train_batch_size_per_gpu=3, micro_forward_batch_size_per_gpu=3)
         )
         await learner.setup()
-        learner.tells_logprobs_of = told
-        scores = await learner.token_scores(learner.policy, batch)
+        learner.num_sequences_with_logprobs = told
+        scores = await learner.compute_logprobs_or_values(learner.policy, batch)
         metrics = await learner.update(batch)
-        logprobs = learner.logprobs
+        logprobs = learner.update_logprobs
         await learner.update(batch.with_tokens(old_logprobs=scores))
-        assert learner.logprobs is None
+        assert learner.update_logprobs is None
         await learner.close()
         return scores, logprobs, {name: value for name, value in metrics.items() if not name.startswith("memory/")}
 
@@ -420,7 +420,7 @@ def test_weights_between_two_versions_are_given_to_nobody(tiny_model_path: str):
         with pytest.raises(RuntimeError, match="out of memory"):
             await learner.update(policy_batch())
         with pytest.raises(WeightSyncError, match="between version 0 and 1"):
-            async with learner.at_rest():
+            async with learner.hold_version():
                 pass
         await learner.close()
 
@@ -435,9 +435,9 @@ def test_a_learner_answers_while_its_ranks_live(tiny_model_path: str):
         time.sleep(0.3)
 
     async def run() -> None:
-        assert await learner.answers(5)
+        assert await learner.is_responsive(5)
         worker.ping = hang  # type: ignore[method-assign]
-        assert not await learner.answers(0.05)
+        assert not await learner.is_responsive(0.05)
 
     asyncio.run(run())
 
@@ -447,9 +447,9 @@ def test_a_worker_s_address_is_loopback_unless_its_actor_or_another_machine_need
     worker = LearnerWorker(tiny_spec("unused"), 0, 2)
     assert worker.address()[0] == worker.address(True)[0] == "127.0.0.1"
     monkeypatch.setenv(NODE_ADDRESS, own)
-    monkeypatch.setenv(GROUP_ADDRESS, "127.0.0.1")
+    monkeypatch.setenv(BIND_ADDRESS, "127.0.0.1")
     assert (worker.address()[0], worker.address(True)[0]) == ("127.0.0.1", own)
-    monkeypatch.setenv(GROUP_ADDRESS, own)
+    monkeypatch.setenv(BIND_ADDRESS, own)
     assert worker.address()[0] == own
 
 
@@ -473,13 +473,13 @@ def test_ranks_that_have_other_calls_are_not_asked_whether_they_live():
     async def run() -> list[bool]:
         ranks = [Rank(), Rank()]
         learner = Learner(WorkerGroup(ranks), None, BatchSizes(1))
-        busy = asyncio.ensure_future(learner.policy.all("update"))
+        busy = asyncio.ensure_future(learner.policy.call_all("update"))
         await asyncio.sleep(0.01)
-        found = [await learner.answers(0.1)]
+        found = [await learner.is_responsive(0.1)]
         await busy
-        found.append(await learner.answers(0.1))
+        found.append(await learner.is_responsive(0.1))
         ranks[1].stopped = True
-        return [*found, await learner.answers(0.1)]
+        return [*found, await learner.is_responsive(0.1)]
 
     assert asyncio.run(run()) == [True, True, False]
 

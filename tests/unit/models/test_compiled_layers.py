@@ -14,7 +14,7 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def graphs_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def default_compiler_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are captured, differentiated and run, and no kernels are made of them: that takes a minute."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a vLLM engine in this process sets it
     torch.compiler.reset()
@@ -34,25 +34,25 @@ def graphs_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def scorer_of(kind: str, compiled: bool, layers: int = 2) -> TokenScorer:
-    scorer = TokenScorer(tiny_model(kind, layers=layers))
+def make_model(kind: str, compiled: bool, layers: int = 2) -> LogprobModel:
+    model = LogprobModel(tiny_model(kind, layers=layers))
     if compiled:
-        compile_layers(scorer, "cpu")
-    return scorer
+        compile_layers(model, "cpu")
+    return model
 
 
-def gradients(scorer: TokenScorer, batch: TrainBatch) -> dict[str, Tensor]:
-    scorer.zero_grad()
-    logprobs, entropy = scorer(
+def gradients(model: LogprobModel, batch: TrainBatch) -> dict[str, Tensor]:
+    model.zero_grad()
+    logprobs, entropy = model(
         batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True
     )
     FULL_OBJECTIVE(batch, logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
-    return {name: parameter.grad for name, parameter in scorer.named_parameters() if parameter.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
 def test_layers_share_graphs_whatever_the_lengths_and_give_the_same_gradients(kind: str):
-    plain, compiled = scorer_of(kind, compiled=False), scorer_of(kind, compiled=True)
+    plain, compiled = make_model(kind, compiled=False), make_model(kind, compiled=True)
     seen = []
     for lengths in ((9, 4, 12, 9, 2, 7, 9, 5), (19, 4, 12, 2), (3, 4), (70, 17)):
         batch = policy_batch(lengths)
@@ -69,4 +69,4 @@ def test_without_a_compiler_it_is_refused_by_its_key():
     torch.compiler.set_default_backend(None)
     with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}):
         with pytest.raises(ConfigError, match=r"use_torch_compile=true: .*no-such-compiler.* needs a C\+\+ compiler"):
-            scorer_of("qwen2", compiled=True)
+            make_model("qwen2", compiled=True)

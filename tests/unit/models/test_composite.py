@@ -13,20 +13,20 @@ from torch import Tensor
 from transformers import Llama4TextConfig, LlavaModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import overrides_of_composite
+from skyrl_train.models.composite import to_composite_overrides
 from skyrl_train.models.loading import (
-    checkpoint_names,
-    checkpoint_tensors,
-    has_separate_head,
+    list_checkpoint_names,
+    to_checkpoint_tensors,
+    has_untied_head,
     load_causal_lm,
     load_config,
-    meta_model,
-    model_without_memory,
+    load_meta_model,
+    build_meta_model,
     open_causal_lm,
 )
-from skyrl_train.models.token_scorer import TokenScorer, refuse_unscorable
-from skyrl_train.models.windows import chunk_limit
-from tests.support.composites import KINDS, composite_model, save_composite
+from skyrl_train.models.logprob_model import LogprobModel, check_model_supported
+from skyrl_train.models.sliding_windows import max_plain_attention_length
+from tests.support.multimodal_models import KINDS, composite_model, save_composite
 from tests.support.padded_reference import ragged_batch
 from tests.support.tiny_families import tiny_config
 
@@ -54,7 +54,7 @@ def test_text_model_is_made_where_the_default_device_is_meta(kind: str, tmp_path
         torch.zeros(1)
     config = load_config(save_composite(tmp_path / "model", kind))
     with torch.device("meta"):
-        model = model_without_memory(config, torch.float32)
+        model = build_meta_model(config, torch.float32)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
@@ -65,11 +65,11 @@ def test_changes_of_the_configuration_are_those_of_the_language_model(tmp_path: 
     model, saved = open_causal_lm(path, dtype=torch.float32, model_config_kwargs={"num_hidden_layers": 1})
     layers: Any = model.base_model.layers
     assert len(layers) == 1
-    others = [name for name, _ in saved.other_towers()]
+    others = [name for name, _ in saved.iter_non_text_tensors()]
     assert others and not any(name.startswith("language_model.") for name in others), "not even the second layer"
     with pytest.raises(ConfigError, match="Gemma3TextConfig has no such attribute"):
         load_config(path, overrides={"num_layers": 1})
-    assert overrides_of_composite(config, {"tie_word_embeddings": False, "rope_theta": 1.0}) == {
+    assert to_composite_overrides(config, {"tie_word_embeddings": False, "rope_theta": 1.0}) == {
         "text_config": {"tie_word_embeddings": False, "rope_theta": 1.0},
         "tie_word_embeddings": False,
     }
@@ -78,11 +78,11 @@ def test_changes_of_the_configuration_are_those_of_the_language_model(tmp_path: 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "llama4"])
 def test_checkpoint_names_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", kind)
-    model = meta_model(path, torch.float32)
-    named = checkpoint_tensors(model, dict(model.named_parameters()))
-    in_file = checkpoint_names(path)
+    model = load_meta_model(path, torch.float32)
+    named = to_checkpoint_tensors(model, dict(model.named_parameters()))
+    in_file = list_checkpoint_names(path)
     assert named.keys() < in_file
-    assert checkpoint_tensors(model, named).keys() == named.keys(), "names of checkpoints are kept"
+    assert to_checkpoint_tensors(model, named).keys() == named.keys(), "names of checkpoints are kept"
 
 
 def test_separate_head_of_a_composite_is_noticed(tmp_path: Path) -> None:
@@ -92,11 +92,11 @@ def test_separate_head_of_a_composite_is_noticed(tmp_path: Path) -> None:
     embedding = tensors["language_model.model.embed_tokens.weight"]
     for equal in (tensors, tensors | {"language_model.lm_head.weight": embedding.clone()}):
         save_file(equal, file, metadata={"format": "pt"})
-        assert not has_separate_head(path)
+        assert not has_untied_head(path)
         model: Any = load_causal_lm(path, dtype=torch.float32)
         assert model.lm_head.weight is model.model.embed_tokens.weight
     save_file(tensors | {"language_model.lm_head.weight": embedding + 1}, file, metadata={"format": "pt"})
-    assert has_separate_head(path)
+    assert has_untied_head(path)
     model = load_causal_lm(path, dtype=torch.float32)
     assert torch.equal(model.lm_head.weight, embedding + 1)
 
@@ -114,29 +114,29 @@ def test_composite_without_a_tensor_of_its_language_model_is_refused(tmp_path: P
 def test_llama_4_is_refused_beyond_its_chunks(tmp_path: Path) -> None:
     path = save_composite(tmp_path / "model", "llama4")
     config = {"attention_chunk_size": 16}
-    scorer = TokenScorer(load_causal_lm(path, dtype=torch.float32, model_config_kwargs=config))
+    model = LogprobModel(load_causal_lm(path, dtype=torch.float32, model_config_kwargs=config))
     batch = ragged_batch([16])
     arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    assert scorer(*arguments).logprobs.shape == (16,)
+    assert model(*arguments).logprobs.shape == (16,)
     batch = ragged_batch([17])
     arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with pytest.raises(ConfigError, match="A sequence has 17 tokens, but beyond 16 "):
-        scorer(*arguments)
+        model(*arguments)
 
 
 def test_llama_4_without_chunks_is_limited_by_its_query_scales() -> None:
     scaled: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
-    assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64)) == 63
-    assert chunk_limit(Llama4TextConfig(**scaled, floor_scale=64, attn_temperature_tuning=False)) is None
-    assert chunk_limit(Llama4TextConfig(**scaled | {"no_rope_layers": [1, 1]}, floor_scale=64)) is None
+    assert max_plain_attention_length(Llama4TextConfig(**scaled, floor_scale=64)) == 63
+    assert max_plain_attention_length(Llama4TextConfig(**scaled, floor_scale=64, attn_temperature_tuning=False)) is None
+    assert max_plain_attention_length(Llama4TextConfig(**scaled | {"no_rope_layers": [1, 1]}, floor_scale=64)) is None
 
 
 def test_masks_that_are_not_causal_are_refused_without_weights() -> None:
     config = tiny_config("llama")
-    refuse_unscorable(model_without_memory(config, torch.float32))
+    check_model_supported(build_meta_model(config, torch.float32))
     config.is_causal = False  # embedding models are saved so
     with pytest.raises(ConfigError, match="LlamaAttention uses a ready-made mask"):
-        refuse_unscorable(model_without_memory(config, torch.float32))
+        check_model_supported(build_meta_model(config, torch.float32))
 
 
 def test_quantized_language_model_of_a_composite_is_refused(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_quantized_language_model_of_a_composite_is_refused(tmp_path: Path) -> N
 )
 def test_composite_that_does_more_than_its_language_model_is_refused(kind: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"ForConditionalGeneration cannot be used as its language .*: {reason}"):
-        model_without_memory(tiny_config(kind), torch.float32)
+        build_meta_model(tiny_config(kind), torch.float32)
 
 
 @pytest.mark.parametrize("argument", ["inputs_embeds", "attention_mask"])
@@ -177,7 +177,7 @@ def test_composite_that_changes_inputs_is_refused(argument: str, monkeypatch: py
         )
 
     config = tiny_config("llava")
-    assert type(model_without_memory(config, torch.float32)).__name__ == "LlamaForCausalLM"
+    assert type(build_meta_model(config, torch.float32)).__name__ == "LlamaForCausalLM"
     monkeypatch.setattr(LlavaModel, "forward", changed)
     with pytest.raises(ConfigError, match=f"it also gives {argument} to its language model"):
-        model_without_memory(config, torch.float32)
+        build_meta_model(config, torch.float32)

@@ -20,9 +20,9 @@ from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.export import export_hf
-from skyrl_train.models.loading import checkpoint_names, has_separate_head, load_causal_lm
+from skyrl_train.models.loading import list_checkpoint_names, has_untied_head, load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from tests.support.base_models import END_OF_SEQUENCE, END_OF_TURN, FILE, save_base_model, save_with_head
+from tests.support.base_checkpoints import END_OF_SEQUENCE, END_OF_TURN, FILE, save_base_model, save_with_head
 from tests.support.learner_specs import tiny_spec
 
 
@@ -64,8 +64,8 @@ def test_an_exported_folder_has_the_names_of_published_checkpoints(tmp_path: Pat
     model = tiny_model(kind, tied=tied)
     model.config._attn_implementation = "flash_attention_2"  # is not installed
     export_hf(model.config, iter(model.named_parameters()), byte_tokenizer(), tmp_path, max_shard_bytes=200_000)
-    names = checkpoint_names(str(tmp_path))
-    assert names == checkpoint_names(published)
+    names = list_checkpoint_names(str(tmp_path))
+    assert names == list_checkpoint_names(published)
     assert any(".experts.3." in name for name in names) == (kind in {"qwen3_moe", "mixtral"}), "experts one by one"
     reloaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     for name, wanted in model.named_parameters():
@@ -167,7 +167,7 @@ def test_adapter_folder_has_tokenizer_template_and_generation_config(tmp_path: P
         assert GenerationConfig.from_pretrained(place).eos_token_id == [100, END_OF_TURN]
 
 
-def says_tied(folder: Path) -> bool:
+def is_tied(folder: Path) -> bool:
     tied: bool = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
     return tied
 
@@ -185,19 +185,19 @@ def test_separate_head_is_exported_as_untied(lora: LoraConfig | None, tmp_path: 
     export(model, byte_tokenizer(), tmp_path / "plain")
     export_of_learner(model, tmp_path / "learner", lora=lora)
     for folder in (tmp_path / "plain", tmp_path / "learner"):
-        assert "lm_head.weight" in checkpoint_names(str(folder)) and not says_tied(folder)
+        assert "lm_head.weight" in list_checkpoint_names(str(folder)) and not is_tied(folder)
         assert torch.equal(logits(folder), logits(model))
 
 
 def test_equal_head_stays_tied(tmp_path: Path):
     model = save_with_head(tmp_path / "model", equal=True)
     folder = export_of_learner(model, tmp_path / "learner")
-    assert "lm_head.weight" not in checkpoint_names(str(folder)) and says_tied(folder)
+    assert "lm_head.weight" not in list_checkpoint_names(str(folder)) and is_tied(folder)
     assert torch.equal(logits(folder), logits(model))
 
 
 def test_separate_head_is_found_in_the_weights(tmp_path: Path):
-    assert has_separate_head(save_with_head(tmp_path / "separate"))
-    assert not has_separate_head(save_with_head(tmp_path / "equal", equal=True))
+    assert has_untied_head(save_with_head(tmp_path / "separate"))
+    assert not has_untied_head(save_with_head(tmp_path / "equal", equal=True))
     for tied in (True, False):
-        assert not has_separate_head(save_tiny_model(tmp_path / str(tied), tied=tied))
+        assert not has_untied_head(save_tiny_model(tmp_path / str(tied), tied=tied))

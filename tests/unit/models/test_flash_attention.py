@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from skyrl_train.models import flash_attention, ragged_attention
-from skyrl_train.models.flash_attention import FlashKernel, Stretches, choose, flash_kernel
-from skyrl_train.models.packing import Packing
+from skyrl_train.models.flash_attention import FlashKernel, VarlenArgs, choose_flash_kernel, get_flash_kernel
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 
 HEAD_SIZE = 8
 HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
@@ -117,9 +117,9 @@ def test_a_kernel_gets_what_makes_it_compute_the_same_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offsets = torch.tensor([0, 6, 11, 15, 18])
-    packing = Packing.of(offsets, None if repeated is None else torch.tensor(repeated))
+    packing = SharedPromptLayout.from_offsets(offsets, None if repeated is None else torch.tensor(repeated))
     generator = torch.Generator().manual_seed(0)
-    shape = len(packing.tokens), HEAD_SIZE
+    shape = len(packing.token_indices), HEAD_SIZE
     inputs = [
         torch.randn(count, *shape, generator=generator, dtype=torch.float64).transpose(0, 1).requires_grad_()
         for count in (heads, kv_heads, kv_heads)
@@ -133,7 +133,7 @@ def test_a_kernel_gets_what_makes_it_compute_the_same_attention(
         return output, torch.autograd.grad((output * weights).sum(), inputs)
 
     expected = attend()
-    monkeypatch.setattr(ragged_attention, "flash_kernel", lambda query, value, with_sinks: kernel)
+    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, with_sinks: kernel)
     torch.testing.assert_close(attend(), expected)
 
 
@@ -145,7 +145,7 @@ def varlen_on_cpus(monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
     varlen._varlen_attn.register_kernel("cpu")(forward_of_flash_attention)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward_of_flash_attention)
     kernel = flash_attention.torch_varlen(varlen.varlen_attn)
-    monkeypatch.setattr(ragged_attention, "flash_kernel", lambda query, value, with_sinks: kernel)
+    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, with_sinks: kernel)
     return kernel
 
 
@@ -193,9 +193,9 @@ def backward_of_flash_attention(
 def test_sinks_are_exact_with_a_kernel_that_knows_none(
     heads: int, kv_heads: int, window: int | None, repeated: list[int] | None, request: pytest.FixtureRequest
 ) -> None:
-    packing = Packing.of(torch.tensor([0, 6, 11, 15, 18]), None if repeated is None else torch.tensor(repeated))
+    packing = SharedPromptLayout.from_offsets(torch.tensor([0, 6, 11, 15, 18]), None if repeated is None else torch.tensor(repeated))
     generator = torch.Generator().manual_seed(0)
-    shape = len(packing.tokens), HEAD_SIZE
+    shape = len(packing.token_indices), HEAD_SIZE
     inputs = [
         torch.randn(count, *shape, generator=generator, dtype=torch.float64).transpose(0, 1).requires_grad_()
         for count in (heads, kv_heads, kv_heads)
@@ -226,7 +226,7 @@ def test_flash_attention_3_adds_up_in_one_order_where_that_is_asked_for() -> Non
     try:
         for wanted in (True, False):
             torch.use_deterministic_algorithms(wanted)
-            kernel, stretches = flash_attention.flash_attention_3(attend), Stretches(offsets, offsets, 2, 2, 1.0, None)
+            kernel, stretches = flash_attention.flash_attention_3(attend), VarlenArgs(offsets, offsets, 2, 2, 1.0, None)
             kernel.attend(heads, heads, heads, stretches, None)
     finally:
         torch.use_deterministic_algorithms(before)
@@ -268,7 +268,7 @@ def test_flash_attention_3_runs_where_it_is_installed_and_fit_for_the_device(
 ) -> None:
     installed("def flash_attn_varlen_func(): ...")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as in learners on accelerators
-    kernel = choose(capability, head_size)
+    kernel = choose_flash_kernel(capability, head_size)
     assert (kernel and kernel.name) == name
     assert (name or "scaled dot product attention") in capfd.readouterr().err
 
@@ -278,20 +278,20 @@ def test_where_flash_attention_3_has_no_fixed_order_it_is_not_used_if_one_is_ask
 ) -> None:
     installed("def flash_attn_varlen_func(): ...")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    names = {size: kernel.name for size in (128, 256) if (kernel := choose(HOPPER, size)) is not None}
+    names = {size: kernel.name for size in (128, 256) if (kernel := choose_flash_kernel(HOPPER, size)) is not None}
     assert names == {128: "FlashAttention-3", 256: VARLEN}
 
 
 def test_with_sinks_it_is_not_used(installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     installed("def flash_attn_varlen_func(): ...")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    with_sinks, without = choose(HOPPER, 64, with_sinks=True), choose(HOPPER, 64)
+    with_sinks, without = choose_flash_kernel(HOPPER, 64, with_sinks=True), choose_flash_kernel(HOPPER, 64)
     assert with_sinks is not None and without is not None
     assert (with_sinks.name, without.name) == (VARLEN, "FlashAttention-3")
 
 
 def test_without_flash_attention_3_torch_has_a_kernel(capfd: pytest.CaptureFixture[str]) -> None:
-    kernel = choose(HOPPER, 128)
+    kernel = choose_flash_kernel(HOPPER, 128)
     assert kernel is not None and kernel.name == VARLEN
     assert "warning" not in capfd.readouterr().err
 
@@ -301,7 +301,7 @@ def test_a_flash_attention_3_that_does_not_load_is_said_and_not_used(
     source: str, installed: Callable[[str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     installed(source)
-    kernel = choose(HOPPER, 128)
+    kernel = choose_flash_kernel(HOPPER, 128)
     assert kernel is not None and kernel.name == VARLEN
     reason = "a_part_of_it" if "import" in source else "undefined symbol"
     said = capfd.readouterr().err
@@ -322,12 +322,12 @@ def test_the_choice_is_made_once_and_only_for_what_kernels_take(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
-    kernel_for: Any = flash_kernel
-    flash_attention._of_device.cache_clear()
+    kernel_for: Any = get_flash_kernel
+    flash_attention._kernel_of_device.cache_clear()
     try:
         kernels = [kernel_for(OnDevice(64), OnDevice(64)) for _ in range(3)]
     finally:
-        flash_attention._of_device.cache_clear()
+        flash_attention._kernel_of_device.cache_clear()
     assert kernels[0] is not None and all(kernel is kernels[0] for kernel in kernels)
     assert capfd.readouterr().err.count("attention (") == 1
     others = [(OnDevice(64), OnDevice(32)), (OnDevice(68), OnDevice(68)), (OnDevice(264), OnDevice(264))]

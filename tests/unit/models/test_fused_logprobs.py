@@ -1,4 +1,4 @@
-"""The fused kernels against the eager passes, in Triton's interpreter: see tests/support/interpreted_kernels.py."""
+"""The fused kernels against the eager passes, in Triton's interpreter: see tests/support/triton_interpreter.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.interpreted_kernels import CASES
+from tests.support.triton_interpreter import CASES
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 @cache
 def interpreted() -> dict[str, Any]:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpreted_kernels"],
+        [sys.executable, "-m", "tests.support.triton_interpreter"],
         cwd=Path(__file__).resolve().parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -61,7 +61,7 @@ def test_kernels_compile_to_machine_code_that_reads_16_bytes_at_once(
     """For Ampere, Hopper and Blackwell; ptxas comes with Triton and needs no GPU."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name, types in {
-        "_score_kernel": "*fp32 *i64 *fp32 *fp32 *fp32 *fp32 i32 fp32 fp32 constexpr constexpr",
+        "_logprob_kernel": "*fp32 *i64 *fp32 *fp32 *fp32 *fp32 i32 fp32 fp32 constexpr constexpr",
         "_gradient_kernel": "*fp32 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *bf16 i32 fp32 fp32 constexpr constexpr",
     }.items():
         code = compiled(name, types.split(), capability, capped)

@@ -17,7 +17,7 @@ from skyrl_train.models.loading import (
     load_tokenizer,
     open_causal_lm,
 )
-from skyrl_train.models.saved_weights import SavedWeights
+from skyrl_train.models.pretrained_weights import PretrainedWeights
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
@@ -91,9 +91,9 @@ def test_what_cannot_be_read_row_by_row_is_refused_not_trained(
     with pytest.raises(ConfigError, match=r"^a\.key=.* quantized weights are not trained"):
         open_causal_lm(str(path), dtype=torch.float32, key="a.key")
 
-    contains = SavedWeights.__contains__
+    contains = PretrainedWeights.__contains__
     monkeypatch.setattr(
-        SavedWeights, "__contains__", lambda saved, name: "up_proj" not in name and contains(saved, name)
+        PretrainedWeights, "__contains__", lambda saved, name: "up_proj" not in name and contains(saved, name)
     )
     with pytest.raises(ConfigError, match=r"^a\.key=.* 2 parameters, such as 'model\.layers\.0\.mlp\.up_proj\.weight'"):
         open_causal_lm(folder, dtype=torch.float32, key="a.key")

@@ -14,13 +14,13 @@ from torch import Tensor
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
 from skyrl_train.config.section import freeze
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.engines.adapter_folder import read_adapter
+from skyrl_train.engines.peft_adapter import read_adapter
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import Adapters, adapted_linears
-from skyrl_train.models.token_scorer import TokenScorer
-from skyrl_train.models.value_scorer import ValueScorer
+from skyrl_train.models.lora import LoraAdapters, get_adaptable_linears
+from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.value_model import ValueModel
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
 from tests.support.double_precision import double_precision
@@ -45,9 +45,9 @@ def model_of(kind: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def adapted(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Adapters]:
+def adapted(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, LoraAdapters]:
     model = model_of(kind, dtype)
-    return model, Adapters(model, lora(**changes), KEY)
+    return model, LoraAdapters(model, lora(**changes), KEY)
 
 
 def twin(kind: str, dtype: torch.dtype) -> Any:
@@ -77,13 +77,13 @@ def test_the_adapters_gradient_is_that_of_a_padded_peft_model(
     with double_precision():
         model, _ = adapted(kind, dtype)
         fill_adapters(model)
-        scorer = TokenScorer(model)
-        for part in batch.split(max_sequences=size):
-            scores = scorer(part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask, True)
+        logprob_model = LogprobModel(model)
+        for part in batch.split_micro_batches(max_sequences=size):
+            scores = logprob_model(part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask, True)
             loss_of(scores.logprobs, scores.entropy, part).backward()
         plain = twin(kind, dtype)
         loss_of(*padded_scores(plain, batch), batch).backward()
-    assert_same_tensors(trained(scorer, "model."), trained(plain, "base_model.model."), tolerance)
+    assert_same_tensors(trained(logprob_model, "model."), trained(plain, "base_model.model."), tolerance)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -102,14 +102,14 @@ def test_a_critic_trains_its_adapters_and_its_head():
     with double_precision():
         model, _ = adapted(dtype=torch.float64)
         fill_adapters(model)
-        scorer = ValueScorer(model)
-        torch.nn.init.ones_(scorer.value_head.weight)
-        values, _ = scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+        value_model = ValueModel(model)
+        torch.nn.init.ones_(value_model.value_head.weight)
+        values, _ = value_model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
         (values * torch.sin(batch.input_ids.double())).sum().backward()
         plain = twin("qwen2", torch.float64)
         head = torch.ones(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
         (padded_values(plain.base_model.model, head, batch) * torch.sin(batch.input_ids.double())).sum().backward()
-    found = {scorer.hf_name(name): p.grad for name, p in scorer.named_parameters() if p.grad is not None}
+    found = {value_model.hf_name(name): p.grad for name, p in value_model.named_parameters() if p.grad is not None}
     assert_same_tensors(found, {**trained(plain, "base_model.model."), "value_head.weight": head.grad}, 1e-9)  # type: ignore[dict-item]
 
 
@@ -121,7 +121,7 @@ def ready(path: str, **changes: Any) -> Any:
     """A worker without other ranks, with adapters that do something."""
     worker = LearnerWorker(spec_of(path, **changes), 0, 1)
     worker.build(path)
-    fill_adapters(worker.scorer)
+    fill_adapters(worker.module)
     return worker
 
 
@@ -147,7 +147,7 @@ def test_adapters_start_where_they_change_nothing_and_alike_for_a_seed(tmp_path:
     own = dict(tiny_model().named_parameters())
     for name, tensor in workers[0].full_parameters():
         assert torch.equal(tensor, own[name]), name
-    first, again, other = ([p for n, p in w.scorer.named_parameters() if ".lora_A." in n] for w in workers)
+    first, again, other = ([p for n, p in w.module.named_parameters() if ".lora_A." in n] for w in workers)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -201,7 +201,7 @@ def test_an_export_is_a_merged_model_and_an_adapter_that_peft_loads(tmp_path: Pa
         with torch.no_grad():
             torch.testing.assert_close(wanted, padded_scores(model, batch)[0], rtol=0, atol=1e-5)
     assert any("down_proj.lora_A" in name for name, _ in loaded.named_parameters()) == (exclude is None)
-    linears = adapted_linears(whole)
+    linears = get_adaptable_linears(whole)
     engines_view = read_adapter(str(tmp_path / "export" / "adapter"), linears, adapter="mine", engine="one")
     assert len(engines_view.layers) == (len(linears) if exclude is None else len(linears) - 2)
 
@@ -259,6 +259,6 @@ def test_experts_stay_frozen_and_say_so(caplog: pytest.LogCaptureFixture):
 
 def test_a_frozen_model_without_adapters_saves_all_of_itself(tmp_path: Path):
     strategy = SingleStrategy(optimizer_config=OptimizerConfig())
-    strategy.prepare(TokenScorer(tiny_model()), None)
+    strategy.prepare(LogprobModel(tiny_model()), None)
     strategy.save(tmp_path)
-    assert len(strategy.shard().slices) == len(list(tiny_model().parameters()))
+    assert len(strategy.get_checkpoint_shard().slices) == len(list(tiny_model().parameters()))

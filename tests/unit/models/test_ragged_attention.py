@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.models.ragged_attention import Segments, gathered, ragged_attention
+from skyrl_train.models.ragged_attention import Segments, deterministic_index_select, ragged_attention
 
 
 def qkv(tokens: int, heads: int, kv_heads: int, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,9 +98,9 @@ def test_a_sequence_does_not_notice_its_neighbours() -> None:
 
 
 def test_sorting_by_length_groups_equal_lengths_and_keeps_every_token() -> None:
-    segments, tokens = Segments.of(offsets_of([3, 1, 3, 2])).by_length()
+    segments, tokens = Segments.from_offsets(offsets_of([3, 1, 3, 2])).sort_by_length()
     assert segments.lengths == (1, 2, 3, 3)
-    assert segments.runs() == [(1, 1, 1), (1, 2, 2), (2, 3, 3)]
+    assert segments.group_equal_lengths() == [(1, 1, 1), (1, 2, 2), (2, 3, 3)]
     assert tokens.tolist() == [3, 7, 8, 0, 1, 2, 4, 5, 6]
     assert segments.offsets.tolist() == [0, 1, 3, 6, 9]
 
@@ -127,7 +127,7 @@ def test_gradients_of_a_row_taken_often_are_the_same_bits_every_time():
     torch.set_num_threads(2)
     try:
         leaf = rows.requires_grad_()
-        gradients = [torch.autograd.grad((gathered(leaf, index) * weights).sum(), leaf)[0] for _ in range(8)]
+        gradients = [torch.autograd.grad((deterministic_index_select(leaf, index) * weights).sum(), leaf)[0] for _ in range(8)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
@@ -149,7 +149,7 @@ class AccumulatorDtypes(TorchDispatchMode):
 def test_gathered_gradient_is_summed_in_float32():
     """PyTorch's CPU kernel widens by itself, the one for CUDA does not: there, bfloat16 stops counting at 256."""
     rows = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
-    total = gathered(rows, torch.zeros(1024, dtype=torch.long)).sum()
+    total = deterministic_index_select(rows, torch.zeros(1024, dtype=torch.long)).sum()
     with AccumulatorDtypes() as accumulators:
         total.backward()
     assert rows.grad is not None

@@ -12,39 +12,39 @@ from torch.nn.functional import linear
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import routing
 from skyrl_train.models.routing import Routers
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import grouped_batch
-from tests.support.routing_reference import explicit_balance_loss
+from tests.support.routing_reference import explicit_router_aux_loss
 
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
 
 
-def scorer_of(kind: str, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> TokenScorer:
+def make_model(kind: str, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> LogprobModel:
     model = tiny_model(kind, dtype=dtype).train()
     model.set_experts_implementation("eager")  # the default has no kernel for float64
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    scorer = TokenScorer(model)
-    scorer.routers.keeps_choices = True
-    return scorer
+    logprob_model = LogprobModel(model)
+    logprob_model.routers.record_routed_experts = True
+    return logprob_model
 
 
-def score(scorer: TokenScorer, routing: Tensor | None = None, share: bool = False) -> tuple[Tensor, Tensor]:
+def compute_logprobs(model: LogprobModel, replayed_experts: Tensor | None = None, share: bool = False) -> tuple[Tensor, Tensor]:
     """Log-probs, and the choices [T, L, k]."""
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2])])
-    repeated = batch.repeated_prompts() if share else None
+    repeated = batch.shared_prompt_lengths() if share else None
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    logprobs = scorer(*tensors, False, repeated, routing).logprobs
-    assert scorer.choices is not None
-    return logprobs, scorer.choices
+    logprobs = model(*tensors, False, repeated, replayed_experts).logprobs
+    assert model.routed_experts is not None
+    return logprobs, model.routed_experts
 
 
-def gradients(scorer: TokenScorer, logprobs: Tensor) -> dict[str, Tensor]:
-    scorer.zero_grad()
+def gradients(model: LogprobModel, logprobs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
     logprobs.sum().backward()
-    return {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def others(choices: Tensor, experts: int = 4) -> Tensor:
@@ -56,18 +56,18 @@ def others(choices: Tensor, experts: int = 4) -> Tensor:
 @pytest.mark.parametrize("share", [False, True])
 def test_a_router_takes_the_experts_that_it_is_given(kind: str, share: bool) -> None:
     with double_precision():
-        scorer = scorer_of(kind, torch.float64)
-        own, choices = score(scorer, share=share)
+        model = make_model(kind, torch.float64)
+        own, choices = compute_logprobs(model, share=share)
         layers = 1 if kind == "deepseek_v3" else 2  # of which the first one has no experts
         assert choices.shape == (len(own), layers, 2)
-        again, same = score(scorer, choices, share)
+        again, same = compute_logprobs(model, choices, share)
         torch.testing.assert_close(again, own)
         assert torch.equal(same.sort(-1).values, choices.sort(-1).values)
-        changed, taken = score(scorer, others(choices), share)
+        changed, taken = compute_logprobs(model, others(choices), share)
         assert torch.equal(taken, others(choices))
         assert float((changed - own).detach().abs().max()) > 1e-3
         open_ones = torch.where(torch.arange(len(own))[:, None, None] % 2 == 0, choices, -1)
-        left_to_it, _ = score(scorer, open_ones, share)
+        left_to_it, _ = compute_logprobs(model, open_ones, share)
         torch.testing.assert_close(left_to_it, own)
 
 
@@ -77,7 +77,7 @@ def test_weights_of_given_experts_are_made_as_the_model_makes_its_own() -> None:
     hidden = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given = torch.tensor([[3, 1], [0, 2], [2, 1], [1, 0], [3, 0]])
     routers = Routers(model)
-    with routers.running(given.unsqueeze(1).expand(-1, 2, -1)), double_precision():
+    with routers.forward_pass(given.unsqueeze(1).expand(-1, 2, -1)), double_precision():
         _, weights, indices = router(hidden)
     assert torch.equal(indices, given)
     shares = linear(hidden, router.weight).softmax(-1).gather(1, given)
@@ -100,9 +100,9 @@ def test_a_layer_that_is_computed_again_sends_tokens_where_they_were_sent(kind: 
     with double_precision():
         wanted: dict[str, Tensor] = {}
         for checkpointing in (False, True):
-            scorer = scorer_of(kind, torch.float64, checkpointing)
-            given = others(score(scorer)[1])
-            found = gradients(scorer, score(scorer, given)[0])
+            model = make_model(kind, torch.float64, checkpointing)
+            given = others(compute_logprobs(model)[1])
+            found = gradients(model, compute_logprobs(model, given)[0])
             wanted = wanted or found
             assert found.keys() == wanted.keys()
             for name, gradient in found.items():
@@ -110,10 +110,10 @@ def test_a_layer_that_is_computed_again_sends_tokens_where_they_were_sent(kind: 
 
 
 def test_tokens_are_counted_once_even_if_layers_are_computed_again() -> None:
-    scorer = scorer_of("qwen3_moe", checkpointing=True)
-    scorer.routers.start_counting()
-    logprobs, choices = score(scorer)
-    gradients(scorer, logprobs)
+    model = make_model("qwen3_moe", checkpointing=True)
+    model.routers.reset_load_metrics()
+    logprobs, choices = compute_logprobs(model)
+    gradients(model, logprobs)
     wanted = torch.cat([torch.bincount(choices[:, layer].flatten().long(), minlength=4) for layer in range(2)])
     seen: list[Tensor] = []
 
@@ -121,10 +121,10 @@ def test_tokens_are_counted_once_even_if_layers_are_computed_again() -> None:
         seen.append(counts)
         return torch.tensor([4, 4, 4, 4, 8, 8, 0, 0])  # of all ranks
 
-    assert scorer.routers.load(sums) == {"router_load_max": 1.5, "router_unused": 0.25}
+    assert model.routers.collect_load_metrics(sums) == {"router_load_max": 1.5, "router_unused": 0.25}
     assert torch.equal(seen[0], wanted)
-    score(scorer)
-    assert scorer.routers.load(sums) == {}, "nobody counts any more"
+    compute_logprobs(model)
+    assert model.routers.collect_load_metrics(sums) == {}, "nobody counts any more"
 
 
 class Unknown(torch.nn.Module):
@@ -155,17 +155,17 @@ def test_more_than_it_does_is_not_asked_of_a_router_that_is_not_known(
     router = Unknown(found)
     monkeypatch.setattr(routing, "_routers", lambda model: iter([(0, router)]))
     routers, hidden = Routers(tiny_model()), torch.randn(3, 4)
-    routers.start_counting()
-    with routers.running():
+    routers.reset_load_metrics()
+    with routers.forward_pass():
         router(hidden)
-    with routers.running(torch.zeros(3, 1, 2, dtype=torch.int16)), pytest.raises(ConfigError, match="Unknown chooses"):
+    with routers.forward_pass(torch.zeros(3, 1, 2, dtype=torch.int16)), pytest.raises(ConfigError, match="Unknown chooses"):
         router(hidden)
 
 
 def test_a_model_without_experts_has_no_routers() -> None:
     routers = Routers(tiny_model())
-    routers.start_counting()
-    assert (routers.modules, routers.shape, routers.load(lambda counts: counts)) == ([], (0, 0), {})
+    routers.reset_load_metrics()
+    assert (routers.modules, routers.num_layers_and_top_k, routers.collect_load_metrics(lambda counts: counts)) == ([], (0, 0), {})
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -179,20 +179,20 @@ def test_the_loss_of_the_load_has_its_gradient_for_every_micro_batch_size(
         model: Any = tiny_model(kind, dtype=torch.float64).train()
         model.set_experts_implementation("eager")
         model.set_attn_implementation("eager")
-        explicit = explicit_balance_loss(model, batch, 0.5)
+        explicit = explicit_router_aux_loss(model, batch, 0.5)
         explicit.backward()
         wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         for size in (1, 3, len(batch)):
-            scorer = scorer_of(kind, torch.float64)
+            logprob_model = make_model(kind, torch.float64)
             if checkpointing is not None:
-                scorer.model.gradient_checkpointing_enable(checkpointing)
-            scorer.routers.start_counting()
-            scorer.balance_weight = 0.5 / int(batch.loss_mask.sum())
-            for part in batch.split(max_sequences=size):
+                logprob_model.model.gradient_checkpointing_enable(checkpointing)
+            logprob_model.routers.reset_load_metrics()
+            logprob_model.router_aux_loss_weight = 0.5 / int(batch.loss_mask.sum())
+            for part in batch.split_micro_batches(max_sequences=size):
                 tensors = (part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask)
-                scores = scorer(*tensors, False, part.repeated_prompts() if share else None)
+                scores = logprob_model(*tensors, False, part.shared_prompt_lengths() if share else None)
                 (scores.logprobs * 0.0).sum().backward()
-            assert scorer.routers.load(lambda x: x)["router_aux_loss"] == pytest.approx(explicit.item(), rel=1e-6)
-            for name, parameter in scorer.model.named_parameters():
+            assert logprob_model.routers.collect_load_metrics(lambda x: x)["router_aux_loss"] == pytest.approx(explicit.item(), rel=1e-6)
+            for name, parameter in logprob_model.model.named_parameters():
                 got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(got, wanted.get(name, torch.zeros_like(got)), msg=name)

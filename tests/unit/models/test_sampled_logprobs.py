@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.models import logit_chunks, sampled_logprobs as module
-from skyrl_train.models.logit_chunks import LogitShape
+from skyrl_train.models import logits, sampled_logprobs as module
+from skyrl_train.models.logits import LogitTransform
 
 ROWS, SIZE, VOCABULARY = 7, 5, 11
 sampled_logprobs: Any = module.sampled_logprobs
-SHAPES = [LogitShape(), LogitShape(factor=0.3), LogitShape(softcap=2.0), LogitShape(factor=1.5, softcap=1.0)]
+SHAPES = [LogitTransform(), LogitTransform(factor=0.3), LogitTransform(softcap=2.0), LogitTransform(factor=1.5, softcap=1.0)]
 
 
 def inputs(bias: bool, dtype: torch.dtype = torch.float64) -> Any:
@@ -43,7 +43,7 @@ def written_out(*given: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_those_of_the_definition(
-    shape: LogitShape, bias: bool, chunk_rows: int, kept_chunks: int
+    shape: LogitTransform, bias: bool, chunk_rows: int, kept_chunks: int
 ) -> None:
     given = inputs(bias)
     expected = written_out(*given, shape)
@@ -63,8 +63,8 @@ def test_values_and_gradients_are_those_of_the_definition(
 def test_either_result_may_be_left_out_of_a_loss(used: int) -> None:
     given = inputs(bias=False)
     given = (*given[:4], torch.ones_like(given[4]))  # and temperature 1 is no pass of its own
-    wanted = torch.autograd.grad(written_out(*given, LogitShape())[used].sum(), given[:2])
-    found = torch.autograd.grad(sampled_logprobs(*given, LogitShape(), 3, True)[used].sum(), given[:2])
+    wanted = torch.autograd.grad(written_out(*given, LogitTransform())[used].sum(), given[:2])
+    found = torch.autograd.grad(sampled_logprobs(*given, LogitTransform(), 3, True)[used].sum(), given[:2])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -72,7 +72,7 @@ def test_gradients_are_numerically_right() -> None:
     hidden, weight, bias, targets, divisor = inputs(bias=True)
 
     def scored(*trained: Tensor) -> Any:
-        return sampled_logprobs(*trained, targets, divisor, LogitShape(0.5, 3.0), 2, True)
+        return sampled_logprobs(*trained, targets, divisor, LogitTransform(0.5, 3.0), 2, True)
 
     assert torch.autograd.gradcheck(scored, (hidden, weight, bias))
 
@@ -80,9 +80,9 @@ def test_gradients_are_numerically_right() -> None:
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_what_is_frozen_gets_no_gradient_and_the_others_get_theirs(frozen: int) -> None:
     given = inputs(bias=True)
-    whole = torch.autograd.grad(sampled_logprobs(*given, LogitShape(), 3, True)[0].sum(), given[:3])
+    whole = torch.autograd.grad(sampled_logprobs(*given, LogitTransform(), 3, True)[0].sum(), given[:3])
     given[frozen].requires_grad_(False)
-    sampled_logprobs(*given, LogitShape(), 3, True)[0].sum().backward()
+    sampled_logprobs(*given, LogitTransform(), 3, True)[0].sum().backward()
     for index, (tensor, gradient) in enumerate(zip(given[:3], whole, strict=True)):
         assert tensor is not None
         if index == frozen:
@@ -93,9 +93,9 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_get_theirs(frozen: int) 
 
 def test_half_precision_products_are_normalised_in_float32() -> None:
     given = inputs(bias=False, dtype=torch.bfloat16)
-    logprobs, entropy = sampled_logprobs(*given, LogitShape(), 3, True)
+    logprobs, entropy = sampled_logprobs(*given, LogitTransform(), 3, True)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    exact = written_out(*(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitShape())
+    exact = written_out(*(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitTransform())
     torch.testing.assert_close(logprobs.double(), exact[0], rtol=0.03, atol=0.03)
     logprobs.sum().backward()
     assert given[0].grad is not None and given[0].grad.dtype == torch.bfloat16
@@ -104,7 +104,7 @@ def test_half_precision_products_are_normalised_in_float32() -> None:
 def test_logits_of_any_size_are_finite() -> None:
     hidden, weight, _, targets, divisor = inputs(bias=False)
     given = (hidden.detach() * 1e4).requires_grad_(), weight, None, targets, divisor
-    logprobs, entropy = sampled_logprobs(*given, LogitShape(), 3, True)
+    logprobs, entropy = sampled_logprobs(*given, LogitTransform(), 3, True)
     (logprobs + entropy).sum().backward()
     assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all() and torch.isfinite(weight.grad).all()
 
@@ -118,7 +118,7 @@ def test_no_tensor_of_rows_by_vocabulary_outlives_a_chunk() -> None:
 
     given = inputs(bias=False)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        sampled_logprobs(*given, LogitShape(), 2, True)
+        sampled_logprobs(*given, LogitTransform(), 2, True)
     assert max(sizes) < ROWS * VOCABULARY
 
 
@@ -131,7 +131,7 @@ def test_in_half_precision_the_weight_s_gradient_does_not_get_worse_with_the_num
         exact, half = (weight.to(dtype).requires_grad_() for dtype in (torch.float64, torch.bfloat16))
         for one in (exact, half):
             given = hidden.to(one.dtype), one, None, targets, divisor.to(one.dtype)
-            sampled_logprobs(*given, LogitShape(), rows, False, kept_chunks=4)[0].sum().backward()
+            sampled_logprobs(*given, LogitTransform(), rows, False, kept_chunks=4)[0].sum().backward()
         assert exact.grad is not None and half.grad is not None
         errors.append(float((half.grad - exact.grad).norm() / exact.grad.norm()))
     assert errors[1] < 1.5 * errors[0] < 0.02
@@ -154,28 +154,28 @@ def wide_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             raise RuntimeError("self and mat2 must have the same dtype")
         return torch.addmm(start, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
-    monkeypatch.setattr(logit_chunks, "sums_widely", lambda tensor: True)
+    monkeypatch.setattr(logits, "supports_float32_output", lambda tensor: True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype_out", mm, "CPU")
         library.impl("addmm.dtype_out", addmm, "CPU")
-        logit_chunks._adds_widely.cache_clear()
+        logits._supports_float32_accumulation.cache_clear()
         yield
-    logit_chunks._adds_widely.cache_clear()
+    logits._supports_float32_accumulation.cache_clear()
 
 
 @pytest.mark.defect("logits-rounded-to-half-precision")
 def test_a_gpu_s_logits_and_weight_gradients_are_never_rounded_to_half_precision(wide_products: None) -> None:
     given = inputs(bias=False, dtype=torch.bfloat16)
     exact = tuple(x.detach().double().requires_grad_() for x in given[:2])
-    wanted = written_out(*exact, *given[2:4], given[4].double(), LogitShape())
-    got = sampled_logprobs(*given[:4], given[4].float(), LogitShape(), 3, True)
+    wanted = written_out(*exact, *given[2:4], given[4].double(), LogitTransform())
+    got = sampled_logprobs(*given[:4], given[4].float(), LogitTransform(), 3, True)
     torch.testing.assert_close([x.double() for x in got], list(wanted), rtol=0, atol=1e-5)
     for step in range(3):  # what is added up is not rounded on the way: only the gradient of the logits itself is
         total = torch.zeros(VOCABULARY, SIZE)
         gradient = torch.full((200, VOCABULARY), 1 / (step + 3), dtype=torch.bfloat16)
         states = torch.ones(200, SIZE, dtype=torch.bfloat16)
-        for chunk in module.chunks_of(200, 7):
-            module.add_product(total, gradient[chunk], states[chunk])
+        for chunk in module.split_slices(200, 7):
+            module.accumulate_weight_grad(total, gradient[chunk], states[chunk])
         torch.testing.assert_close(total, 200 * gradient[:1].float().T.expand(-1, SIZE), rtol=1e-6, atol=0)
 
 
@@ -203,12 +203,12 @@ def test_fused_kernels_are_tried_once_and_only_where_they_can_run(
 
     monkeypatch.setitem(sys.modules, "skyrl_train.models.fused_logprobs", SimpleNamespace(fused_logprobs=fused))
     monkeypatch.setattr(OnDevice, "device", torch.device("cpu"))
-    choice: Any = module.fused_for
-    module._fused_on.cache_clear()
+    choice: Any = module.get_fused_kernel
+    module._fused_kernel_of_device.cache_clear()
     try:
         found = [choice(OnDevice(), OnDevice(torch.float32)) for _ in range(3)]
     finally:
-        module._fused_on.cache_clear()
+        module._fused_kernel_of_device.cache_clear()
     assert found == [fused if works else None] * 3
     assert len(tried) == 1
     said = capfd.readouterr().err
@@ -225,8 +225,8 @@ def test_what_is_fused_takes_everything_but_a_bias(monkeypatch: pytest.MonkeyPat
         calls.append(given)
         return divisor, divisor
 
-    monkeypatch.setattr(module, "fused_for", lambda hidden, weight: fused)
-    shape = LogitShape()
+    monkeypatch.setattr(module, "get_fused_kernel", lambda hidden, weight: fused)
+    shape = LogitTransform()
     assert sampled_logprobs(hidden, weight, None, targets, divisor, shape, 3, False, 1) == (divisor, divisor)
     assert calls == [(hidden, weight, targets, divisor, shape, 3, 1)]
     sampled_logprobs(hidden, weight, bias, targets, divisor, shape, 3, False, 1)

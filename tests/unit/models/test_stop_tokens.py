@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 from transformers import AutoTokenizer
 
-from skyrl_train.models.stop_tokens import stop_configs, stop_tokens
-from tests.support.base_models import END_OF_SEQUENCE, END_OF_TURN, save_base_model
+from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
+from tests.support.base_checkpoints import END_OF_SEQUENCE, END_OF_TURN, save_base_model
 
 
 def test_all_named_ends_and_the_end_of_turn_stop(tmp_path: Path):
     path = save_base_model(tmp_path, generation={"eos_token_id": [100, 101]})
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert stop_tokens(tokenizer, *stop_configs(path)) == {100, 101, END_OF_SEQUENCE, END_OF_TURN}
-    assert stop_tokens(None, SimpleNamespace(eos_token_id=7), SimpleNamespace()) == {7}
+    assert get_stop_tokens(tokenizer, *load_stop_configs(path)) == {100, 101, END_OF_SEQUENCE, END_OF_TURN}
+    assert get_stop_tokens(None, SimpleNamespace(eos_token_id=7), SimpleNamespace()) == {7}

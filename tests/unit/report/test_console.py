@@ -13,10 +13,10 @@ from skyrl_train.report import console as module
 from skyrl_train.report.console import (
     ConsoleTracker,
     best_evaluation,
-    cut,
-    duration,
+    truncate_text,
+    format_duration,
     evaluation_line,
-    number,
+    format_number,
     rollout_line,
     step_line,
     time_split,
@@ -173,7 +173,7 @@ def test_evaluations_are_grouped_by_source_also_when_its_name_has_slashes():
     ],
 )
 def test_numbers_have_three_digits(value: float, text: str):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_numbers_have_three_digits(value: float, text: str):
     ],
 )
 def test_durations_are_said_as_people_do(seconds: float, text: str):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_texts_are_cut_at_a_word_with_an_ellipsis():
-    assert cut("one two", 7) == "one two"
-    assert cut("one two three", 9) == "one two…"
-    assert cut("one two three", 9, from_end=True) == "…three"
-    assert cut("x" * 50, 40) == "x" * 40 + "…"
+    assert truncate_text("one two", 7) == "one two"
+    assert truncate_text("one two three", 9) == "one two…"
+    assert truncate_text("one two three", 9, from_end=True) == "…three"
+    assert truncate_text("x" * 50, 40) == "x" * 40 + "…"
 
 
 def test_lines_of_steps_are_below_each_other_and_say_what_is_left(monkeypatch: pytest.MonkeyPatch):
@@ -255,8 +255,8 @@ def test_however_long_steps_are_there_are_few_lines_and_no_long_silence(step_s: 
         tracker.log({"sft/loss": 1.0}, step)
         if out.tell() > before:
             said.append(now)
-    assert len(said) <= max(module.LINES, now / module.LONGEST_SILENCE_S) + 2 * module.FIRST_STEPS
-    assert max(after - before for before, after in pairwise(said)) <= module.LONGEST_SILENCE_S + step_s
+    assert len(said) <= max(module.MIN_LINES, now / module.MAX_LINE_INTERVAL_S) + 2 * module.FIRST_STEPS
+    assert max(after - before for before, after in pairwise(said)) <= module.MAX_LINE_INTERVAL_S + step_s
 
 
 def test_completions_are_shown_as_many_and_as_often_as_is_asked_for():

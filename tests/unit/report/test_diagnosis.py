@@ -27,7 +27,7 @@ from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.trackers import Trackers
 
 MEMORY = memory_rule(80.0, "memory/learner_peak_gib")
-EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *async_rules(max_staleness_steps=1), *RULES, MEMORY]
+EVERY = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *async_rules(max_staleness_steps=1), *RULES, MEMORY]
 HEALTHY = {
     "timing/step_s": 2.0,
     "reward/mean": 0.4,
@@ -202,11 +202,11 @@ def test_gradients_are_compared_with_those_from_which_something_could_be_learnt(
     nothing = HEALTHY | {"policy/grad_norm": 1e-4, "reward/zero_variance_groups": 1.0}
     begins, seldom = [nothing] * 20 + [HEALTHY] * 20, [nothing, nothing, HEALTHY] * 20
     for name, rows in (("begins", begins), ("seldom", seldom)):
-        assert findings(tmp_path / name, rows, rules=[gradient_rule(groups_teach=True)]) == []
-        (found,) = findings(tmp_path / f"{name} alone", rows, rules=[gradient_rule(groups_teach=False)])
+        assert findings(tmp_path / name, rows, rules=[gradient_rule(uses_group_baseline=True)]) == []
+        (found,) = findings(tmp_path / f"{name} alone", rows, rules=[gradient_rule(uses_group_baseline=False)])
         assert found["rule"] == "gradient_spikes"
     broken = [nothing | {"policy/grad_norm": float("nan")}] * 2
-    (found,) = findings(tmp_path / "broken", [HEALTHY] * 20 + broken, rules=[gradient_rule(groups_teach=True)])
+    (found,) = findings(tmp_path / "broken", [HEALTHY] * 20 + broken, rules=[gradient_rule(uses_group_baseline=True)])
     assert found["since"] == 22
 
 

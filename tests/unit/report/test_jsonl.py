@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from skyrl_train.report.jsonl import JsonlTracker, read_jsonl
 from skyrl_train.report.protocol import SampleRow
-from tests.support.full_disk import disk_full_after
+from tests.support.disk_limits import limit_file_size
 
 
 def strict(text: str) -> dict:
@@ -61,7 +61,7 @@ def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
     tracker = JsonlTracker(tmp_path)
     tracker.begin(0, 9)
     tracker.log({"a": 1.0}, 0)
-    with disk_full_after(tmp_path / "metrics.jsonl", 5):
+    with limit_file_size(tmp_path / "metrics.jsonl", 5):
         for step in (1, 2):
             tracker.log({"a": 1.0}, step)
             assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0]
@@ -76,7 +76,7 @@ def test_a_full_disk_costs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_the_last_lines_of_a_run_are_missed_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tracker = JsonlTracker(tmp_path)
     tracker.log({"a": 1.0}, 0)
-    with disk_full_after(tmp_path / "metrics.jsonl", 5):
+    with limit_file_size(tmp_path / "metrics.jsonl", 5):
         tracker.log({"a": 1.0}, 1)
         tracker.close()
     assert "lacks its last lines" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.report.profiling import AllocationRecord, peak_memory
+from skyrl_train.report.profiling import MemorySnapshotRecorder, peak_memory
 
 SCRIPT = """
 from skyrl_train.report.profiling import peak_memory
@@ -44,7 +44,7 @@ class Allocator:
 
 def test_allocations_are_recorded_from_the_start_into_one_file_that_is_replaced(tmp_path: Path):
     allocator = Allocator()
-    record = AllocationRecord(tmp_path / "snapshots" / "policy_rank_0.pickle", allocator)
+    record = MemorySnapshotRecorder(tmp_path / "snapshots" / "policy_rank_0.pickle", allocator)
     assert allocator.enabled == ["all"]
     record.write()
     record.write()
@@ -55,7 +55,7 @@ def test_allocations_are_recorded_from_the_start_into_one_file_that_is_replaced(
 def test_a_record_that_cannot_be_written_ends_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").touch()
     allocator = Allocator()
-    record = AllocationRecord(tmp_path / "file" / "policy_rank_0.pickle", allocator)
+    record = MemorySnapshotRecorder(tmp_path / "file" / "policy_rank_0.pickle", allocator)
     record.write()
     record.write()
     assert caplog.text.count("trainer.policy.record_memory") == 1

@@ -20,16 +20,16 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from skyrl_train import http_server
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment
-from skyrl_train.http_server import Room
-from skyrl_train.report.metric_table import METRICS
-from skyrl_train.report.prometheus import PrometheusTracker, check_metrics_address, name_of
+from skyrl_train.http_server import ConnectionLimits
+from skyrl_train.report.metric_catalog import METRICS
+from skyrl_train.report.prometheus import PrometheusTracker, check_metrics_address, prometheus_name
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 from skyrl_train.report.trackers import make_trackers
-from tests.support.each import check_each
-from tests.support.slow_clients import dial
+from tests.support.table_cases import check_each
+from tests.support.slow_clients import open_connection
 
 TOKEN = "a-secret-of-this-test"
 
@@ -88,7 +88,7 @@ NAMES = st.lists(st.sampled_from(WORDS), max_size=4).map("/".join) | st.text(max
 @example({"eval/a", "eval/b/a"})
 @example({"rollouts/failed_by_kind", "rollouts/failed/a"})
 def test_every_name_is_valid_and_no_two_are_one_series(names: set[str]):
-    found = [name_of(name) for name in names]
+    found = [prometheus_name(name) for name in names]
     labels_of: dict[str, set[str]] = {}
     for name, labels in found:
         assert re.fullmatch(r"skyrl_[a-z0-9_]+", name)
@@ -104,7 +104,7 @@ def has_own_name(metric: str) -> None:
         expected = "skyrl_eval_" + name.rpartition("/")[2], {"source": "openai/gsm8k"}
     elif "{kind}" in metric:
         expected = "skyrl_rollouts_failed_by_kind", {"kind": "deadline"}
-    assert name_of(name) == expected
+    assert prometheus_name(name) == expected
 
 
 def test_every_metric_has_its_own_name():
@@ -214,7 +214,7 @@ def test_a_port_in_use_is_refused_by_key_and_value_before_anything_starts(tmp_pa
         with pytest.raises(ConfigError, match=said):
             make_trackers([], tmp_path, "project", "run", setup(port).config)
         with pytest.raises(ConfigError, match=said):
-            Experiment(prepare([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
+            Experiment(prepare_config([f"trainer.metrics_port={port}", f"trainer.ckpt_path={tmp_path}"]).config)
     check_metrics_address("127.0.0.1", port)
     check_metrics_address("not-looked-at", None)
 
@@ -266,21 +266,21 @@ def test_there_is_nothing_to_change():
 @pytest.mark.fault("F28")
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
 def test_slow_clients_hold_up_neither_others_nor_the_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "HEAD_S", 2.0)
-    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=8, backlog=8))
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=8, backlog=8))
     begun = time.monotonic()
     with serving() as tracker, ExitStack() as clients:
         half = b"GET /metrics HTTP/1.1\r\nX: "
-        held = [clients.enter_context(closing(dial(tracker.url, half * (place % 2)))) for place in range(7)]
+        held = [clients.enter_context(closing(open_connection(tracker.url, half * (place % 2)))) for place in range(7)]
         assert get(tracker.url)[0] == 200, "others are answered at once"
-        held += [clients.enter_context(closing(dial(tracker.url, half))) for _ in range(20)]
+        held += [clients.enter_context(closing(open_connection(tracker.url, half))) for _ in range(20)]
         held[0].settimeout(20)
         assert held[0].recv(1) == b"", "a client without a question is ended"
         for client in held:
             client.close()
         while get(tracker.url)[0] == 503:
             time.sleep(0.05)
-        clients.enter_context(closing(dial(tracker.url, half)))
+        clients.enter_context(closing(open_connection(tracker.url, half)))
     assert time.monotonic() - begun < 20
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.algorithms import registry as algorithms
-from skyrl_train.config.prepare import prepare
-from skyrl_train.experiment.services import rules_of
+from skyrl_train.config.prepare import prepare_config
+from skyrl_train.experiment.run_resources import diagnosis_rules
 from skyrl_train.registry import import_plugins
 from skyrl_train.report.diagnosis import (
     NO_DIFFERENCE,
@@ -28,7 +28,7 @@ from skyrl_train.report.diagnosis import (
     gradient_rule,
     memory_rule,
 )
-from tests.support.pages import documented
+from tests.support.doc_pages import find_commands
 
 RECORDED = Path(__file__).parent / "recorded"
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -38,7 +38,7 @@ MEMORY = memory_rule(1.0, "memory/learner_peak_rss_gib")
 """As if the machine had 1 GiB."""
 STARVED = async_rules(max_staleness_steps=1)
 """For ill runs, as these are configured."""
-EVERY = [NO_DIFFERENCE, gradient_rule(groups_teach=True), *STARVED, *RULES, MEMORY]
+EVERY = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *STARVED, *RULES, MEMORY]
 READS = {
     "no_difference": ("reward/zero_variance_groups", 5),
     "trainer_starved": ("async/trainer_idle", 21),
@@ -92,17 +92,17 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Modules that presets name can be imported; what they register is forgotten."""
     monkeypatch.syspath_prepend(EXAMPLES / "algorithms")
     yield
-    algorithms.advantage_estimators.forget("centred_rank")
-    algorithms.policy_losses.forget("reinforce")
+    algorithms.advantage_estimators.unregister("centred_rank")
+    algorithms.policy_losses.unregister("reinforce")
 
 
 @pytest.mark.parametrize("name", ["quickstart", *(f"preset_{preset}" for preset in PRESETS)])
 def test_nothing_is_said_of_the_quickstart_and_the_presets(name: str, plugins: None, tmp_path: Path):
     folder, preset = ("quickstart", "grpo") if name == "quickstart" else ("algorithms", name.removeprefix("preset_"))
     arguments = ["--config-dir", str(EXAMPLES / folder), "--config-name", preset, "trainer.policy.model.path=model"]
-    cfg = prepare(arguments, has_accelerator=False).config
+    cfg = prepare_config(arguments, has_accelerator=False).config
     import_plugins(cfg.trainer.plugins)
-    rules = rules_of(cfg)
+    rules = diagnosis_rules(cfg)
     unread = {rule.name for rule in rules if not measured(name, rule)}
     assert unread <= {"kl_runs_away", *(() if name == "quickstart" else SELDOM)}
     assert findings(name, rules, tmp_path) == {}
@@ -120,7 +120,7 @@ def test_recordings_are_small_and_hold_numbers_alone():
 @pytest.mark.slow
 def test_a_run_is_recorded_anew(tmp_path: Path):
     """By the command of docs/testing.md, from a model that was not warmed up; it measures what was recorded once."""
-    (command,) = documented("python scripts/recordings/record.py ")
+    (command,) = find_commands("python scripts/recordings/record.py ")
     words = [str(tmp_path / "work") if word == "/tmp/recordings" else word for word in command.words[1:]]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     make = [sys.executable, "-c", UNTAUGHT, str(EXAMPLES / "quickstart"), str(tmp_path / "work" / "warm")]

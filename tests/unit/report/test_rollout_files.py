@@ -10,15 +10,15 @@ import pytest
 
 from skyrl_train.report.rollout_files import (
     COLUMNS,
-    RolloutFiles,
-    dumped,
+    RolloutReader,
+    dump_json,
     pack_messages,
     step_file,
     write_rollouts,
     write_vocabulary,
 )
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run
-from tests.support.full_disk import disk_full_after
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_run
+from tests.support.disk_limits import limit_file_size
 
 
 def same(one: pa.Table, other: pa.Table) -> None:
@@ -35,7 +35,7 @@ def same(one: pa.Table, other: pa.Table) -> None:
 
 
 def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
-    table = made_up_rollouts(40, 3, hostile=["<script>alert(1)</script>", "a NUL \0", "half a pair \ud83d"])
+    table = synthetic_rollouts(40, 3, adversarial_texts=["<script>alert(1)</script>", "a NUL \0", "half a pair \ud83d"])
     odd = np.array([float("nan"), -0.0, float("inf"), -float("inf"), 1e-45, 0.0, -1.0, -3.4e38], np.float32)
     for place, name in enumerate(("rollout_logprobs", "old_logprobs", "ref_logprobs")):
         lists = table["response_ids"].combine_chunks()
@@ -45,30 +45,30 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path):
         table = table.remove_column(index) if name in table.column_names else table
         table = table.add_column(index, name, column)
     write_rollouts(tmp_path, 3, table)
-    found = RolloutFiles(tmp_path).table()
+    found = RolloutReader(tmp_path).table()
     assert found.schema.equals(COLUMNS)
     same(found.select(table.column_names), table)
     assert "old_logprobs_from_rollout" in pq.read_schema(step_file(tmp_path, 3)).names
 
 
 def test_log_probs_that_have_no_pair_are_kept_as_they_are(tmp_path: Path):
-    table = made_up_rollouts(8).drop_columns(["rollout_logprobs", "advantages"])
+    table = synthetic_rollouts(8).drop_columns(["rollout_logprobs", "advantages"])
     write_rollouts(tmp_path, 1, table)
-    found = RolloutFiles(tmp_path).table()
+    found = RolloutReader(tmp_path).table()
     same(found.select(table.column_names), table)
     assert found["rollout_logprobs"].null_count == found["advantages"].null_count == 8
 
 
 def test_several_tables_are_one_step_and_a_part_of_one_is_written_as_it_is(tmp_path: Path):
-    table = made_up_rollouts(30)
+    table = synthetic_rollouts(30)
     write_rollouts(tmp_path, 1, [table.slice(0, 11), table.slice(11)])
-    same(RolloutFiles(tmp_path).table(columns=table.column_names), table)
+    same(RolloutReader(tmp_path).table(columns=table.column_names), table)
     assert pq.ParquetFile(step_file(tmp_path, 1)).num_row_groups == 2
 
 
 def test_what_is_trained_on_follows_from_the_spans(tmp_path: Path):
-    write_rollouts(tmp_path, 1, made_up_rollouts(60))
-    for row in RolloutFiles(tmp_path).table(columns=["loss_spans", "trained", "response_tokens"]).to_pylist():
+    write_rollouts(tmp_path, 1, synthetic_rollouts(60))
+    for row in RolloutReader(tmp_path).table(columns=["loss_spans", "trained", "response_tokens"]).to_pylist():
         mask = [
             any(one["start"] <= n < one["stop"] for one in row["loss_spans"]) for n in range(row["response_tokens"])
         ]
@@ -76,8 +76,8 @@ def test_what_is_trained_on_follows_from_the_spans(tmp_path: Path):
 
 
 def test_steps_columns_and_filters(tmp_path: Path):
-    made_up_run(tmp_path, 4, 20)
-    files = RolloutFiles(tmp_path)
+    synthetic_run(tmp_path, 4, 20)
+    files = RolloutReader(tmp_path)
     assert files.steps() == [1, 2, 3, 4]
     assert files.table([4, 2], ["step", "uid"])["step"].unique().to_pylist() == [4, 2]
     some = files.table(
@@ -92,20 +92,20 @@ def test_steps_columns_and_filters(tmp_path: Path):
 
 
 def test_steps_that_are_deleted_meanwhile_and_folders_without_rollouts(tmp_path: Path):
-    made_up_run(tmp_path, 2, 4)
-    files = RolloutFiles(tmp_path)
+    synthetic_run(tmp_path, 2, 4)
+    files = RolloutReader(tmp_path)
     step_file(tmp_path, 1).unlink()
     assert files.table([1, 2])["step"].unique().to_pylist() == [2]
-    nothing = RolloutFiles(tmp_path / "elsewhere")
+    nothing = RolloutReader(tmp_path / "elsewhere")
     assert nothing.steps() == [] and nothing.vocabulary() == {}
     assert nothing.table().schema.equals(COLUMNS)
 
 
 def test_files_of_a_version_with_fewer_columns_are_read(tmp_path: Path):
-    table = made_up_rollouts(4).select(["uid", "text"])
+    table = synthetic_rollouts(4).select(["uid", "text"])
     step_file(tmp_path, 9).parent.mkdir()
     pq.write_table(table, step_file(tmp_path, 9))
-    found = RolloutFiles(tmp_path).table(columns=["uid", "ref_logprobs"])
+    found = RolloutReader(tmp_path).table(columns=["uid", "ref_logprobs"])
     assert found["uid"].equals(table["uid"]) and found["ref_logprobs"].null_count == 4
 
 
@@ -116,31 +116,31 @@ LATER = ("environment_s", "tool_calls", "observation_tokens")
 def test_turns_of_a_version_that_knew_less_are_read_and_those_of_one_that_knows_more(tmp_path: Path):
     turn = COLUMNS.field("turns").type.value_type
     older = pa.list_(pa.struct([field for field in turn if field.name not in LATER]))
-    table = made_up_rollouts(20)
+    table = synthetic_rollouts(20)
     step_file(tmp_path, 9).parent.mkdir()
     old = table.set_column(table.column_names.index("turns"), "turns", table["turns"].cast(older))
     pq.write_table(old, step_file(tmp_path, 9))
     for known, read in zip(
-        table["turns"].to_pylist(), RolloutFiles(tmp_path).table(columns=["turns"])["turns"].to_pylist(), strict=True
+        table["turns"].to_pylist(), RolloutReader(tmp_path).table(columns=["turns"])["turns"].to_pylist(), strict=True
     ):
         assert read == [one | dict.fromkeys(LATER) for one in known]
     newer = pa.list_(pa.struct([*turn, pa.field("more", pa.int32())]))
     pq.write_table(table.set_column(table.column_names.index("turns"), "turns", table["turns"].cast(newer)),
                    step_file(tmp_path, 9))  # fmt: skip
-    assert RolloutFiles(tmp_path).table(columns=["turns"])["turns"].equals(table["turns"])
+    assert RolloutReader(tmp_path).table(columns=["turns"])["turns"].equals(table["turns"])
 
 
 def test_columns_that_nobody_reads_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="'rewards'"):
         write_rollouts(tmp_path, 1, pa.table({"rewards": [1.0]}))
-    assert RolloutFiles(tmp_path).steps() == []
+    assert RolloutReader(tmp_path).steps() == []
 
 
 def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path: Path):
-    write_rollouts(tmp_path, 1, made_up_rollouts(4))
+    write_rollouts(tmp_path, 1, synthetic_rollouts(4))
     before = step_file(tmp_path, 1).read_bytes()
-    with disk_full_after(None, 1000), pytest.raises(OSError, match="File too large"):
-        write_rollouts(tmp_path, 1, made_up_rollouts(40))
+    with limit_file_size(None, 1000), pytest.raises(OSError, match="File too large"):
+        write_rollouts(tmp_path, 1, synthetic_rollouts(40))
     assert [path.read_bytes() for path in step_file(tmp_path, 1).parent.iterdir()] == [before]
 
 
@@ -153,11 +153,11 @@ def test_messages_refer_to_the_text_and_come_back(tmp_path: Path):
         {"role": "assistant", "content": "yes"},
         {"role": "assistant", "content": [{"type": "text", "text": "a part"}]},
     ]
-    stored = pack_messages(messages, text, [dumped(messages[0])])
+    stored = pack_messages(messages, text, [dump_json(messages[0])])
     assert "the first long answer" not in stored and "at length" not in stored
-    write_rollouts(tmp_path, 1, pa.table({"messages": [stored, dumped(messages), None], "text": [text, text, text]}))
-    found = RolloutFiles(tmp_path).table(columns=["messages"])["messages"].to_pylist()
-    assert found == [dumped(messages), dumped(messages), None]
+    write_rollouts(tmp_path, 1, pa.table({"messages": [stored, dump_json(messages), None], "text": [text, text, text]}))
+    found = RolloutReader(tmp_path).table(columns=["messages"])["messages"].to_pylist()
+    assert found == [dump_json(messages), dump_json(messages), None]
 
 
 def test_json_of_what_is_none():
@@ -165,12 +165,12 @@ def test_json_of_what_is_none():
         def __str__(self) -> str:
             return "odd"
 
-    assert dumped({"a": [float("nan"), np.float32(0.5), Odd()], "b": "é\ud83d"}) == (
+    assert dump_json({"a": [float("nan"), np.float32(0.5), Odd()], "b": "é\ud83d"}) == (
         '{"a": [null, 0.5, "odd"], "b": "\\u00e9\\ud83d"}'
     )
-    assert dumped("é") == '"é"'
+    assert dump_json("é") == '"é"'
 
 
 def test_the_vocabulary_has_any_text(tmp_path: Path):
     write_vocabulary(tmp_path, ["a", "\0", "<0xE2>"])
-    assert RolloutFiles(tmp_path).vocabulary() == {0: "a", 1: "\0", 2: "<0xE2>"}
+    assert RolloutReader(tmp_path).vocabulary() == {0: "a", 1: "\0", 2: "<0xE2>"}

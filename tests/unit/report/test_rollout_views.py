@@ -19,20 +19,20 @@ import pytest
 
 from skyrl_train.errors import DataError
 from skyrl_train.report import rollout_views
-from skyrl_train.report.page_files import page
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import (
     FOLDER,
-    RolloutFiles,
+    RolloutReader,
     pack_messages,
     step_file,
     write_rollouts,
     write_vocabulary,
 )
 from skyrl_train.report.rollout_views import ORDERS, Query, RolloutIndex, RolloutViews
-from skyrl_train.report.safe_files import plain, to_json
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts, made_up_run, made_up_vocabulary
-from tests.support.kept_rollouts import sampled_tokens
-from tests.support.run_folders import HOSTILE
+from skyrl_train.report.untrusted_files import to_json_value, to_json
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_run, synthetic_vocabulary
+from tests.support.rollout_examples import sampled_tokens
+from tests.support.synthetic_run_folders import ADVERSARIAL_TEXT
 
 STEPS, COUNT = 5, 80
 
@@ -40,9 +40,9 @@ STEPS, COUNT = 5, 80
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    write_vocabulary(folder, made_up_vocabulary())
+    write_vocabulary(folder, synthetic_vocabulary())
     for step in range(1, STEPS + 1):
-        table = made_up_rollouts(COUNT, step, mean_tokens=30)
+        table = synthetic_rollouts(COUNT, step, mean_tokens=30)
         pairs = zip(table["messages"].to_pylist(), table["text"].to_pylist(), strict=True)
         stored = pa.array([pack_messages(json.loads(messages), text) for messages, text in pairs])  # as a run does
         write_rollouts(folder, step, table.set_column(table.column_names.index("messages"), "messages", stored))
@@ -56,7 +56,7 @@ def views(run: Path) -> RolloutViews:
 
 @pytest.fixture(scope="module")
 def rows(run: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = RolloutFiles(run).table().to_pylist()
+    found: list[dict[str, Any]] = RolloutReader(run).table().to_pylist()
     return found
 
 
@@ -115,7 +115,7 @@ EXTREME = ("none", "empty", "no source", "pattern", "names", "references")
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[str, Any]], name: str):
     asked, wanted = FILTERS[name]
-    found = views.rollouts(Query.parsed({**asked, "limit": "500"}))
+    found = views.rollouts(Query.from_params({**asked, "limit": "500"}))
     expected = [row for row in rows if wanted(row)]
     assert keys(found["rows"]) == keys(expected)
     assert found["total"] == len(expected)
@@ -124,7 +124,7 @@ def test_a_filter_leaves_what_a_loop_would(views: RolloutViews, rows: list[dict[
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_rollouts_come_in_the_order_that_is_asked_for(views: RolloutViews, rows: list[dict[str, Any]], order: str):
-    found = views.rollouts(Query.parsed({"order": order, "text": "da", "limit": "500"}))["rows"]
+    found = views.rollouts(Query.from_params({"order": order, "text": "da", "limit": "500"}))["rows"]
     sign, name = (-1 if order[0] == "-" else 1), order.lstrip("-")
     value = {"step": lambda row: row["step"], "reward": reward, "tokens": sampled_tokens}[name]
 
@@ -153,7 +153,7 @@ def test_pages_are_parts_of_the_whole_and_rows_say_what_is_on_them(views: Rollou
 
 
 def test_index_counts_sampled_tokens(tmp_path: Path):
-    table = made_up_rollouts(20)
+    table = synthetic_rollouts(20)
     turns = table["turns"].to_pylist()
     turns[0][0]["observation_tokens"] = 3
     for step, length in (1, 12), (2, 8):
@@ -161,7 +161,7 @@ def test_index_counts_sampled_tokens(tmp_path: Path):
             table.column_names.index("turns"), "turns", pa.array(turns[:length], table["turns"].type)
         )
         write_rollouts(tmp_path, step, part)
-    rows: list[dict[str, Any]] = RolloutFiles(tmp_path).table().to_pylist()
+    rows: list[dict[str, Any]] = RolloutReader(tmp_path).table().to_pylist()
     index = RolloutIndex(tmp_path)
     index.refresh()
     assert index.table["tokens"].to_pylist() == [sampled_tokens(row) for row in rows]
@@ -173,7 +173,7 @@ def test_a_page_of_many_steps_reads_their_texts_one_after_the_other(
     run: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(rollout_views, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(rollout_views, "TEXTS_KEPT_BYTES", 0)
+    monkeypatch.setattr(rollout_views, "TEXT_CACHE_BYTES", 0)
     views = RolloutViews(run)
     read: list[list[int]] = []
     texts_of = views.index._texts_of
@@ -214,14 +214,14 @@ def test_facets_are_of_all_rollouts_whatever_is_filtered(views: RolloutViews):
 )
 def test_a_query_that_is_none_is_refused_by_name(asked: dict[str, str], says: str):
     with pytest.raises(DataError, match=says):
-        Query.parsed(asked)
+        Query.from_params(asked)
 
 
 # -- one rollout, one prompt -------------------------------------------------------------------------------------------
 
 
 def test_a_rollout_is_shown_with_every_number_that_was_kept(run: Path, views: RolloutViews, rows: list[dict[str, Any]]):
-    texts = RolloutFiles(run).vocabulary()
+    texts = RolloutReader(run).vocabulary()
     for row in rows[::9]:
         shown = json.loads(to_json(views.rollout(row["step"], row["uid"], row["sample"])))
         for name in ("step", "uid", "group", "sample", "env_class", "error", "detail", "temperature", "max_version"):
@@ -255,7 +255,7 @@ def test_the_samples_of_a_prompt_come_with_it(views: RolloutViews, rows: list[di
 
 
 def test_a_prompt_that_a_step_has_twice_is_told_apart_by_its_group(tmp_path: Path):
-    table = made_up_rollouts(16)
+    table = synthetic_rollouts(16)
     table = table.set_column(table.column_names.index("uid"), "uid", pa.array(["7"] * 16))
     write_rollouts(tmp_path, 1, table)
     views = RolloutViews(tmp_path)
@@ -273,8 +273,8 @@ def test_what_there_is_not_is_said(views: RolloutViews, asked: tuple[int, str, i
 
 
 def test_rollouts_are_shown_without_a_vocabulary(tmp_path: Path):
-    write_rollouts(tmp_path, 1, made_up_rollouts(1))
-    row = RolloutFiles(tmp_path).table().to_pylist()[0]
+    write_rollouts(tmp_path, 1, synthetic_rollouts(1))
+    row = RolloutReader(tmp_path).table().to_pylist()[0]
     assert RolloutViews(tmp_path).rollout(1, row["uid"], 0)["tokens"]["texts"][0] == f"<{row['prompt_ids'][0]}>"
 
 
@@ -286,11 +286,11 @@ def test_new_steps_appear_those_taken_again_change_and_those_that_are_gone_go(tm
     assert views.rollouts(Query())["total"] == 0
     shutil.copytree(run / FOLDER, tmp_path / FOLDER)
     assert views.rollouts(Query(text="bada"))["total"] > 0
-    write_rollouts(tmp_path, 6, made_up_rollouts(8, 6))
+    write_rollouts(tmp_path, 6, synthetic_rollouts(8, 6))
     found = views.rollouts(Query(step_from=5, limit=500))
     assert found["total"] == COUNT + 8 and found["facets"]["steps"][-1] == 6
     before = views.rollouts(Query(step=5, text="bada"))
-    write_rollouts(tmp_path, 5, made_up_rollouts(24, 5, hostile=["a bada more"]))
+    write_rollouts(tmp_path, 5, synthetic_rollouts(24, 5, adversarial_texts=["a bada more"]))
     after = views.rollouts(Query(step=5, text="bada"))
     assert views.rollouts(Query(step=5))["total"] == 24
     assert keys(after["rows"]) != keys(before["rows"]) and (5, 0, 0) in keys(after["rows"])
@@ -305,7 +305,7 @@ def test_texts_are_read_ahead_until_there_is_enough_of_them(run: Path, monkeypat
     views.index.refresh()
     assert views.index.read_ahead() and not views.index.read_ahead()
     read = []
-    monkeypatch.setattr(RolloutFiles, "conversations", lambda self, step: read.append(step))
+    monkeypatch.setattr(RolloutReader, "conversations", lambda self, step: read.append(step))
     assert views.rollouts(Query(text="bada"))["total"] > 0 and read == []
     monkeypatch.undo()
     monkeypatch.setattr(rollout_views, "READ_AHEAD_BYTES", 1)
@@ -320,7 +320,7 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     for step in (1, 2, 3):
-        write_rollouts(tmp_path, step, made_up_rollouts(8, step))
+        write_rollouts(tmp_path, step, synthetic_rollouts(8, step))
     file = step_file(tmp_path, 2)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
@@ -336,9 +336,9 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
 
 
 def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
-    write_rollouts(tmp_path, 1, made_up_rollouts(len(HOSTILE), samples=1, hostile=HOSTILE))
-    views, table = RolloutViews(tmp_path), RolloutFiles(tmp_path).table(columns=["text", "uid"]).to_pylist()
-    for index, text in enumerate(HOSTILE):
+    write_rollouts(tmp_path, 1, synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT))
+    views, table = RolloutViews(tmp_path), RolloutReader(tmp_path).table(columns=["text", "uid"]).to_pylist()
+    for index, text in enumerate(ADVERSARIAL_TEXT):
         if not any("\ud800" <= sign <= "\udfff" for sign in text):
             assert text in table[index]["text"]
             assert [row["sample"] for row in views.rollouts(Query(text=text))["rows"]] == [0], text
@@ -349,7 +349,7 @@ def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
 
 def test_json_has_no_lone_surrogates_and_no_number_that_browsers_refuse():
     value = {"a": ["\ud800x", "x\udfff", "\ud83d\ude00", "😀", "\udc00\ud800"], "n": [float("nan"), float("-inf"), 1.5]}
-    assert plain(value) == {"a": ["�x", "x�", "😀", "😀", "��"], "n": [None, None, 1.5]}
+    assert to_json_value(value) == {"a": ["�x", "x�", "😀", "😀", "��"], "n": [None, None, 1.5]}
     to_json(value).encode("utf-8")
 
 
@@ -366,12 +366,12 @@ def test_rewards_have_quantiles_by_step(tmp_path: Path, run: Path, views: Rollou
 
 def test_rewards_of_two_values_have_no_quantiles(tmp_path: Path):
     index = RolloutIndex(tmp_path)
-    graded = made_up_rollouts(64)
+    graded = synthetic_rollouts(64)
     place, binary = graded.column_names.index("reward"), pc.cast(pc.greater(graded["reward"], 0.5), pa.float64())
     write_rollouts(tmp_path, 1, graded.set_column(place, "reward", binary))
     index.refresh()
     assert index.quantiles == {}
-    write_rollouts(tmp_path, 2, made_up_rollouts(64, 2))
+    write_rollouts(tmp_path, 2, synthetic_rollouts(64, 2))
     index.refresh()
     assert {*index.quantiles["reward/p25"]} == {1, 2}
     step_file(tmp_path, 2).unlink()
@@ -387,9 +387,9 @@ def test_a_started_server_opens_a_hundred_thousand_rollouts_in_three_seconds_and
 
     Texts are searched 5 s after the page has opened: they are read ahead by then. Sooner it takes 1 to 2 s.
     """
-    made_up_run(tmp_path, 1563, 64)
+    synthetic_run(tmp_path, 1563, 64)
     (tmp_path / "metrics.jsonl").touch()
-    page()  # built before it is timed
+    render_page()  # built before it is timed
     command = [sys.executable, "-m", "skyrl_train.entrypoints.watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -424,7 +424,7 @@ QUESTIONS = (
 @pytest.mark.slow
 def test_a_hundred_thousand_rollouts_open_in_three_seconds_and_are_filtered_in_one(tmp_path: Path):
     """With the machine to itself it takes a tenth of that."""
-    made_up_run(tmp_path, 100, 1000)
+    synthetic_run(tmp_path, 100, 1000)
     views = RolloutViews(tmp_path)
     begun = time.perf_counter()
     assert views.rollouts(Query())["total"] == 100_000

@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.messages import visible, visible_lines
-from skyrl_train.report.protocol import IDS_FILE, SAMPLE_COLUMNS, SampleRow, TrackerSetup, flattened, keep_id, kept_id
+from skyrl_train.terminal import escape_control_chars, escape_multiline
+from skyrl_train.report.protocol import IDS_FILE, SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config, save_run_id, load_run_id
 from skyrl_train.report.tensorboard import TensorboardTracker
 from skyrl_train.report.trackers import Trackers, make_trackers
 
@@ -197,7 +197,7 @@ def test_tensorboard_shows_completions_as_the_text_they_are(markdown: bool, tmp_
         "reward",
         "stop_reason",
         *("uid", "status", "turns", "tokens", "version", "sample"),
-        visible_lines(hostile),
+        escape_multiline(hostile),
         "plain",
         "0.25",
         "stop",
@@ -217,7 +217,7 @@ def test_tensorboard_has_the_configuration_as_hyper_parameters(tmp_path: Path):
     content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     values = HParamsPluginData.FromString(content).session_start_info.hparams
     assert values["trainer.policy.lr"].number_value == 1e-6
-    assert values["trainer.run_name"].string_value == visible(HOSTILE)
+    assert values["trainer.run_name"].string_value == escape_control_chars(HOSTILE)
     assert [(e.step, e.value) for e in found.Scalars("x")] == [(1, 1), (2, 2)]
 
 
@@ -319,7 +319,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb_and_one_that_begins_anew_is_anot
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     ids = [folder.name.rpartition("-")[2] for folder in folders]
     assert len(ids) == 3
-    assert ids[0] == ids[1] != ids[2] == kept_id(tmp_path, "wandb")
+    assert ids[0] == ids[1] != ids[2] == load_run_id(tmp_path, "wandb")
     assert [exit_code(*folder.glob("*.wandb")) for folder in folders] == [0, 0, 1]
 
 
@@ -337,15 +337,15 @@ def exit_code(file: Path) -> int:
 
 
 def test_ids_of_trackers_are_kept_in_the_run_s_folder_and_a_damaged_file_is_none(tmp_path: Path):
-    assert kept_id(tmp_path, "wandb") is None
-    keep_id(tmp_path, "wandb", "a")
-    keep_id(tmp_path, "mlflow", "b")
-    assert (kept_id(tmp_path, "wandb"), kept_id(tmp_path, "mlflow")) == ("a", "b")
+    assert load_run_id(tmp_path, "wandb") is None
+    save_run_id(tmp_path, "wandb", "a")
+    save_run_id(tmp_path, "mlflow", "b")
+    assert (load_run_id(tmp_path, "wandb"), load_run_id(tmp_path, "mlflow")) == ("a", "b")
     for damaged in ("{", "[]", '{"wandb": 3}'):
         (tmp_path / IDS_FILE).write_text(damaged)
-        assert kept_id(tmp_path, "wandb") is None
+        assert load_run_id(tmp_path, "wandb") is None
 
 
 def test_a_configuration_becomes_flat_names_and_plain_values():
     config = {"a": {"b": 1, "c": {"d": [1, None]}}, "e": None, "f": True, "g": "x\x1b", "\n": {}, "h": 0.5}
-    assert flattened(config) == {"a.b": 1, "a.c.d": "[1, null]", "e": "null", "f": True, "g": r"x\x1b", "h": 0.5}
+    assert flatten_config(config) == {"a.b": 1, "a.c.d": "[1, null]", "e": "null", "f": True, "g": r"x\x1b", "h": 0.5}

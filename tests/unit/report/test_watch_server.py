@@ -15,24 +15,24 @@ from yarl import URL
 
 from skyrl_train import http_server
 from skyrl_train.errors import ConfigError
-from skyrl_train.http_server import Room
-from skyrl_train.report.page_files import page
+from skyrl_train.http_server import ConnectionLimits
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import write_rollouts
 from skyrl_train.report.rollout_views import Query, RolloutViews
-from skyrl_train.report.run_files import RunFiles, open_runs, overview
-from skyrl_train.report.watch_server import MOST_POINTS, WatchServer
-from skyrl_train.testing.made_up_rollouts import made_up_rollouts
-from tests.support.page import needs_page
-from tests.support.run_folders import made_up_metrics, make_run, write_metrics
-from tests.support.slow_clients import dial, everything_from
+from skyrl_train.report.run_reader import RunReader, open_runs, overview
+from skyrl_train.report.watch_server import MAX_POINTS, WatchServer
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts
+from tests.support.viewer_page import requires_viewer
+from tests.support.synthetic_run_folders import synthetic_metrics, write_synthetic_run, write_metrics
+from tests.support.slow_clients import open_connection, read_until_closed
 
-pytestmark = needs_page
+pytestmark = requires_viewer
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
-    return [make_run(root / "a", 3, total=9, name="a", config={"x": 1}), make_run(root / "b", 5, rollouts=0)]
+    return [write_synthetic_run(root / "a", 3, total=9, name="a", config={"x": 1}), write_synthetic_run(root / "b", 5, rollouts=0)]
 
 
 def watch(
@@ -41,7 +41,7 @@ def watch(
     """Run `test(server, session)`; the session has no token. `more`: the end of the page."""
 
     async def run() -> Any:
-        async with WatchServer(folders, page() + more) as server:
+        async with WatchServer(folders, render_page() + more) as server:
             async with aiohttp.ClientSession(server.url) as session:
                 return await asyncio.wait_for(test(server, session), 60)
 
@@ -85,9 +85,9 @@ def test_every_address_says_what_the_files_hold(folders: list[Path]):
     )
     assert runs == overview(open_runs(folders)) and len(runs["runs"]) == 2
     assert runs["differing"] == [{"key": "x", "values": ["1", ""]}]
-    assert metrics == RunFiles(folders[0]).metrics(MOST_POINTS, more=views.index.quantiles)
-    assert short == RunFiles(folders[1]).metrics(MOST_POINTS) and "reward/p10" in metrics["columns"]
-    assert diagnosis == RunFiles(folders[1]).diagnosis()
+    assert metrics == RunReader(folders[0]).metrics(MAX_POINTS, extra_columns=views.index.quantiles)
+    assert short == RunReader(folders[1]).metrics(MAX_POINTS) and "reward/p10" in metrics["columns"]
+    assert diagnosis == RunReader(folders[1]).diagnosis()
     assert rollouts == views.rollouts(Query(step_from=2, source="math", order="-tokens", limit=5))
     assert len(rollouts["rows"]) == 5 < rollouts["total"]
     assert none == {"total": 0, "rows": [], "facets": {"steps": [], "sources": [], "statuses": [], "stop_reasons": []}}
@@ -122,7 +122,7 @@ def test_the_page_has_nothing_of_the_runs_and_sets_no_cookie(folders: list[Path]
             assert "Set-Cookie" not in answer.headers
             html = await answer.text()
             policy = answer.headers["Content-Security-Policy"]
-        assert html == page() and server.token not in html
+        assert html == render_page() and server.token not in html
         assert "script-src 'sha256-" in policy and "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy and "*" not in policy
         assert await status(session, "/api/runs") == 401
@@ -208,15 +208,15 @@ def test_a_question_that_is_none_is_refused_by_name(folders: list[Path], path: s
 
 
 def test_what_has_not_changed_is_not_sent_again_and_what_is_new_is_there(tmp_path: Path):
-    folder = make_run(tmp_path, 2, total=5)
+    folder = write_synthetic_run(tmp_path, 2, total=5)
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         async with session.get("/api/metrics?run=0", headers=bearer(server.token)) as answer:
             tag = answer.headers["ETag"]
         known = bearer(server.token) | {"If-None-Match": tag}
         assert await status(session, "/api/metrics?run=0", known) == 304
-        write_metrics(folder, [made_up_metrics(3)], 5, after=2)
-        write_rollouts(folder, 3, made_up_rollouts(8, 3))
+        write_metrics(folder, [synthetic_metrics(3)], 5, after=2)
+        write_rollouts(folder, 3, synthetic_rollouts(8, 3))
         async with session.get("/api/metrics?run=0", headers=known) as answer:
             assert answer.status == 200 and (await answer.json())["steps"] == [1, 2, 3]
         async with session.get("/api/rollouts?run=0&step=3", headers=bearer(server.token)) as answer:
@@ -230,17 +230,17 @@ def test_what_has_not_changed_is_not_sent_again_and_what_is_new_is_there(tmp_pat
 @pytest.mark.fault("F28")
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
 def test_half_open_connections_leave_room_and_end_by_themselves(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "HEAD_S", 0.5)
-    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=8, backlog=8))
+    monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=8, backlog=8))
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         with ExitStack() as clients:
             held = []
             for index in range(20):
                 half = b"GET / HTTP/1.1\r\nX: " if index % 2 else b""
-                held.append(clients.enter_context(closing(dial(server.url, half))))
+                held.append(clients.enter_context(closing(open_connection(server.url, half))))
                 await asyncio.sleep(0)
-            answered = await asyncio.wait_for(asyncio.gather(*map(everything_from, held)), 20)
+            answered = await asyncio.wait_for(asyncio.gather(*map(read_until_closed, held)), 20)
         assert sum(b" 503 " in answer and b"Retry-After" in answer for answer in answered) == 12
         assert answered.count(b"") == 8
         assert await status(session, "/api/runs", bearer(server.token)) == 200
@@ -250,12 +250,12 @@ def test_half_open_connections_leave_room_and_end_by_themselves(folders: list[Pa
 
 @pytest.mark.defect("watch-and-metrics-held-every-connection")
 def test_an_answer_that_nobody_reads_ends_its_connection(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "TRANSFER_S", 0.05)
-    monkeypatch.setattr(http_server, "room", lambda most: Room(connections=1, backlog=8))
+    monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", 0.05)
+    monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=1, backlog=8))
 
     async def ask(server: WatchServer, session: aiohttp.ClientSession) -> None:
         request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        with closing(dial(server.url, request, receive_bytes=1 << 12)):
+        with closing(open_connection(server.url, request, receive_bytes=1 << 12)):
             for _ in range(100):  # the only connection that it may have is free again while that client holds on
                 await asyncio.sleep(0.1)
                 async with session.get("/api/runs", headers=bearer(server.token)) as answer:
@@ -271,10 +271,10 @@ def test_a_port_that_is_taken_is_said(folders: list[Path]):
         port = URL(server.url).port
         assert port is not None
         with pytest.raises(ConfigError, match=rf"--port {port}: cannot listen at 127\.0\.0\.1:{port}: Address already"):
-            async with WatchServer(folders, page(), port):
+            async with WatchServer(folders, render_page(), port):
                 pass
         with pytest.raises(ConfigError, match="--port 70000"):
-            async with WatchServer(folders, page(), 70000):
+            async with WatchServer(folders, render_page(), 70000):
                 pass
 
     watch(folders, ask)

@@ -58,7 +58,7 @@ def test_staleness_is_bounded_and_order_kept_under_random_delays(max_staleness: 
             uids += [group.prompt.uid for group in groups]
             await asyncio.sleep(0.001)
             live = step + 1
-            collector.weights_live(live)
+            collector.on_weights_published(live)
         assert collector.consumed == STEPS * PER_STEP
         return ages, uids
 
@@ -96,7 +96,7 @@ def test_no_more_rollouts_are_under_way_than_may_be(num_parallel_generation_work
         for step in range(STEPS):
             uids += [group.prompt.uid for group in await collector.next_groups(step, Metrics())]
             await asyncio.sleep(0.002)
-            collector.weights_live(step + 1)
+            collector.on_weights_published(step + 1)
         return uids
 
     assert asyncio.run(train()) == [str(i) for i in range(STEPS * PER_STEP)]
@@ -128,7 +128,7 @@ def test_a_step_that_finds_its_rollout_just_ended_begins_the_next_one():
 def test_what_was_cancelled_before_its_first_line_is_not_counted():
     async def run() -> int:
         queue: RolloutQueue[TrajectoryGroup] = RolloutQueue()
-        queue.grant(2)
+        queue.add_permits(2)
         for _ in range(2):
             queue.submit(lambda: asyncio.sleep(60))  # type: ignore[arg-type,return-value]
         await queue.close()
@@ -148,7 +148,7 @@ def test_rollouts_of_later_steps_begin_as_soon_as_weights_are_live():
         collector = RolloutCollector(rollout, prompt, lambda step: PER_STEP, 1, 0.5)
         collector.start(0)
         await collector.next_groups(0, Metrics())
-        collector.weights_live(1)
+        collector.on_weights_published(1)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await collector.close()
@@ -312,7 +312,7 @@ def test_an_example_of_every_way_of_failing_is_shown_once_with_row_and_how_to_se
         collector.start(0)
         for step in range(2):
             await collector.next_groups(step, Metrics())
-            collector.weights_live(step + 1)
+            collector.on_weights_published(step + 1)
         await collector.next_groups(2, Metrics())
 
     how = (
@@ -343,10 +343,10 @@ def test_resuming_goes_on_at_the_next_prompt():
 
     async def run() -> None:
         collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
-        collector.load_state({"consumed": 6, "pass_rates": {}, "decided": []})
+        collector.load_state_dict({"consumed": 6, "pass_rates": {}, "decided": []})
         collector.start(step=3)
         await collector.next_groups(3, Metrics())
-        assert collector.state()["consumed"] == 8
+        assert collector.state_dict()["consumed"] == 8
 
     asyncio.run(run())
     assert asked == [6, 7]
@@ -362,4 +362,4 @@ def test_a_state_that_no_collector_has_given_is_refused(change: dict[str, Any]):
 
     collector = RolloutCollector(rollout, prompt, lambda step: 2, 0, 0.5)
     with pytest.raises(ValueError, match=r"six|before the first|high|first"):
-        collector.load_state({"consumed": 6, "pass_rates": {}, "decided": []} | change)
+        collector.load_state_dict({"consumed": 6, "pass_rates": {}, "decided": []} | change)

@@ -33,7 +33,7 @@ class Numbered:
         return tensordict
 
 
-class SetsNumber(WeightUpdaterBase):
+class VersionUpdater(WeightUpdaterBase):
     def __init__(self, policy: Numbered):
         super().__init__()
         self.policy = policy
@@ -42,7 +42,7 @@ class SetsNumber(WeightUpdaterBase):
         self.policy.weights = server_weights
 
 
-class After(Transform):
+class CallbackTransform(Transform):
     """Does something in the step that follows so many others of an episode."""
 
     def __init__(self, steps: int, what: Callable[[], None]):
@@ -59,7 +59,7 @@ def conversations(turns: int) -> DatasetChatEnv:
 
 
 def collector(env: DatasetChatEnv, policy: Any = None, **settings: Any) -> LLMCollector:
-    settings = {"weight_updater": SetsNumber, "track_policy_version": True, "flatten_data": True, **settings}
+    settings = {"weight_updater": VersionUpdater, "track_policy_version": True, "flatten_data": True, **settings}
     return LLMCollector(env, policy=policy or Numbered(), **settings)
 
 
@@ -77,7 +77,7 @@ def said_and_version(batch: TensorDictBase | None) -> list[tuple[int, int]]:
 def test_an_update_in_the_middle_of_a_collection_shows():
     env = conversations(4)
     collects = collector(env, dialog_turns_per_batch=4)
-    env.append_transform(After(1, lambda: push(collects)))
+    env.append_transform(CallbackTransform(1, lambda: push(collects)))
     batch = next(iter(collects))
     assert said_and_version(batch) == [(0, 0), (0, 0), (1, 1), (1, 1)]
     assert batch is not None
@@ -85,7 +85,7 @@ def test_an_update_in_the_middle_of_a_collection_shows():
     assert collects.get_policy_version() == 1
 
 
-class Waits(Numbered):
+class BlockingPolicy(Numbered):
     """Its first answer takes until it is allowed, and says the weights from before and after."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Waits(Numbered):
 
 
 def test_weights_do_not_change_during_a_turn():
-    policy, queue = Waits(), queues.Queue()  # type: ignore[var-annotated]
+    policy, queue = BlockingPolicy(), queues.Queue()  # type: ignore[var-annotated]
     with collector(conversations(1), policy, dialog_turns_per_batch=1, total_dialog_turns=1, queue=queue) as collects:
         collects.start()
         assert policy.entered.wait(DEADLINE_S)
@@ -115,7 +115,7 @@ def test_weights_do_not_change_during_a_turn():
 
 
 def test_an_update_that_waits_too_long_for_a_turn_says_so():
-    policy = Waits()
+    policy = BlockingPolicy()
     collects = collector(conversations(1), policy, dialog_turns_per_batch=1, queue=queues.Queue(), timeout=0.05)
     collects.start()
     assert policy.entered.wait(DEADLINE_S)
@@ -190,7 +190,7 @@ def test_a_trajectory_with_turns_that_are_too_old_is_dropped(max_staleness: int,
         max_staleness=max_staleness,
     )
     pushes = iter([True])
-    env.append_transform(After(1, lambda: push(collects) if next(pushes, False) else None))
+    env.append_transform(CallbackTransform(1, lambda: push(collects) if next(pushes, False) else None))
     batch = next(iter(collects))
     assert collects.dropped_turns == dropped
     assert [version for _, version in said_and_version(batch)] == ([1, 1, 1] if dropped else [0, 0, 1])
@@ -202,7 +202,7 @@ def test_trajectories_that_ended_before_an_update_are_too_old_as_well():
         env, dialog_turns_per_batch=2, yield_completed_trajectories=True, flatten_data=None, max_staleness=0
     )
     pushes = iter([False, True])
-    env.append_transform(After(0, lambda: push(collects) if next(pushes, False) else None))
+    env.append_transform(CallbackTransform(0, lambda: push(collects) if next(pushes, False) else None))
     assert [version for _, version in said_and_version(next(iter(collects)))] == [1, 1]
     assert collects.dropped_turns == 2
 
@@ -234,7 +234,7 @@ def test_a_full_queue_gets_its_end_once_there_is_room():
         assert found[2] is None
 
 
-class _HoldsBack:
+class _PairBuffer:
     """A buffer that stores rows in pairs, when the second one has come."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class _HoldsBack:
 
 
 def test_a_batch_of_which_nothing_is_stored_waits_for_no_update():
-    buffer = _HoldsBack()
+    buffer = _PairBuffer()
     with collector(conversations(1), dialog_turns_per_batch=1, replay_buffer=buffer, max_staleness=0) as collects:
         collects.start()
         deadline = time.monotonic() + DEADLINE_S

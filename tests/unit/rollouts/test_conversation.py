@@ -11,14 +11,14 @@ import pytest
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.trajectory import FAILED, OK, Trajectory
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
-from skyrl_train.engines.client import EngineClient, Lockstep
+from skyrl_train.engines.client import EngineClient, BatchedEngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import (
     MAX_METRIC_LENGTH,
     MAX_METRICS,
     ConversationGenerator,
-    Ledger,
+    TrajectoryBuilder,
     RolloutSettings,
 )
 from skyrl_train.testing.scripted_engine import ScriptedEngine
@@ -68,7 +68,7 @@ def generate(engine: ScriptedEngine, environments: ToyEnvironments, samples: int
         rollout_s=10.0,
     )
     client = EngineClient([engine], deadline_s=10.0)
-    generator = ConversationGenerator(Lockstep(client), environments, TOKENIZER, settings)  # type: ignore[arg-type]
+    generator = ConversationGenerator(BatchedEngineClient(client), environments, TOKENIZER, settings)  # type: ignore[arg-type]
     return asyncio.run(generator.rollout(PROMPT, position=position))
 
 
@@ -242,11 +242,11 @@ def test_while_its_environment_works_a_conversation_keeps_no_completion_whose_to
 
 def test_turn_across_sync_reports_both_versions():
     item = Trajectory.empty(PROMPT, 0, 1.0)
-    ledger = Ledger(item)
-    ledger.open([1, 2])
+    ledger = TrajectoryBuilder(item)
+    ledger.start_episode([1, 2])
     logprobs = np.zeros(5, dtype=np.float32)
     spans = [VersionSpan(0, 2, 3), VersionSpan(2, 5, 4)]
-    ledger.sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
+    ledger.append_sample(Completion("r", np.arange(5, dtype=np.int32), logprobs, logprobs, "stop", spans))
     (turn,) = item.turns
     assert (turn.min_version, turn.max_version, turn.mean_version) == (3, 4, (2 * 3 + 3 * 4) / 5)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import OverlongBufferConfig
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.dataset import PromptOrder
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
@@ -22,8 +22,8 @@ from skyrl_train.rollouts.collector import (
     DynamicSampling,
     RewardShaping,
     RolloutCollector,
-    Samplers,
-    is_useful,
+    GroupFilterSettings,
+    has_distinct_outcomes,
 )
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
 from tests.support.trajectories import trajectory_from
@@ -57,7 +57,7 @@ class Run:
     def __init__(
         self,
         rewards: Rewards,
-        samplers: Samplers,
+        samplers: GroupFilterSettings,
         size: int = 4,
         failed_fraction: float = 0.5,
         max_staleness: int = 0,
@@ -91,13 +91,13 @@ class Run:
                 self.metrics = metrics.flush()
                 uids.append([group.prompt.uid for group in self.groups])
                 self.left_out.append(int(self.metrics.get("sampling/left_out", 0)))
-                self.collector.weights_live(step + 1)
+                self.collector.on_weights_published(step + 1)
             return uids
 
         return asyncio.run(go())
 
 
-FILTER = Samplers(dynamic_sampling=DynamicSampling(max_sample_batches=3))
+FILTER = GroupFilterSettings(dynamic_sampling=DynamicSampling(max_sample_batches=3))
 
 
 def every_third(position: int) -> Sequence[float]:
@@ -105,18 +105,18 @@ def every_third(position: int) -> Sequence[float]:
 
 
 def test_a_group_is_useful_when_its_valid_answers_differ():
-    assert is_useful(group_of(prompt_at(0), MIXED))
+    assert has_distinct_outcomes(group_of(prompt_at(0), MIXED))
     for rewards in (RIGHT, WRONG, (1.0,), (1.0, None), (None, None), ()):
-        assert not is_useful(group_of(prompt_at(0), rewards))
+        assert not has_distinct_outcomes(group_of(prompt_at(0), rewards))
 
 
 def test_groups_that_differ_in_length_alone_are_not_useful_and_are_trained_on_without_filter():
     group = group_of(prompt_at(0), WRONG)
-    group.trajectories[1].response_ids = token_array([2] * 9)
+    group.trajectories[1].response_ids = to_token_array([2] * 9)
     group.trajectories[1].turns = [Turn(0, 9, 0.0, "stop", 0, 0)]
     RewardShaping(overlong_buffer=OverlongBufferConfig(len=5), max_generate_length=10)(group)
     assert [item.reward for item in group.trajectories] == [0.0, -0.8]
-    assert not is_useful(group)
+    assert not has_distinct_outcomes(group)
 
 
 def test_filter_draws_until_the_batch_is_full_and_keeps_the_order():
@@ -139,12 +139,12 @@ def test_filter_gives_up_at_its_bound_and_says_what_to_do():
 
 
 def test_without_a_bound_filter_goes_on():
-    run = Run(lambda position: MIXED if position % 20 == 19 else RIGHT, Samplers(dynamic_sampling=DynamicSampling()))
+    run = Run(lambda position: MIXED if position % 20 == 19 else RIGHT, GroupFilterSettings(dynamic_sampling=DynamicSampling()))
     assert run.steps(0, 1) == [["19", "39", "59", "79"]]
 
 
 def test_a_broken_environment_stops_a_filtered_run_before_the_bound():
-    run = Run(lambda position: (None, None), Samplers(dynamic_sampling=DynamicSampling()))
+    run = Run(lambda position: (None, None), GroupFilterSettings(dynamic_sampling=DynamicSampling()))
     with pytest.raises(RolloutsFailed, match=r"8 of 8 trajectories.*timeout x 8"):
         run.steps(0, 1)
 
@@ -172,19 +172,19 @@ def test_filter_holds_the_staleness_bound_and_the_order_when_it_runs_ahead(max_s
             lambda step: 4 if step < 8 else 0,
             max_staleness,
             0.5,
-            Samplers(dynamic_sampling=DynamicSampling()),
+            GroupFilterSettings(dynamic_sampling=DynamicSampling()),
         )
         collector.start(0)
         ages, places = [], []
         for step in range(8):
             groups = await collector.next_groups(step, Metrics())
-            assert all(is_useful(group) for group in groups)
+            assert all(has_distinct_outcomes(group) for group in groups)
             ages += [step - group.trajectories[0].min_version for group in groups]
             places += [int(group.prompt.uid) for group in groups]
-            assert collector.state()["consumed"] == places[-1] + 1, "what runs ahead is begun again by a resumed run"
+            assert collector.state_dict()["consumed"] == places[-1] + 1, "what runs ahead is begun again by a resumed run"
             await asyncio.sleep(0.004)
             live = step + 1
-            collector.weights_live(live)
+            collector.on_weights_published(live)
         await collector.close()
         return ages, places
 
@@ -206,7 +206,7 @@ def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
 
     async def go() -> None:
         collector = RolloutCollector(
-            rollout, prompt_at, lambda step: 2, 1, 0.5, Samplers(dynamic_sampling=DynamicSampling())
+            rollout, prompt_at, lambda step: 2, 1, 0.5, GroupFilterSettings(dynamic_sampling=DynamicSampling())
         )
         collector.start(0)
         collector.admit()
@@ -217,8 +217,8 @@ def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
     assert begun == [0, 1, 2, 3, 4]
 
 
-def replace(ratio: float, max_sample_batches: int = 3) -> Samplers:
-    return Samplers(dynamic_sampling=DynamicSampling(min_replace_ratio=ratio, max_sample_batches=max_sample_batches))
+def replace(ratio: float, max_sample_batches: int = 3) -> GroupFilterSettings:
+    return GroupFilterSettings(dynamic_sampling=DynamicSampling(min_replace_ratio=ratio, max_sample_batches=max_sample_batches))
 
 
 @pytest.mark.defect("groups-dropped-ahead-without-a-bound")
@@ -228,7 +228,7 @@ def test_groups_that_are_dropped_ahead_are_as_many_as_a_step_may_draw(size: int)
     most = 3
     run = Run(
         lambda position: WRONG,
-        Samplers(dynamic_sampling=DynamicSampling(max_sample_batches=most)),
+        GroupFilterSettings(dynamic_sampling=DynamicSampling(max_sample_batches=most)),
         size,
         max_staleness=1,
     )
@@ -270,7 +270,7 @@ def test_replace_gives_up_at_its_bound_too(ratio: float):
 
 
 def test_the_zero_variance_filter_masks_groups_and_leaves_them_in_the_batch():
-    run = Run(every_third, Samplers(zero_variance_filter=True))
+    run = Run(every_third, GroupFilterSettings(zero_variance_filter=True))
     assert run.steps(0, 1) == [["0", "1", "2", "3"]]
     trained_on = [sum(item.loss_mask) for group in run.groups for item in group.trajectories]
     assert trained_on == [2, 2, 0, 0, 0, 0, 2, 2]
@@ -307,7 +307,7 @@ def test_over_provisioning_takes_the_first_to_finish_in_admission_order_and_canc
         return group_of(prompt, MIXED)
 
     async def go() -> tuple[list[str], dict[str, float], int]:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 4, 0, 0.5, Samplers(over_provisioning=0.5))
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 4, 0, 0.5, GroupFilterSettings(over_provisioning=0.5))
         collector.start(0)
         metrics = Metrics()
         groups = await collector.next_groups(0, metrics)
@@ -327,7 +327,7 @@ def test_a_group_that_failed_fast_does_not_take_a_slow_one_s_place():
         return group_of(prompt, (None, None) if position in (0, 2) else MIXED)
 
     async def first(over_provisioning: float) -> list[str]:
-        samplers = Samplers(over_provisioning=over_provisioning)
+        samplers = GroupFilterSettings(over_provisioning=over_provisioning)
         collector = RolloutCollector(rollout, prompt_at, lambda step: 3, 0, 1.0, samplers)
         collector.start(0)
         return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
@@ -342,7 +342,7 @@ def test_failures_that_over_provisioning_leaves_behind_are_counted_all_the_same(
         return group_of(prompt, (None, None) if position < 2 else MIXED)
 
     async def go(allowed: float) -> dict[str, float]:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, allowed, Samplers(over_provisioning=1.0))
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, allowed, GroupFilterSettings(over_provisioning=1.0))
         collector.start(0)
         metrics = Metrics()
         await collector.next_groups(0, metrics)
@@ -359,7 +359,7 @@ def test_over_provisioning_does_not_wait_for_useful_groups():
         return group_of(prompt, WRONG if position == 0 else MIXED)
 
     async def go() -> list[str]:
-        samplers = Samplers(dynamic_sampling=DynamicSampling(), over_provisioning=0.5)
+        samplers = GroupFilterSettings(dynamic_sampling=DynamicSampling(), over_provisioning=0.5)
         collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 0.5, samplers)
         collector.start(0)
         return [group.prompt.uid for group in await collector.next_groups(0, Metrics())]
@@ -374,7 +374,7 @@ def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
         raise ValueError("a bug")
 
     async def go() -> None:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 1.0, Samplers(over_provisioning=1.0))
+        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 1.0, GroupFilterSettings(over_provisioning=1.0))
         collector.start(0)
         try:
             await collector.next_groups(0, Metrics())
@@ -386,7 +386,7 @@ def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
 
 
 def test_over_provisioning_and_filter_work_together():
-    run = Run(every_third, Samplers(dynamic_sampling=DynamicSampling(), over_provisioning=0.5))
+    run = Run(every_third, GroupFilterSettings(dynamic_sampling=DynamicSampling(), over_provisioning=0.5))
     (uids,) = run.steps(0, 1)
     assert len(uids) == 4
     assert all(int(uid) % 3 == 0 for uid in uids)
@@ -401,17 +401,17 @@ def test_a_curriculum_leaves_a_prompt_out_once_and_asks_again_the_time_after():
     curriculum.observe(group_of(prompt_at(1), MIXED))
     curriculum.observe(group_of(prompt_at(2), RIGHT))
     curriculum.observe(group_of(prompt_at(3), (None, None)))
-    assert [curriculum.leaves_out(str(uid)) for uid in range(5)] == [True, False, True, False, False]
-    assert not any(curriculum.leaves_out(str(uid)) for uid in range(5))
+    assert [curriculum.should_skip(str(uid)) for uid in range(5)] == [True, False, True, False, False]
+    assert not any(curriculum.should_skip(str(uid)) for uid in range(5))
 
 
 def test_the_limits_of_a_curriculum_belong_to_its_range():
     curriculum = Curriculum(0.5, 0.5)
     curriculum.observe(group_of(prompt_at(0), MIXED))
-    assert not curriculum.leaves_out("0")
+    assert not curriculum.should_skip("0")
 
 
-def toy(samplers: Callable[[], Samplers], size: int = 3, rows: int = 7, **kwargs: Any) -> Run:
+def toy(samplers: Callable[[], GroupFilterSettings], size: int = 3, rows: int = 7, **kwargs: Any) -> Run:
     """Rewards that depend on the place as well as on the row, over a dataset of a few rows."""
     order = PromptOrder(rows, seed=5)
 
@@ -424,19 +424,19 @@ def toy(samplers: Callable[[], Samplers], size: int = 3, rows: int = 7, **kwargs
 @pytest.mark.parametrize(
     "samplers",
     [
-        Samplers,
-        lambda: Samplers(dynamic_sampling=DynamicSampling()),
+        GroupFilterSettings,
+        lambda: GroupFilterSettings(dynamic_sampling=DynamicSampling()),
         lambda: replace(0.6, max_sample_batches=-1),
-        lambda: Samplers(curriculum=Curriculum(0.2, 0.8)),
-        lambda: Samplers(dynamic_sampling=DynamicSampling(), curriculum=Curriculum(0.2, 0.8)),
+        lambda: GroupFilterSettings(curriculum=Curriculum(0.2, 0.8)),
+        lambda: GroupFilterSettings(dynamic_sampling=DynamicSampling(), curriculum=Curriculum(0.2, 0.8)),
     ],
 )
 @pytest.mark.parametrize("stopped_after", [1, 4, 7])
-def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(samplers: Callable[[], Samplers], stopped_after: int):
+def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(samplers: Callable[[], GroupFilterSettings], stopped_after: int):
     straight, killed, resumed = toy(samplers), toy(samplers), toy(samplers)
     expected = straight.steps(0, 10)
     before = killed.steps(0, stopped_after)
-    resumed.collector.load_state(json.loads(json.dumps(killed.collector.state())))
+    resumed.collector.load_state_dict(json.loads(json.dumps(killed.collector.state_dict())))
     assert before + resumed.steps(stopped_after, 10) == expected
     assert killed.begun + resumed.begun == straight.begun
     assert len(straight.begun) > 2 * 7, "several epochs"
@@ -450,11 +450,11 @@ def test_a_resumed_run_leaves_out_what_was_left_out_ahead_of_the_step_it_stopped
     stopped_after: int, max_staleness: int
 ):
     straight, killed, resumed = (
-        toy(lambda: Samplers(curriculum=Curriculum(0.2, 0.8)), max_staleness=max_staleness) for _ in range(3)
+        toy(lambda: GroupFilterSettings(curriculum=Curriculum(0.2, 0.8)), max_staleness=max_staleness) for _ in range(3)
     )
     expected = straight.steps(0, 12)
     before = killed.steps(0, stopped_after)
-    resumed.collector.load_state(json.loads(json.dumps(killed.collector.state())))
+    resumed.collector.load_state_dict(json.loads(json.dumps(killed.collector.state_dict())))
     first = resumed.steps(stopped_after, stopped_after + max_staleness)  # admitted before the run stopped
     assert before + first == expected[: stopped_after + max_staleness]
 
@@ -463,7 +463,7 @@ def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_oft
     order = PromptOrder(6, seed=1)
     run = Run(
         lambda position: MIXED if order.row(position) < 3 else RIGHT,
-        Samplers(curriculum=Curriculum(0.0, 0.9)),
+        GroupFilterSettings(curriculum=Curriculum(0.0, 0.9)),
         size=3,
         prompt_at=lambda position: prompt_at(order.row(position)),
     )
@@ -473,8 +473,8 @@ def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_oft
 
 
 def test_a_step_that_was_not_finished_leaves_no_trace_in_the_state():
-    run = toy(lambda: Samplers(dynamic_sampling=DynamicSampling(max_sample_batches=1), curriculum=Curriculum(0.2, 0.8)))
+    run = toy(lambda: GroupFilterSettings(dynamic_sampling=DynamicSampling(max_sample_batches=1), curriculum=Curriculum(0.2, 0.8)))
     with pytest.raises(RolloutsFailed):
         run.steps(0, 1)
     assert len(run.begun) == 3
-    assert run.collector.state() == {"consumed": 0, "pass_rates": {}, "decided": []}
+    assert run.collector.state_dict() == {"consumed": 0, "pass_rates": {}, "decided": []}

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.config.choices import CHAT_TEMPLATES
 from skyrl_train.data.batch import collate
-from skyrl_train.data.chat import render_prompt, rewrites_history
+from skyrl_train.data.chat import render_prompt, template_rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
@@ -216,7 +216,7 @@ def test_without_stop_strings_the_model_reads_what_the_template_writes(name: str
 
 
 def test_templates_that_rewrite_history_are_told_from_those_that_do_not():
-    assert [name for name in CONTROLS if rewrites_history(tokenizer_of(name))] == ["qwen3_without_thinking"]
+    assert [name for name in CONTROLS if template_rewrites_history(tokenizer_of(name))] == ["qwen3_without_thinking"]
 
 
 def test_the_names_of_templates_are_those_that_configuration_knows():

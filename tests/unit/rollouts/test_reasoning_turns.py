@@ -14,7 +14,7 @@ from skyrl_train.data.trajectory import OK
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
-from tests.unit.rollouts.test_multi_turn import END, PROMPT, Talks, contexts, ids, play, says, trained, until, user
+from tests.unit.rollouts.test_multi_turn import END, PROMPT, ToyEnvironments, contexts, ids, play, says, trained, until, user
 
 OPENING = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
 KEEPING = (
@@ -81,7 +81,7 @@ def test_truncated_reasoning_opened_by_the_prompt_earns_nothing(env: str, right:
     ],
 )
 def test_text_begins_with_what_the_prompt_opened(template: str, settings: dict[str, Any], openings: int):
-    environments, tokenizer = Talks(until(2)), tokenizer_with(template)
+    environments, tokenizer = ToyEnvironments(until(2)), tokenizer_with(template)
     group, engine = play(says("a</think>b"), environments, tokenizer=tokenizer, **settings)
     (item,) = group.trajectories
     assert environments.episodes[0].texts == ["<think>\na</think>b"] * 2
@@ -94,14 +94,14 @@ def test_text_begins_with_what_the_prompt_opened(template: str, settings: dict[s
 
 
 def test_reasoning_stays_open_within_one_message():
-    environments = Talks(until(3))
+    environments = ToyEnvironments(until(3))
     texts = iter(["<think>a", "b", "c</think>d"])
     play(lambda request: ids(next(texts)), environments, use_conversation_multi_turn=False)
     assert environments.episodes[0].texts == ["<think>a", "<think>b", "<think>c</think>d"]
 
 
 def test_channel_stays_open_within_one_message():
-    environments, tokenizer = Talks(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
+    environments, tokenizer = ToyEnvironments(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
     texts = ("<|channel|>analysis<|message|>a", "b<|end|><|start|>assistant<|channel|>final<|message|>c")
     said = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     play(lambda request: said.pop(0), environments, tokenizer=tokenizer, use_conversation_multi_turn=False)
@@ -109,7 +109,7 @@ def test_channel_stays_open_within_one_message():
 
 
 def test_channels_are_graded_and_the_history_has_only_answers():
-    environments, tokenizer = Talks(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
+    environments, tokenizer = ToyEnvironments(until(2)), tokenizer_with(GPT_OSS, *HARMONY)
     text = "<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
     sampled = tokenizer.encode(text, add_special_tokens=False)
     group, engine = play(lambda request: sampled, environments, tokenizer=tokenizer, step_wise_trajectories=True)
@@ -124,7 +124,7 @@ def test_channels_are_graded_and_the_history_has_only_answers():
 
 
 def test_special_think_tokens_reach_the_environment():
-    environments, tokenizer = Talks(until(1)), tokenizer_with(CHATML, "[THINK]", "[/THINK]")
+    environments, tokenizer = ToyEnvironments(until(1)), tokenizer_with(CHATML, "[THINK]", "[/THINK]")
     sampled = tokenizer.encode("[THINK]41[/THINK]42", add_special_tokens=False)
     play(lambda request: sampled, environments, tokenizer=tokenizer)
     assert environments.episodes[0].texts == ["[THINK]41[/THINK]42"]
@@ -135,7 +135,7 @@ def test_rows_with_tools_and_an_open_answer_are_continued():
     tokenizer.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + tokenizer.chat_template
     prompt = Prompt("7", [user("2 + 2?"), {"role": "assistant", "content": "The answer"}], "toy")
     prompt.env_extras["tools"] = [{"type": "function", "function": {"name": "add"}}]
-    group, engine = play(says(" is 4"), talks := Talks(until(2)), prompt=prompt, tokenizer=tokenizer)
+    group, engine = play(says(" is 4"), talks := ToyEnvironments(until(2)), prompt=prompt, tokenizer=tokenizer)
     (item,) = group.trajectories
     read = [str(tokenizer.decode(context)) for context in contexts(engine)]
     assert read[0] == "add<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nThe answer"

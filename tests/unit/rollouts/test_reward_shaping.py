@@ -98,7 +98,7 @@ def test_overlong_filtering_goes_by_stop_reason_and_leaves_rewards_to_the_group(
     right, limit, cut_one = response(1.0), response(1.0, LIMIT), response(0.0, 4, "length")
     assert shaped(right, limit, cut_one, apply_overlong_filtering=True) == [1.0, 1.0, 0.0]
     batch = collate([TrajectoryGroup(PROMPT, [right, limit, cut_one])])
-    assert batch.per_sequence_sum(batch.loss_mask.long()).tolist() == [5, LIMIT, 0]
+    assert batch.sum_per_sequence(batch.loss_mask.long()).tolist() == [5, LIMIT, 0]
     assert batch.status.tolist() == [True, True, True], "its reward counts in the group's mean"
 
 
@@ -120,7 +120,7 @@ def test_token_rewards_of_a_batch_still_sum_to_the_reward():
     shaped(*items, zero_reward_on_non_stop=True, overlong_buffer=OverlongBufferConfig(len=7))
     batch = collate([TrajectoryGroup(PROMPT, items)])
     assert batch.token_rewards is not None
-    assert batch.per_sequence_sum(batch.token_rewards).tolist() == pytest.approx(batch.rewards.tolist())
+    assert batch.sum_per_sequence(batch.token_rewards).tolist() == pytest.approx(batch.rewards.tolist())
     assert items[0].reward == -1.25
     assert items[1].reward == pytest.approx(-0.25 - 6 / 7)
 

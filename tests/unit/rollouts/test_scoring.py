@@ -8,7 +8,7 @@ import pytest
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.rollouts.scoring import FirstRollout, ScoredRollouts
+from skyrl_train.rollouts.scoring import FirstRolloutLogger, RewardModelScorer
 from tests.support.trajectories import trajectory_from
 
 PROMPT = Prompt("7", [{"role": "user", "content": "hi"}], "chat")
@@ -41,7 +41,7 @@ def judged(*rows: Trajectory, coef: float = 0.5) -> tuple[list[Trajectory], Judg
         assert (prompt, position) == (PROMPT, 3)
         return TrajectoryGroup(prompt, list(rows))
 
-    group = asyncio.run(ScoredRollouts(rollout, judge=judge, coef=coef)(PROMPT, 3))
+    group = asyncio.run(RewardModelScorer(rollout, score_fn=judge, coef=coef)(PROMPT, 3))
     return group.trajectories, judge
 
 
@@ -100,7 +100,7 @@ def _group(uid: str, *statuses: str) -> TrajectoryGroup:
 
 def test_the_first_that_ends_well_is_shown_and_no_other():
     shown: list[tuple[str, int, float]] = []
-    first = FirstRollout(lambda item, seconds: shown.append((item.prompt.uid, item.sample, seconds)))
+    first = FirstRolloutLogger(lambda item, seconds: shown.append((item.prompt.uid, item.sample, seconds)))
     groups = {
         "slow": (0.2, _group("slow", "ok")),
         "bad": (0.0, _group("bad", "engine")),
@@ -113,7 +113,7 @@ def test_the_first_that_ends_well_is_shown_and_no_other():
         return made
 
     async def main() -> None:
-        train, evaluate = (ScoredRollouts(rollout, first=first) for _ in range(2))  # type: ignore[arg-type]
+        train, evaluate = (RewardModelScorer(rollout, first=first) for _ in range(2))  # type: ignore[arg-type]
         made = await asyncio.gather(train("slow", 0), train("bad", 1), evaluate("mixed", 2))  # type: ignore[arg-type]
         assert list(made) == [made for _, made in groups.values()]
 

@@ -27,7 +27,7 @@ from skyrl_train.trainer.evaluation import Evaluator
 from tests.support.simulation import virtual_time
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.run import RunShape, SimulatedRun, build_run
-from tests.support.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+from tests.support.simulation.timings import EngineTimings, LearnerTimings, ResponseLengths, Timings
 
 STEPS, BATCH, SAMPLES = 5, 3, 2
 HELD_OUT = [Prompt(f"held out {row}", [], "simulated") for row in range(2)]
@@ -123,7 +123,7 @@ def configured(schedule: Schedule) -> tuple[Config, Timings, RunShape]:
         ),
         learner=LearnerTimings(0.0, 0.0, schedule.update_s),
         sync_s=schedule.sync_s,
-        response=Lengths(60.0, schedule.sigma),
+        response=ResponseLengths(60.0, schedule.sigma),
         turns=schedule.turns,
         tool_s=schedule.tool_s,
     )
@@ -155,7 +155,7 @@ class Watched:
         trainer.cfg = replace(
             cfg.trainer, eval_interval=schedule.evaluates, eval_before_train=schedule.evaluates > 0, ckpt_interval=1
         )
-        trainer.evaluator = Evaluator(self._evaluate, HELD_OUT, len(HELD_OUT), None, one_version=True)
+        trainer.evaluator = Evaluator(self._evaluate, HELD_OUT, len(HELD_OUT), None, require_single_version=True)
         self._rollout, self._rng = collector.rollout, random.Random(schedule.seed)
         collector.rollout = self._may_fail(schedule.rollouts_fail)
         if schedule.stalls_at is not None:
@@ -181,7 +181,7 @@ class Watched:
         self.run.scaler.set_target(number)
 
     async def close(self) -> None:
-        await self.run.scaler.end()
+        await self.run.scaler.stop()
         await self.run.collector.close()
         await self.run.client.close()
 
@@ -262,7 +262,7 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
         saved = first.run.state.saved
         fit.cancel()
         await asyncio.gather(fit, return_exceptions=True)
-        await first.run.scaler.end()
+        await first.run.scaler.stop()
         await first.run.collector.close()
         again = Watched(schedule, saved)
         async with asyncio.timeout(ENDS_WITHIN_S):
@@ -274,11 +274,11 @@ async def played(schedule: Schedule) -> tuple[list[Watched], dict[int, list[Traj
         fit.result()
     last = attempts[-1].run
     async with asyncio.timeout(ENDS_WITHIN_S):
-        await last.scaler.settled()
-        while last.client.dead and not schedule.failures_per_hour:
-            await last.client.revived()  # what died in the last sync comes back after the run's last step
+        await last.scaler.wait_until_settled()
+        while last.client.dead_engines and not schedule.failures_per_hour:
+            await last.client.wait_for_restart()  # what died in the last sync comes back after the run's last step
     if not schedule.failures_per_hour:
-        assert len(last.client.names) == attempts[-1].wanted
+        assert len(last.client.engine_names) == attempts[-1].wanted
         living = sum(not engine.dead for engine in last.engines)
         stalled = schedule.stalls_at is not None  # one that was given up is not killed here
         assert living - stalled <= len(last.client.engines) <= living, "one that left goes on"

@@ -8,26 +8,26 @@ from dataclasses import replace
 import pytest
 
 from skyrl_train.config.schema import Config
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.errors import EngineError
 from tests.support.simulation import virtual_time
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.run import RunShape, build_run
-from tests.support.simulation.timings import EngineTimings, LearnerTimings, Lengths, Timings
+from tests.support.simulation.timings import EngineTimings, LearnerTimings, ResponseLengths, Timings
 
 STEP_S, ALIKE = 0.5, 0.25
 EVEN = Timings(
     engine=EngineTimings(decode_s=0.1, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e9),
     learner=LearnerTimings(0.0, 0.0, step_s=6.4),
     sync_s=0.0,
-    response=Lengths(64.0, 0.0),
+    response=ResponseLengths(64.0, 0.0),
 )
 """64 tokens of a tenth of a second each, and as long for an update."""
 
 
 def request(name: str, tokens: int, prompt: int = 1) -> SampleRequest:
-    return SampleRequest(name, token_array((0,) * prompt), SamplingParams(max_tokens=tokens), 0)
+    return SampleRequest(name, to_token_array((0,) * prompt), SamplingParams(max_tokens=tokens), 0)
 
 
 def engine(**timings: float) -> SimulatedEngine:

@@ -42,8 +42,8 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 def clean() -> Iterator[None]:
     yield
     for name in ("mine", "other"):
-        advantage_estimators.forget(name)
-        policy_losses.forget(name)
+        advantage_estimators.unregister(name)
+        policy_losses.unregister(name)
 
 
 def test_means_and_reductions_by_hand():
@@ -100,10 +100,10 @@ def test_what_a_program_registered_is_registered_in_its_task(clean: None, monkey
     advantage_estimators.register("mine")(lambda token_level_rewards: torch.tensor(7))
     sent = registries._packed()
     assert [name for _, name, _ in pickle.loads(sent)].count("mine") == 1
-    advantage_estimators.forget("mine")
-    monkeypatch.setattr(registries, "left_by_program", lambda name: sent)
-    registries.receive_registered()
-    registries.receive_registered()  # a second time changes nothing
+    advantage_estimators.unregister("mine")
+    monkeypatch.setattr(registries, "get_from_driver", lambda name: sent)
+    registries.load_program_registrations()
+    registries.load_program_registrations()  # a second time changes nothing
     assert advantage_estimators.get("mine")(0) == 7
 
 

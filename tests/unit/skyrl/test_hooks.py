@@ -13,11 +13,11 @@ import torch
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
-from skyrl_train.skyrl.batches import Rectangles, TrainingInputBatch, training_input, with_changes, with_output
-from skyrl_train.skyrl.outputs import PostprocessedOutput
+from skyrl_train.skyrl.batches import PaddedLayout, TrainingInputBatch, to_training_input, apply_changes, set_from_output
+from skyrl_train.skyrl.generator_outputs import PostprocessedOutput
 from skyrl_train.skyrl.trainer import RayPPOTrainer
-from skyrl_train.trainer.run_state import Unfinished
-from tests.support.hard_batches import SHAPES, hard_batch
+from skyrl_train.trainer.checkpoint_manager import PendingActions
+from tests.support.edge_case_batches import SHAPES, edge_case_batch
 
 CFG = SimpleNamespace(
     trainer=SimpleNamespace(
@@ -35,11 +35,11 @@ def samples_of(batch: TrainBatch) -> list[tuple[str, int]]:
 
 
 def data_of(batch: TrainBatch) -> TrainingInputBatch:
-    return training_input(batch, Rectangles(batch), samples_of(batch), 99)
+    return to_training_input(batch, PaddedLayout(batch), samples_of(batch), 99)
 
 
 def changed(batch: TrainBatch, data: TrainingInputBatch, scored: bool = True) -> TrainBatch:
-    return with_changes(batch, data, "Mine.hook", 99, scored=scored)
+    return apply_changes(batch, data, "Mine.hook", 99, scored=scored)
 
 
 class Learner:
@@ -48,7 +48,7 @@ class Learner:
     def __init__(self) -> None:
         self.learnt: list[TrainBatch] = []
 
-    async def score(self, batch: TrainBatch) -> TrainBatch:
+    async def add_logprobs_and_values(self, batch: TrainBatch) -> TrainBatch:
         return batch.with_tokens(old_logprobs=torch.full((len(batch.input_ids),), -1.0))
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -64,14 +64,14 @@ class State:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    async def save(self, step: int, unfinished: Unfinished | None = None) -> None:
+    async def save(self, step: int, unfinished: PendingActions | None = None) -> None:
         self.calls.append(("save", step, unfinished))
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         self.calls.append("written")
 
-    async def resume(self) -> tuple[int, Unfinished]:
-        return 4, Unfinished(("evaluate",), {})
+    async def resume(self) -> tuple[int, PendingActions]:
+        return 4, PendingActions(("evaluate",), {})
 
     async def export(self, step: int) -> None:
         self.calls.append(("export", step))
@@ -99,14 +99,14 @@ def connected(kind: type[RayPPOTrainer], batch: TrainBatch | None = None) -> tup
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_unchanged_data_leaves_every_tensor_the_same_object(shape: str):
-    batch = hard_batch(shape)
+    batch = edge_case_batch(shape)
     same = changed(batch, data_of(batch))
     assert all(getattr(same, name) is value for name, value in vars(batch).items())
 
 
 @pytest.mark.parametrize("shape", sorted(set(SHAPES) - {"nothing counts"}))
 def test_changed_tensors_reach_their_tokens(shape: str):
-    batch = hard_batch(shape)
+    batch = edge_case_batch(shape)
     data = data_of(batch)
     data["advantages"] = data["advantages"] * 2
     data["base_action_log_probs"] = data["base_action_log_probs"] - 1
@@ -123,15 +123,15 @@ def test_changed_tensors_reach_their_tokens(shape: str):
 
 
 def test_failed_samples_stay_masked():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     data = data_of(batch)
     data["loss_mask"] = data["response_mask"].clone()
     mask = changed(batch, data, scored=False).loss_mask
-    assert not mask[~batch.per_token(batch.status)].any() and mask.sum() > batch.loss_mask.sum()
+    assert not mask[~batch.expand_to_tokens(batch.status)].any() and mask.sum() > batch.loss_mask.sum()
 
 
 def test_changes_that_cannot_be_trained_on_are_refused():
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     longer = torch.zeros(len(batch), 99)
     for name, value, message in (
         ("sequences", data_of(batch)["sequences"] + 1, r"data\['sequences'\] has changed"),
@@ -147,7 +147,7 @@ def test_changes_that_cannot_be_trained_on_are_refused():
 
 
 def test_output_is_padded_to_the_rows_of_the_batch():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     rows = [[float(row)] * int(size) for row, size in enumerate(batch.lengths - batch.prompt_lengths)]
     output: Any = {
         "response_ids": rows,
@@ -155,14 +155,14 @@ def test_output_is_padded_to_the_rows_of_the_batch():
         "loss_masks": [[1] * len(row) for row in rows],
         "rollout_logprobs": [[-0.5] * len(row) for row in rows],
     }
-    data = with_output(data_of(batch), output, "Mine.hook")
+    data = set_from_output(data_of(batch), output, "Mine.hook")
     for row, values in enumerate(rows):
         assert data["rewards"][row].tolist() == values + [0.0] * (data["rewards"].shape[1] - len(values))
     assert torch.equal(data["loss_mask"], data["response_mask"])
     assert torch.equal(data["rollout_logprobs"], -0.5 * data["response_mask"])
     output["response_ids"] = rows[1:]
     with pytest.raises(ConfigError, match="has 6 entries, but the step has 7"):
-        with_output(data_of(batch), output, "Mine.hook")
+        set_from_output(data_of(batch), output, "Mine.hook")
 
 
 def test_postprocessed_output_is_a_pair_and_an_output():
@@ -191,7 +191,7 @@ def test_scores_and_updates_pass_through_their_overrides():
             self.all_metrics["mine"] = status["loss"]
             return status
 
-    batch = hard_batch("regular").with_tokens(old_logprobs=None, ref_logprobs=None)
+    batch = edge_case_batch("regular").with_tokens(old_logprobs=None, ref_logprobs=None)
     _, loop = connected(Mine, batch)
 
     async def step() -> dict[str, float]:
@@ -221,7 +221,7 @@ def test_batch_of_a_step_is_forgotten_before_the_next():
 
     async def run() -> None:
         for shape in ("regular", "failed rows"):
-            batch = hard_batch(shape)
+            batch = edge_case_batch(shape)
             loop.samples_of_rows = samples_of(batch)
             loop.group_steps[0]([], loop.metrics)
             await loop.learner.score(batch)
@@ -239,7 +239,7 @@ def test_update_override_must_call_super_once(calls: int):
                 status = super().train_critic_and_policy(data)
             return status
 
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     _, loop = connected(Mine, batch)
     with pytest.raises(ConfigError, match=r"Mine\.train_critic.* super\(\)\.train_critic_and_policy\(\) once"):
         asyncio.run(loop.learner.update(batch))
@@ -267,10 +267,10 @@ def test_checkpoint_overrides_run_around_saves_and_loads():
     one, loop = connected(Mine)
 
     async def run() -> None:
-        left = Unfinished(("export",), {})
+        left = PendingActions(("export",), {})
         await loop.state.save(4, left)
         assert loop.state.calls == [("save", 4, left), "written"]
-        assert await loop.state.resume() == (4, Unfinished(("evaluate",), {}))
+        assert await loop.state.resume() == (4, PendingActions(("evaluate",), {}))
         await loop.state.export(4)
         await loop.state.update_reference()
         assert loop.state.calls[2:] == ["reference"] and loop.metrics.flush() == {"exported": 4}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.schema import Config
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import TrajectoryGroup
@@ -18,7 +18,7 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.client import InferenceEngineClient
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput
-from skyrl_train.skyrl.rollouts import GeneratorRollouts, batch_settings
+from skyrl_train.skyrl.rollouts import GeneratorInterfaceRollouts, generate_settings
 from skyrl_train.skyrl.trainer import RayPPOTrainer
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
@@ -78,7 +78,7 @@ class Plain(GeneratorInterface):
 
 
 def config(keys: list[str]) -> Config:
-    return load(keys)
+    return load_preset(keys)
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -94,14 +94,14 @@ def rollouts(
     needs: bool = False,
     metrics: Metrics | None = None,
 ) -> Any:
-    made = GeneratorRollouts(
-        generator, batch_settings(config(keys), evaluation=evaluation, needs_logprobs=needs), TOKENIZER
+    made = GeneratorInterfaceRollouts(
+        generator, generate_settings(config(keys), evaluation=evaluation, needs_logprobs=needs), TOKENIZER
     )
     made.connect(SimpleNamespace(step=step, metrics=Metrics() if metrics is None else metrics))  # type: ignore[arg-type]
     return made
 
 
-async def all_of(made: GeneratorRollouts, count: int) -> list[TrajectoryGroup]:
+async def all_of(made: GeneratorInterfaceRollouts, count: int) -> list[TrajectoryGroup]:
     return list(await asyncio.gather(*(made.rollout(one, place) for place, one in enumerate(prompts(count)))))
 
 
@@ -177,9 +177,9 @@ def test_trainer_generate_is_called_in_place_of_the_generators():
 
     cfg, generator = config(SYNCHRONOUS), Plain()
     trainer = Around(cfg, None, TOKENIZER, None, None, generator)
-    settings = batch_settings(cfg, evaluation=False, needs_logprobs=False)
-    assert RayPPOTrainer(cfg, None, TOKENIZER, None, None, generator).own_generate is None
-    made = GeneratorRollouts(generator, settings, TOKENIZER, trainer.own_generate)
+    settings = generate_settings(cfg, evaluation=False, needs_logprobs=False)
+    assert RayPPOTrainer(cfg, None, TOKENIZER, None, None, generator).generate_override is None
+    made = GeneratorInterfaceRollouts(generator, settings, TOKENIZER, trainer.generate_override)
     (group,) = asyncio.run(all_of(made, 1))
     assert {one.reward for one in group.trajectories} == {7.0}
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantages import AdvantageStep, KLInReward
+from skyrl_train.algorithms.advantages import AdvantageCalculator, KLInReward
 from skyrl_train.algorithms.kl import FixedKLController, k1
-from skyrl_train.config.hydra import load
+from skyrl_train.config.hydra import load_preset
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import build_advantage_step
 from skyrl_train.metrics import Metrics
-from skyrl_train.skyrl.batches import Rectangles, TrainingInputBatch, training_input
-from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer, StepNumbers
-from tests.support.hard_batches import SHAPES, hard_batch
+from skyrl_train.skyrl.batches import PaddedLayout, TrainingInputBatch, to_training_input
+from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer, StepMetricsTracker
+from tests.support.edge_case_batches import SHAPES, edge_case_batch
 
 ESTIMATORS = ["grpo", "rloo", "reinforce++", "maxrl"]
 CFG = SimpleNamespace(
@@ -63,7 +63,7 @@ def samples_of(batch: TrainBatch) -> list[tuple[str, int]]:
 
 
 def batch_of(shape: str) -> TrainBatch:
-    return hard_batch(shape).with_tokens(advantages=None, returns=None, values=None)
+    return edge_case_batch(shape).with_tokens(advantages=None, returns=None, values=None)
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -71,7 +71,7 @@ def batch_of(shape: str) -> TrainBatch:
 @pytest.mark.parametrize("kl", [False, True])
 def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str, kl: bool):
     batch = batch_of(shape)
-    step = build_advantage_step(load([f"trainer.algorithm.advantage_estimator={name}"]).trainer.algorithm)
+    step = build_advantage_step(load_preset([f"trainer.algorithm.advantage_estimator={name}"]).trainer.algorithm)
     step = replace(step, advantage_batch_normalize=True, kl=KLInReward(k1, FixedKLController(0.1)) if kl else None)
     expected = step(batch, Metrics())
     _, loop = made(Same, step)
@@ -84,15 +84,15 @@ def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str
 
 
 def test_what_nobody_overrides_leaves_the_loop_as_it_was():
-    step = AdvantageStep(lambda *args: None)  # type: ignore[arg-type, return-value]
+    step = AdvantageCalculator(lambda *args: None)  # type: ignore[arg-type, return-value]
     _, loop = made(RayPPOTrainer, step)
     assert loop.batch_steps[0] is step
 
 
 def test_rectangles_are_padded_as_skyrl_pads_and_come_back():
     batch = batch_of("failed rows")
-    rectangles = Rectangles(batch)
-    data = training_input(batch, rectangles, samples_of(batch), 99)
+    rectangles = PaddedLayout(batch)
+    data = to_training_input(batch, rectangles, samples_of(batch), 99)
     assert data.metadata["trajectory_ids"][0] == "row-0_0"
     prompts = int(batch.prompt_lengths.max())
     for row in range(len(batch)):
@@ -106,9 +106,9 @@ def test_rectangles_are_padded_as_skyrl_pads_and_come_back():
     for name, flat in (("action_log_probs", batch.old_logprobs), ("loss_mask", batch.loss_mask.long())):
         assert flat is not None
         of_response = batch.position_ids >= batch.prompt_lengths[batch.sequence_ids]
-        assert torch.equal(rectangles.flat(data[name]), torch.where(of_response, flat, torch.zeros_like(flat)))
+        assert torch.equal(rectangles.to_ragged(data[name]), torch.where(of_response, flat, torch.zeros_like(flat)))
     with pytest.raises(ValueError, match="as it was given"):
-        rectangles.flat(torch.zeros(1, 1))
+        rectangles.to_ragged(torch.zeros(1, 1))
     with pytest.raises(ValueError, match="rewards: must be a tensor of"):
         data["rewards"] = torch.zeros(len(batch) + 1, 2)
 
@@ -124,11 +124,11 @@ def test_a_changed_reward_is_what_the_estimator_sees():
         return rewards
 
     batch = batch_of("failed rows")
-    _, loop = made(Constant, AdvantageStep(sums, kl=KLInReward(k1, FixedKLController(0.1))))
+    _, loop = made(Constant, AdvantageCalculator(sums, kl=KLInReward(k1, FixedKLController(0.1))))
     metrics = Metrics()
     loop.samples_of_rows = samples_of(batch)
     done = loop.batch_steps[0](batch, metrics)
-    counts = batch.per_sequence_sum(batch.loss_mask.float())
+    counts = batch.sum_per_sequence(batch.loss_mask.float())
     expected = (torch.arange(len(batch)) * counts)[batch.sequence_ids] * batch.loss_mask
     torch.testing.assert_close(done.token_advantages, expected.double())
     assert metrics.flush()["mine"] == 5
@@ -150,7 +150,7 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
         token_rewards=torch.tensor([0.0, 0, 0, 0, 0, 2.0, 0, 0, 0, 1.0]),
         episode_ids=torch.tensor([0, 0, 1, 1, 2]),
     )
-    step = build_advantage_step(load(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
+    step = build_advantage_step(load_preset(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
     _, loop = made(Same, step)
     loop.samples_of_rows = samples_of(batch)
     expected, found = step(batch, Metrics()).token_advantages, loop.batch_steps[0](batch, Metrics()).token_advantages
@@ -227,7 +227,7 @@ def test_a_run_that_is_told_to_end_before_training_does_not_begin_it():
 
 def test_numbers_of_a_subclass_are_logged_once_and_what_is_no_number_is_not():
     one, loop = made(RayPPOTrainer, None)
-    numbers = StepNumbers()
+    numbers = StepMetricsTracker()
     numbers.trainer = one
     numbers.log({"mine": 3, "text": "x", "tensor": torch.tensor(2.0)}, step=5, commit=True)
     metrics = Metrics()

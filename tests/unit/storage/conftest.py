@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.storage.copies import local_copy
+from skyrl_train.storage.download_cache import local_copy
 from tests.support.s3_server import S3Server, s3_server
-from tests.support.stored_runs import ADDRESS
+from tests.support.mirrored_runs import URI
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,5 +32,5 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An address of either kind."""
     if request.param == "s3":
         request.getfixturevalue("server")
-        return ADDRESS
+        return URI
     return f"file://{tmp_path}/elsewhere/run"

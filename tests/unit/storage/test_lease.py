@@ -12,32 +12,32 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.errors import RunDirectoryError, StorageError
-from skyrl_train.experiment.services import Mirrors
+from skyrl_train.errors import RunFolderError, StorageError
+from skyrl_train.experiment.run_resources import Mirrors
 from skyrl_train.storage import lease
-from skyrl_train.storage.folder import StoredFolder
+from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.mirror import Mirror
-from skyrl_train.trainer.run_directory import RunDirectory
+from skyrl_train.trainer.run_folder import RunFolder
 from tests.support.s3_server import BUCKET, S3Server
-from tests.support.stored_runs import ADDRESS, Machine, until
+from tests.support.mirrored_runs import URI, MirroredMachine, wait_until
 
 
 @pytest.fixture
 def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
-    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 1.0)
-    monkeypatch.setattr(lease, "POLL_S", 0.05)
+    monkeypatch.setattr(lease, "RENEW_INTERVAL_S", 0.1)
+    monkeypatch.setattr(lease, "EXPIRY_S", 1.0)
+    monkeypatch.setattr(lease, "POLL_INTERVAL_S", 0.05)
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with Machine(tmp_path / "a"), pytest.raises(RunDirectoryError, match="is in use by process"):
-        Machine(tmp_path / "b").mirror.take_over()
-    with Machine(tmp_path / "b") as there:
+    with MirroredMachine(tmp_path / "a"), pytest.raises(RunFolderError, match="is in use by process"):
+        MirroredMachine(tmp_path / "b").mirror.acquire_and_pull()
+    with MirroredMachine(tmp_path / "b") as there:
         folder = json.loads(server.objects()["team/run/.lock"])["folder"]
         assert folder.endswith((there.folder / ".folder").read_text())
         caplog.clear()
-        with Machine(tmp_path / "b"):
+        with MirroredMachine(tmp_path / "b"):
             assert "was in use by" not in caplog.text, "that of the process before, which is dead, is not waited for"
 
 
@@ -45,28 +45,28 @@ def test_an_address_belongs_to_one_live_run(server: S3Server, tmp_path: Path, ca
 @pytest.mark.defect("machines-of-one-name")
 def test_an_address_does_not_belong_to_another_machine_of_the_same_name_and_path(server: S3Server, tmp_path: Path):
     path = tmp_path / "run"
-    with Machine(path) as here:
+    with MirroredMachine(path) as here:
         path.rename(tmp_path / "disk of the first")
-        with pytest.raises(RunDirectoryError, match="is in use by process"):
-            Machine(path).mirror.take_over()
-        assert not here.mirror.lease.is_lost()
+        with pytest.raises(RunFolderError, match="is in use by process"):
+            MirroredMachine(path).mirror.acquire_and_pull()
+        assert not here.mirror.lease.check_lost()
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_a_dead_runs_claim_ends_and_one_that_was_only_silent_uploads_nothing_more(server: S3Server, tmp_path: Path):
-    silent = Machine(tmp_path / "a")
-    silent.mirror.take_over()
-    server.held = "PUT .*/.lock"
-    assert server.holding.wait(10)
-    server.held = ""  # for those who come from now on
-    with Machine(tmp_path / "b") as other:
-        server.let_go()
+    silent = MirroredMachine(tmp_path / "a")
+    silent.mirror.acquire_and_pull()
+    server.block_pattern = "PUT .*/.lock"
+    assert server.is_blocking.wait(10)
+    server.block_pattern = ""  # for those who come from now on
+    with MirroredMachine(tmp_path / "b") as other:
+        server.unblock()
         silent.mirror.start()
         silent.save(10)
         with pytest.raises(StorageError, match="as this process was silent"):
             silent.mirror.finish(20)
-        assert other.mirror.steps() == [] and not other.mirror.lease.is_lost()
-        exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports", run=silent.mirror)
+        assert other.mirror.remote_steps() == [] and not other.mirror.lease.check_lost()
+        exports = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports", lease_owner=silent.mirror)
         exports.start()
         with pytest.raises(StorageError, match="as this process was silent"):
             exports.finish(20)
@@ -88,24 +88,24 @@ def test_a_process_that_was_stopped_in_the_middle_of_a_checkpoint_leaves_its_suc
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, lives: bool
 ):
     """`late` is what it was sending; its successor lives, or has ended since."""
-    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
-    stopped = Machine(tmp_path / "a", keep=1)
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
+    stopped = MirroredMachine(tmp_path / "a", keep=1)
     stopped.__enter__()
     (stopped.folder / "zone.log").write_text("log")
-    server.held = f"PUT .*/{late}"
+    server.block_pattern = f"PUT .*/{late}"
     stopped.save(20)
-    assert server.holding.wait(10)
-    stopped.silence()
+    assert server.is_blocking.wait(10)
+    stopped.stop_renewals()
     with ExitStack() as running:
-        successor = running.enter_context(Machine(tmp_path / "b"))
+        successor = running.enter_context(MirroredMachine(tmp_path / "b"))
         (successor.folder / "zone.log").write_text("another log")
         successor.save(10)
-        server.held = ""
+        server.block_pattern = ""
         successor.mirror.finish(20)
         if not lives:
             running.close()
         before, sent = kept(server), len(server.seen)
-        server.let_go()
+        server.unblock()
         who = "process" if lives else "process .*, which has ended since"
         with pytest.raises(StorageError, match=f"was taken by {who}.*, as this process was silent"):
             stopped.mirror.finish(20)
@@ -122,23 +122,23 @@ def kept(server: S3Server) -> dict[str, bytes]:
 
 
 def test_one_of_those_who_have_seen_the_same_writes(address: str):
-    store = StoredFolder(address)
-    assert store.write_if("name", b"first", None) and not store.write_if("name", b"other", None)
+    store = RemoteFolder(address)
+    assert store.write_if_version("name", b"first", None) and not store.write_if_version("name", b"other", None)
     seen = store.version("name")
-    assert seen is not None and store.write_if("name", b"second", seen)
-    assert not store.write_if("name", b"third", seen) and store.read("name") == b"second"
+    assert seen is not None and store.write_if_version("name", b"second", seen)
+    assert not store.write_if_version("name", b"third", seen) and store.read("name") == b"second"
     seen = store.version("name")
     store.delete(["name"])
-    assert not store.write_if("name", b"third", seen) and store.version("name") is None
+    assert not store.write_if_version("name", b"third", seen) and store.version("name") is None
 
 
 def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
     barrier = threading.Barrier(16)
-    stores = [StoredFolder(f"file://{tmp_path}/run") for _ in range(barrier.parties)]
+    stores = [RemoteFolder(f"file://{tmp_path}/run") for _ in range(barrier.parties)]
 
     def create(number: int) -> bool:
         barrier.wait()
-        return stores[number].write_if(".lock", b"%d" % number, None)
+        return stores[number].write_if_version(".lock", b"%d" % number, None)
 
     with ThreadPoolExecutor(barrier.parties) as threads:
         for _ in range(20):
@@ -150,25 +150,25 @@ def test_one_of_many_that_create_a_file_of_a_disk_at_once_does(tmp_path: Path):
 @pytest.mark.usefixtures("quick_leases")
 @pytest.mark.defect("two-runs-take-one-dead-claim")
 def test_one_of_two_that_find_a_claim_dead_takes_it(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
-    dead = Machine(tmp_path / "a")
-    dead.mirror.take_over()
-    dead.silence()
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
+    dead = MirroredMachine(tmp_path / "a")
+    dead.mirror.acquire_and_pull()
+    dead.stop_renewals()
     errors: list[BaseException] = []
 
     def take() -> None:
         try:
-            Machine(tmp_path / "b").mirror.take_over()
-        except RunDirectoryError as error:
+            MirroredMachine(tmp_path / "b").mirror.acquire_and_pull()
+        except RunFolderError as error:
             errors.append(error)
 
-    server.held = "PUT .*/.lock"
+    server.block_pattern = "PUT .*/.lock"
     slower = threading.Thread(target=take)
     slower.start()
-    assert server.holding.wait(10)
-    server.held = ""  # for those who come from now on
-    with Machine(tmp_path / "c") as faster:
-        server.let_go()
+    assert server.is_blocking.wait(10)
+    server.block_pattern = ""  # for those who come from now on
+    with MirroredMachine(tmp_path / "c") as faster:
+        server.unblock()
         slower.join(10)
         assert "is in use by process" in str(errors[0])
         time.sleep(0.3)
@@ -180,37 +180,37 @@ def test_claim_that_changed_before_the_last_look_is_not_overwritten(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The faster of two machines that wait for a dead claim may take it just before the slower one looks last."""
-    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
-    dead = Machine(tmp_path / "a")
-    dead.mirror.take_over()
-    dead.silence()
-    slower = Machine(tmp_path / "b")
-    look, looks, faster = slower.mirror.store.version, 0, Machine(tmp_path / "c")
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
+    dead = MirroredMachine(tmp_path / "a")
+    dead.mirror.acquire_and_pull()
+    dead.stop_renewals()
+    slower = MirroredMachine(tmp_path / "b")
+    look, looks, faster = slower.mirror.store.version, 0, MirroredMachine(tmp_path / "c")
 
     def look_late(name: str) -> str | None:
         nonlocal looks
         looks += 1
         if looks == 2:
-            faster.mirror.take_over()
+            faster.mirror.acquire_and_pull()
             time.sleep(0.3)  # beyond the time that the slower one waits
         return look(name)
 
     monkeypatch.setattr(slower.mirror.store, "version", look_late)
-    with pytest.raises(RunDirectoryError, match="is in use by process"):
-        slower.mirror.take_over()
-    assert looks >= 2 and not faster.mirror.lease.is_lost()
+    with pytest.raises(RunFolderError, match="is in use by process"):
+        slower.mirror.acquire_and_pull()
+    assert looks >= 2 and not faster.mirror.lease.check_lost()
     faster.mirror.lease.release()
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A disk has no conditional writes: two that have seen the same may both write, and one has to notice."""
-    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
-    monkeypatch.setattr(lease, "POLL_S", 0.5)
-    store = StoredFolder(f"file://{tmp_path}/elsewhere")
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
+    monkeypatch.setattr(lease, "POLL_INTERVAL_S", 0.5)
+    store = RemoteFolder(f"file://{tmp_path}/elsewhere")
     store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
-    first = Machine(tmp_path / "a", store.address)
-    write = first.mirror.store.write_if
+    first = MirroredMachine(tmp_path / "a", store.uri)
+    write = first.mirror.store.write_if_version
     last = json.dumps({"holder": "process 2 on another", "folder": "another:/run2", "id": "2"}).encode()
 
     def write_first(name: str, content: bytes, seen: str | None) -> bool:
@@ -218,9 +218,9 @@ def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkey
         threading.Timer(0.1, store.write, [name, last]).start()
         return written
 
-    monkeypatch.setattr(first.mirror.store, "write_if", write_first)
-    with pytest.raises(RunDirectoryError, match="is in use by process 2 on another"):
-        first.mirror.take_over()
+    monkeypatch.setattr(first.mirror.store, "write_if_version", write_first)
+    with pytest.raises(RunFolderError, match="is in use by process 2 on another"):
+        first.mirror.acquire_and_pull()
     assert store.read(".lock") == last
 
 
@@ -229,43 +229,43 @@ def test_dead_claim_on_a_disk_goes_to_the_last_who_writes(tmp_path: Path, monkey
 def test_damaged_claim_ends_like_that_of_a_dead_run(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: bytes
 ):
-    monkeypatch.setattr(lease, "EXPIRES_AFTER_S", 0.2)
-    StoredFolder(ADDRESS).write(".lock", content)
-    with Machine(tmp_path / "a") as here:
-        assert not here.mirror.lease.is_lost()
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.2)
+    RemoteFolder(URI).write(".lock", content)
+    with MirroredMachine(tmp_path / "a") as here:
+        assert not here.mirror.lease.check_lost()
     assert "was in use by" in caplog.text and "\x1b" not in caplog.text
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_claim_that_is_deleted_is_made_again(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    store = StoredFolder(address)
+    store = RemoteFolder(address)
     store.write(".lock", json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode())
     deleting = threading.Timer(0.2, store.delete, [[".lock"]])
     deleting.start()
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         deleting.join()
         for deleted in range(2):
             store.delete([".lock"])
             here.save(10 + deleted)
-            until(lambda step=10 + deleted: step in here.mirror.steps())  # type: ignore[misc]
+            wait_until(lambda step=10 + deleted: step in here.mirror.remote_steps())  # type: ignore[misc]
             assert f"{address}/.lock was deleted: it is written again" in caplog.text
             assert json.loads(store.read(".lock") or b"")["folder"].endswith((here.folder / ".folder").read_text())
         here.mirror.finish(20)
-        with pytest.raises(RunDirectoryError, match="is in use by process"):
-            Machine(tmp_path / "b", address).mirror.take_over()
+        with pytest.raises(RunFolderError, match="is in use by process"):
+            MirroredMachine(tmp_path / "b", address).mirror.acquire_and_pull()
     left = json.loads(store.read(".lock") or b"{}")
     assert left["ended"], "whoever comes next need not wait"
     caplog.clear()
-    with Machine(tmp_path / "b", address):
+    with MirroredMachine(tmp_path / "b", address):
         assert "was in use by" not in caplog.text
 
 
 @pytest.mark.usefixtures("quick_leases")
 def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         claim = json.dumps({"holder": "process 1 on another\x1b[2J", "folder": "another:/run", "id": "1"}).encode()
         here.mirror.store.write(".lock", claim)
-        until(lambda: here.mirror.lease.lost_to)
+        wait_until(lambda: here.mirror.lease.lost_to)
         with pytest.raises(StorageError, match=r"taken by process 1 on another\\x1b\[2J, after \.lock was deleted: "):
             here.mirror.finish(20)
         assert here.mirror.store.read(".lock") == claim
@@ -275,17 +275,17 @@ def test_address_that_was_taken_after_its_claim_was_deleted_says_so(server: S3Se
 def test_claim_that_is_always_deleted_is_an_error_that_says_so(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    here = Machine(tmp_path / "a")
-    write = here.mirror.store.write_if
+    here = MirroredMachine(tmp_path / "a")
+    write = here.mirror.store.write_if_version
 
     def write_and_delete(name: str, content: bytes, seen: str | None) -> bool:
         written = write(name, content, seen)
         here.mirror.store.delete([name])
         return written
 
-    monkeypatch.setattr(here.mirror.store, "write_if", write_and_delete)
-    with pytest.raises(RunDirectoryError, match=r"its \.lock was deleted 5 times"):
-        here.mirror.take_over()
+    monkeypatch.setattr(here.mirror.store, "write_if_version", write_and_delete)
+    with pytest.raises(RunFolderError, match=r"its \.lock was deleted 5 times"):
+        here.mirror.acquire_and_pull()
 
 
 @pytest.mark.usefixtures("quick_leases")
@@ -294,24 +294,24 @@ def test_a_claim_holds_whose_answer_was_lost_and_one_on_a_server_without_conditi
     server: S3Server, tmp_path: Path, answer: str
 ):
     if answer == "lost":
-        server.unheard = "PUT .*/.lock"
+        server.lose_answer_pattern = "PUT .*/.lock"
     else:
-        server.refused_as, server.refused_if = answer, "HTTP_IF_"
-    with Machine(tmp_path / "a") as here:
+        server.reject_status, server.reject_condition = answer, "HTTP_IF_"
+    with MirroredMachine(tmp_path / "a") as here:
         content = server.objects()["team/run/.lock"]
-        until(lambda: server.objects()["team/run/.lock"] != content)
+        wait_until(lambda: server.objects()["team/run/.lock"] != content)
         assert not here.mirror.lease.lost_to
 
 
 def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere"
     claim = json.dumps({"holder": "process 1 on another", "folder": "another:/run", "id": "1"}).encode()
-    StoredFolder(address).write(".lock", claim)
+    RemoteFolder(address).write(".lock", claim)
 
     async def begin() -> None:
         mirror = Mirror(tmp_path / "run", address)
         async with AsyncExitStack() as stack:
-            await Mirrors(mirror).enter(stack, RunDirectory(tmp_path / "run", {}, True, mirror))
+            await Mirrors(mirror).enter(stack, RunFolder(tmp_path / "run", {}, True, mirror))
 
     async def run() -> None:
         beginning = asyncio.create_task(begin())
@@ -324,6 +324,6 @@ def test_a_signal_is_heard_while_a_claim_is_looked_at(tmp_path: Path):
     began = time.monotonic()
     asyncio.run(run())
     assert time.monotonic() - began < 5.0, "and not the 45 s after which a claim ends"
-    assert StoredFolder(address).read(".lock") == claim
-    with RunDirectory(tmp_path / "run", {}, True):
+    assert RemoteFolder(address).read(".lock") == claim
+    with RunFolder(tmp_path / "run", {}, True):
         pass

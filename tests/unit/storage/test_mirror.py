@@ -12,45 +12,45 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import CheckpointError, ConfigError, StorageError
-from skyrl_train.experiment.services import Mirrors
+from skyrl_train.experiment.run_resources import Mirrors
 from skyrl_train.storage import mirror as mirrors
-from skyrl_train.storage.manifests import fetch
+from skyrl_train.storage.manifests import download_folder
 from skyrl_train.storage.mirror import Mirror
-from skyrl_train.storage.places import working_folder
-from skyrl_train.trainer.checkpoints import verify
+from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.trainer.checkpoints import find_checkpoint_damage
 from tests.support.s3_server import BUCKET, S3Server
-from tests.support.stored_runs import ADDRESS, Machine, puts, until
+from tests.support.mirrored_runs import URI, MirroredMachine, puts, wait_until
 
 
 def test_what_is_saved_here_is_loaded_on_another_machine_with_its_metrics(address: str, tmp_path: Path):
-    with Machine(tmp_path / "a", address, keep=2) as here:
+    with MirroredMachine(tmp_path / "a", address, keep=2) as here:
         for step in (10, 20, 30):
             here.save(step)
         here.mirror.finish(20)
-    with Machine(tmp_path / "b", address, keep=2) as there:
-        assert there.mirror.steps() == [20, 30], "the oldest is deleted there as well"
+    with MirroredMachine(tmp_path / "b", address, keep=2) as there:
+        assert there.mirror.remote_steps() == [20, 30], "the oldest is deleted there as well"
         assert json.loads((there.folder / "metrics.jsonl").read_text()) == {"step": 30}
         assert there.loaded() == (30, "weights of step 30")
         assert there.mirror.store.read("latest_ckpt_global_step.txt") == b"30"
 
 
 def test_a_checkpoint_without_its_manifest_is_not_there_and_the_one_before_is(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
-        until(lambda: here.mirror.steps() == [10])
-        server.held = "PUT .*/global_step_20/policy/"
+        wait_until(lambda: here.mirror.remote_steps() == [10])
+        server.block_pattern = "PUT .*/global_step_20/policy/"
         here.save(20)
-        assert server.holding.wait(10)
-        other = Machine(tmp_path / "b")
-        assert other.mirror.steps() == [10]
+        assert server.is_blocking.wait(10)
+        other = MirroredMachine(tmp_path / "b")
+        assert other.mirror.remote_steps() == [10]
         assert other.loaded() == (10, "weights of step 10")
-        server.let_go()
+        server.unblock()
         here.mirror.finish(20)
-        assert other.mirror.steps() == [10, 20]
+        assert other.mirror.remote_steps() == [10, 20]
 
 
 def test_the_manifest_and_the_metrics_of_its_steps_come_in_this_order_and_last(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         here.mirror.finish(20)
     of_step = puts(server, "(global_step_10|metrics)")
@@ -60,42 +60,42 @@ def test_the_manifest_and_the_metrics_of_its_steps_come_in_this_order_and_last(s
 def test_what_an_interrupted_upload_left_is_deleted_and_the_checkpoint_uploaded_by_the_next_start(
     server: S3Server, tmp_path: Path
 ):
-    before = Machine(tmp_path / "a")
+    before = MirroredMachine(tmp_path / "a")
     before.save(10)
     before.mirror.store.write("global_step_10/policy/rank_0", b"half")
     before.mirror.store.write("global_step_5/policy/rank_0", b"half")
-    with Machine(tmp_path / "a") as again:
+    with MirroredMachine(tmp_path / "a") as again:
         again.mirror.finish(20)
     keys = {key for key in server.objects() if "/global_step" in key}
     names = ("manifest.json", "policy/rank_0", "trainer_state.json")
     assert keys == {f"team/run/global_step_10/{name}" for name in names}
-    assert Machine(tmp_path / "b").loaded() == (10, "weights of step 10")
+    assert MirroredMachine(tmp_path / "b").loaded() == (10, "weights of step 10")
 
 
 @pytest.mark.defect("a-manifest-without-its-files")
 def test_a_checkpoint_whose_manifest_came_after_its_files_were_deleted_is_sent_again(address: str, tmp_path: Path):
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         here.mirror.finish(20)
         store = here.mirror.store
         store.delete(name for name in store.find("global_step_10") if "policy" in name)
-    with Machine(tmp_path / "a", address) as again:
+    with MirroredMachine(tmp_path / "a", address) as again:
         again.mirror.finish(20)
-    assert Machine(tmp_path / "b", address).loaded() == (10, "weights of step 10")
+    assert MirroredMachine(tmp_path / "b", address).loaded() == (10, "weights of step 10")
 
 
 def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_other(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    before = Machine(tmp_path / "a")
+    before = MirroredMachine(tmp_path / "a")
     (before.save(10) / "policy" / "rank_0").unlink()
     (before.save(20) / "manifest.json").write_text("{")
     linked = before.save(25) / "policy" / "rank_0"
     linked.symlink_to(linked.rename(tmp_path / "elsewhere"))
-    with Machine(tmp_path / "a") as again:
+    with MirroredMachine(tmp_path / "a") as again:
         again.save(30)
         again.mirror.finish(20)
-        assert again.mirror.steps() == [30]
+        assert again.mirror.remote_steps() == [30]
     for problem in (
         "policy/rank_0 is missing",
         "manifest.json cannot be read",
@@ -105,76 +105,76 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_holds_up_no_other(
 
 
 def test_a_step_that_is_saved_once_more_is_whole_at_every_moment(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         here.save(10, "first")
-        until(lambda: here.mirror.steps() == [10])
-        server.held = "PUT .*/global_step_10/manifest.json"
+        wait_until(lambda: here.mirror.remote_steps() == [10])
+        server.block_pattern = "PUT .*/global_step_10/manifest.json"
         here.save(10, "second")
-        assert server.holding.wait(10)
-        assert Machine(tmp_path / "b").loaded() == (10, "first of step 10")
-        server.let_go()
+        assert server.is_blocking.wait(10)
+        assert MirroredMachine(tmp_path / "b").loaded() == (10, "first of step 10")
+        server.unblock()
         here.mirror.finish(20)
-    assert Machine(tmp_path / "c").loaded() == (10, "second of step 10")
+    assert MirroredMachine(tmp_path / "c").loaded() == (10, "second of step 10")
     contents = [content for key, content in server.objects().items() if "rank_0" in key]
     assert contents == [b"second of step 10"], "the file before is deleted"
 
 
 def test_a_checkpoint_that_is_being_uploaded_is_not_deleted_here(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a", keep=1) as here:
-        server.held = "PUT .*/global_step_10/policy/"
+    with MirroredMachine(tmp_path / "a", keep=1) as here:
+        server.block_pattern = "PUT .*/global_step_10/policy/"
         here.save(10)
-        assert server.holding.wait(10)
+        assert server.is_blocking.wait(10)
         here.save(20)
         here.save(30)
         assert here.checkpoints.steps() == [10, 30], "20 has not begun to be uploaded, and will not"
-        server.let_go()
+        server.unblock()
         here.mirror.finish(20)
-        assert here.mirror.steps() == [30]
+        assert here.mirror.remote_steps() == [30]
 
 
 def test_a_failed_upload_is_repeated_said_and_named_if_it_still_lacks_at_the_end(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(mirrors, "MAX_PAUSE_S", 0.05)
-    monkeypatch.setattr(mirrors, "ERROR_EVERY", 2)
-    with Machine(tmp_path / "a") as here, caplog.at_level(logging.WARNING):
-        server.refused = "PUT .*/global_step_10/"
+    monkeypatch.setattr(mirrors, "MAX_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(mirrors, "ERROR_LOG_INTERVAL", 2)
+    with MirroredMachine(tmp_path / "a") as here, caplog.at_level(logging.WARNING):
+        server.reject_pattern = "PUT .*/global_step_10/"
         here.save(10)
         with pytest.raises(StorageError, match=r"lacks global_step_10.*trainer\.timeouts\.upload_s.*Forbidden"):
             here.mirror.finish(1.0)
         assert "is tried again" in caplog.text
         assert "AN UPLOAD HAS FAILED 2 TIMES" in caplog.text
-        server.refused = ""
+        server.reject_pattern = ""
         here.mirror.finish(20)
-        assert here.mirror.steps() == [10]
+        assert here.mirror.remote_steps() == [10]
 
 
 def test_what_has_arrived_is_not_sent_again_when_a_checkpoint_is_tried_again(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(mirrors, "MAX_PAUSE_S", 0.05)
-    with Machine(tmp_path / "a") as here:
-        server.refused = "PUT .*/global_step_10/trainer_state"
+    monkeypatch.setattr(mirrors, "MAX_RETRY_DELAY_S", 0.05)
+    with MirroredMachine(tmp_path / "a") as here:
+        server.reject_pattern = "PUT .*/global_step_10/trainer_state"
         here.save(10)
-        until(lambda: len(puts(server, "global_step_10/trainer_state")) == 3)
-        server.refused = ""
-        until(lambda: here.mirror.steps() == [10])
+        wait_until(lambda: len(puts(server, "global_step_10/trainer_state")) == 3)
+        server.reject_pattern = ""
+        wait_until(lambda: here.mirror.remote_steps() == [10])
         assert len(puts(server, "global_step_10/policy/rank_0")) == 1
         here.save(10, "other")
         here.mirror.finish(20)
-    assert Machine(tmp_path / "b").loaded() == (10, "other of step 10")
+    assert MirroredMachine(tmp_path / "b").loaded() == (10, "other of step 10")
 
 
 def test_an_upload_that_failed_is_repeated_before_later_ones(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(mirrors, "MAX_PAUSE_S", 0.05)
-    with Machine(tmp_path / "a") as here:
-        server.refused = "PUT .*/global_step_10/"
+    monkeypatch.setattr(mirrors, "MAX_RETRY_DELAY_S", 0.05)
+    with MirroredMachine(tmp_path / "a") as here:
+        server.reject_pattern = "PUT .*/global_step_10/"
         here.save(10)
         here.save(20)
-        until(lambda: len(puts(server, "global_step_10/")) > 1)
-        server.refused = ""
+        wait_until(lambda: len(puts(server, "global_step_10/")) > 1)
+        server.reject_pattern = ""
         here.mirror.finish(20)
     manifests = puts(server, r"global_step_\d+/manifest.json")
     assert manifests == ["global_step_10/manifest.json", "global_step_20/manifest.json"]
@@ -182,26 +182,26 @@ def test_an_upload_that_failed_is_repeated_before_later_ones(
 
 def test_what_was_killed_before_its_upload_is_uploaded_with_as_many_before_it_as_are_kept(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere/run"
-    with Machine(tmp_path / "a", address, keep=2) as here:
+    with MirroredMachine(tmp_path / "a", address, keep=2) as here:
         here.save(10)
         here.save(20)
         here.mirror.finish(20)
-    with Machine(tmp_path / "a", address, keep=2) as here:
+    with MirroredMachine(tmp_path / "a", address, keep=2) as here:
         here.mirror.stop()
         here.save(30)
         here.save(40)
-    with Machine(tmp_path / "a", address, keep=2) as again:
+    with MirroredMachine(tmp_path / "a", address, keep=2) as again:
         again.mirror.finish(20)
-        assert again.mirror.steps() == [30, 40]
+        assert again.mirror.remote_steps() == [30, 40]
 
 
 def test_its_own_upload_is_no_other_machines(address: str, tmp_path: Path):
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
-        until(lambda: here.mirror.steps() == [10])
+        wait_until(lambda: here.mirror.remote_steps() == [10])
         here.mirror.stop()
         here.save(20)  # which is never uploaded
-    with Machine(tmp_path / "a", address) as again:
+    with MirroredMachine(tmp_path / "a", address) as again:
         assert again.loaded() == (20, "weights of step 20")
 
 
@@ -211,59 +211,59 @@ def test_a_run_that_went_back_and_was_killed_before_its_upload_goes_on_from_ther
     address: str, tmp_path: Path, machine: str
 ):
     """Also where it has never had the checkpoints that it left behind."""
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         for step in (10, 20, 30, 40):
             here.save(step, "old")
         here.mirror.finish(20)
-    with Machine(tmp_path / machine, address) as back:
+    with MirroredMachine(tmp_path / machine, address) as back:
         back.mirror.stop()
-        found = back.checkpoints.load_path("from_path", f"{address}/global_step_20")
+        found = back.checkpoints.find_resumable("from_path", f"{address}/global_step_20")
         assert found is not None and found.step == 20
         back.save(30, "new")
-    with Machine(tmp_path / machine, address) as again:
+    with MirroredMachine(tmp_path / machine, address) as again:
         assert json.loads((again.folder / "metrics.jsonl").read_text()) == {"step": 30}, "not those of step 40"
         assert again.loaded() == (30, "new of step 30")
-        until(lambda: again.mirror.store.read("global_step_40/manifest.set_aside.json") is not None)
-        assert again.mirror.steps() == [10, 20, 30]
+        wait_until(lambda: again.mirror.store.read("global_step_40/manifest.set_aside.json") is not None)
+        assert again.mirror.remote_steps() == [10, 20, 30]
         again.save(40, "old")  # bit for bit what was left behind
         again.mirror.finish(20)
-        assert again.mirror.steps() == [10, 20, 30, 40]
-    with Machine(tmp_path / "c", address) as there:
+        assert again.mirror.remote_steps() == [10, 20, 30, 40]
+    with MirroredMachine(tmp_path / "c", address) as there:
         assert there.loaded() == (40, "old of step 40")
-        found = there.checkpoints.load_path("from_path", f"{address}/global_step_30")
+        found = there.checkpoints.find_resumable("from_path", f"{address}/global_step_30")
         assert found is not None and found.step == 30, "though 40 is here, and 30 is not"
         assert (found.path / "policy" / "rank_0").read_text() == "new of step 30"
 
 
 def test_what_another_machine_has_saved_since_is_not_left_behind(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere/run"
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         here.save(20)
         here.mirror.finish(20)
-    with Machine(tmp_path / "b", address) as back:
+    with MirroredMachine(tmp_path / "b", address) as back:
         back.mirror.stop()
         back.save(15)
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.save(20, "other")
         here.mirror.finish(20)
-    with Machine(tmp_path / "b", address) as back:
+    with MirroredMachine(tmp_path / "b", address) as back:
         assert back.loaded() == (20, "other of step 20")
 
 
 def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         for step in (10, 20):
             here.save(step)
         here.mirror.finish(20)
-    with Machine(tmp_path / "b") as back:
-        found = back.checkpoints.load_path("from_path", f"{ADDRESS}/global_step_10")
+    with MirroredMachine(tmp_path / "b") as back:
+        found = back.checkpoints.find_resumable("from_path", f"{URI}/global_step_10")
         assert found is not None and found.step == 10
         back.save(15)
         back.mirror.finish(20)
-        assert back.mirror.steps() == [10, 15]
+        assert back.mirror.remote_steps() == [10, 15]
     assert "team/run/global_step_20/manifest.set_aside.json" in server.objects()
-    with Machine(tmp_path / "c") as later:
+    with MirroredMachine(tmp_path / "c") as later:
         assert later.loaded() == (15, "weights of step 15")
         later.mirror.finish(20)
     names = [name for name in server.objects() if name.startswith("team/run/global_step_20/")]
@@ -276,92 +276,92 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_aside_there_too(serve
 def test_what_another_machine_has_gone_on_from_counts_and_not_what_is_only_here(
     address: str, tmp_path: Path, went_back: bool, caplog: pytest.LogCaptureFixture
 ):
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         for step in (10, 20, 30):
             here.save(step, "first")
         here.mirror.finish(20)
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.mirror.stop()
         here.save(40, "first")  # which is never uploaded
-    with Machine(tmp_path / "b", address) as there:
+    with MirroredMachine(tmp_path / "b", address) as there:
         if went_back:
-            found = there.checkpoints.load_path("from_path", f"{address}/global_step_10")
+            found = there.checkpoints.find_resumable("from_path", f"{address}/global_step_10")
             assert found is not None and found.step == 10
             there.save(20, "second")
         there.save(35, "second")
         there.mirror.finish(20)
     caplog.clear()
     for _ in range(2):
-        with Machine(tmp_path / "a", address) as again:
+        with MirroredMachine(tmp_path / "a", address) as again:
             assert again.loaded() == (35, "second of step 35")
             assert json.loads((again.folder / "metrics.jsonl").read_text()) == {"step": 35}
-            assert verify(again.folder / "global_step_40.set_aside_0") is None, "nothing of it is lost"
+            assert find_checkpoint_damage(again.folder / "global_step_40.set_aside_0") is None, "nothing of it is lost"
             assert (again.folder / "global_step_30.set_aside_0").exists() == went_back
             again.mirror.finish(20)
-            assert again.mirror.steps() == [10, 20, *([] if went_back else [30]), 35]
+            assert again.mirror.remote_steps() == [10, 20, *([] if went_back else [30]), 35]
     said = [record.message for record in caplog.records if "Another machine" in record.message]
     assert len(said) == (3 if went_back else 1), "once for each"
 
 
 @pytest.mark.defect("back-on-the-first-machine")
 def test_what_was_not_uploaded_counts_if_no_other_machine_has_saved_since(address: str, tmp_path: Path):
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         here.mirror.finish(20)
-    with Machine(tmp_path / "b", address) as there:  # goes on from what another machine has saved
+    with MirroredMachine(tmp_path / "b", address) as there:  # goes on from what another machine has saved
         assert there.loaded() == (10, "weights of step 10")
         there.mirror.stop()
         there.save(20)
-    with Machine(tmp_path / "c", address) as looked:  # and saves nothing
+    with MirroredMachine(tmp_path / "c", address) as looked:  # and saves nothing
         assert looked.loaded() == (10, "weights of step 10")
-    with Machine(tmp_path / "b", address) as there:
+    with MirroredMachine(tmp_path / "b", address) as there:
         assert there.loaded() == (20, "weights of step 20")
         there.mirror.finish(20)
-        assert there.mirror.steps() == [10, 20]
+        assert there.mirror.remote_steps() == [10, 20]
 
 
 @pytest.mark.defect("back-on-the-first-machine")
 def test_nothing_brings_back_what_was_set_aside_but_who_renames_it(tmp_path: Path):
     address = f"file://{tmp_path}/elsewhere/run"
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         for step in (10, 20, 30):
             here.save(step)
         here.mirror.finish(20)
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.mirror.stop()
-        assert here.checkpoints.load_path("from_path", f"{address}/global_step_10") is not None
+        assert here.checkpoints.find_resumable("from_path", f"{address}/global_step_10") is not None
         here.save(20, "back")  # which is never uploaded
         here.save(25, "back").rename(tmp_path / "a" / "global_step_25.deleting")  # killed as it was saved once more
-    with Machine(tmp_path / "b", address) as there:
+    with MirroredMachine(tmp_path / "b", address) as there:
         assert there.loaded() == (30, "weights of step 30")
         there.save(35)
         there.mirror.finish(20)
-    with Machine(tmp_path / "a", address) as again:
+    with MirroredMachine(tmp_path / "a", address) as again:
         assert again.loaded() == (35, "weights of step 35")
-        assert again.mirror.steps() == [10, 20, 30, 35], "nobody has gone back"
+        assert again.mirror.remote_steps() == [10, 20, 30, 35], "nobody has gone back"
         aside = tmp_path / "a" / "global_step_20.set_aside_0"
         aside.rename(tmp_path / "a" / "global_step_40")
         (tmp_path / "a" / "global_step_40").rename(tmp_path / "a" / "global_step_40.set_aside_0")
         for path in (f"{address}/global_step_40", tmp_path / "a" / "global_step_40"):
             with pytest.raises(ConfigError, match=r"40\.set_aside_0 was set aside: rename it to global_step_40"):
-                again.checkpoints.load_path("from_path", path)
+                again.checkpoints.find_resumable("from_path", path)
     (tmp_path / "a" / "global_step_40.set_aside_0").rename(tmp_path / "a" / "global_step_40")
-    with Machine(tmp_path / "a", address) as again:
+    with MirroredMachine(tmp_path / "a", address) as again:
         again.mirror.finish(20)
-        assert 40 in again.mirror.steps()
+        assert 40 in again.mirror.remote_steps()
 
 
 @pytest.mark.defect("back-on-the-first-machine")
 def test_machines_that_take_turns_keep_no_more_than_one_alone(address: str, tmp_path: Path):
     step = 10
     for name in ("a", "b") * 2:
-        with Machine(tmp_path / name, address, keep=2) as one:
+        with MirroredMachine(tmp_path / name, address, keep=2) as one:
             assert one.loaded() == (None if step == 10 else (step - 10, f"weights of step {step - 10}"))
             for _ in range(3):
                 one.save(step)
                 step += 10
             one.mirror.finish(20)
-            assert one.mirror.steps() == [step - 20, step - 10]
+            assert one.mirror.remote_steps() == [step - 20, step - 10]
         there = [folder.name for folder in (tmp_path / name).glob("global_step_*")]
         assert len(there) <= 3, "one that was being uploaded is deleted by the next save"
         assert all(folder.removeprefix("global_step_").isdigit() for folder in there), "nothing is set aside"
@@ -369,25 +369,25 @@ def test_machines_that_take_turns_keep_no_more_than_one_alone(address: str, tmp_
 
 @pytest.mark.defect("back-on-the-first-machine")
 def test_another_runs_checkpoint_is_the_one_at_its_address(server: S3Server, tmp_path: Path):
-    here = working_folder(ADDRESS)
-    with Machine(here) as first:
+    here = resolve_local_folder(URI)
+    with MirroredMachine(here) as first:
         first.save(10)
         first.mirror.finish(20)
-    with Machine(here) as first:
+    with MirroredMachine(here) as first:
         first.mirror.stop()
         first.save(20, "first")  # which is never uploaded
-    with Machine(tmp_path / "b") as there:
+    with MirroredMachine(tmp_path / "b") as there:
         there.save(20, "second")
         there.mirror.finish(20)
-    with Machine(tmp_path / "other", f"{ADDRESS}2") as other:
+    with MirroredMachine(tmp_path / "other", f"{URI}2") as other:
         for _ in range(2):
-            found = other.checkpoints.load_path("from_path", f"{ADDRESS}/global_step_20")
+            found = other.checkpoints.find_resumable("from_path", f"{URI}/global_step_20")
             assert found is not None and found.step == 20
             assert (found.path / "policy" / "rank_0").read_text() == "second of step 20"
         for missing in (False, True):
             if missing:
                 shutil.rmtree(here / "global_step_10")
-            found = other.checkpoints.load_path("from_path", f"{ADDRESS}/global_step_10")
+            found = other.checkpoints.find_resumable("from_path", f"{URI}/global_step_10")
             assert found is not None and found.path == here / "global_step_10"
     assert (here / "global_step_20" / "policy" / "rank_0").read_text() == "first of step 20", "it is not this run's"
 
@@ -395,28 +395,28 @@ def test_another_runs_checkpoint_is_the_one_at_its_address(server: S3Server, tmp
 def test_what_a_run_deletes_of_its_records_is_deleted_there_unless_it_is_written_again(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(mirrors, "RECORDS_EVERY_S", 0.05)
-    with Machine(tmp_path / "one", address) as one:
+    monkeypatch.setattr(mirrors, "RECORD_INTERVAL_S", 0.05)
+    with MirroredMachine(tmp_path / "one", address) as one:
         files = [one.folder / "rollouts" / f"step_{n:08d}.parquet" for n in (1, 2, 3)]
         files[0].parent.mkdir()
         for file in files:
             file.write_text("rows")
-        until(lambda: len(one.mirror.store.find("rollouts")) == 3)
+        wait_until(lambda: len(one.mirror.store.find("rollouts")) == 3)
         for file in files[:2]:
             file.unlink()
-            one.mirror.drop(file)
+            one.mirror.delete_record(file)
             if file == files[1]:
                 file.write_text("others")
-        until(lambda: one.mirror.store.read("rollouts/step_00000002.parquet") == b"others")
-        until(lambda: len(one.mirror.store.find("rollouts")) == 2)
+        wait_until(lambda: one.mirror.store.read("rollouts/step_00000002.parquet") == b"others")
+        wait_until(lambda: len(one.mirror.store.find("rollouts")) == 2)
         one.mirror.finish(20.0)
     assert sorted(one.mirror.store.find("rollouts")) == [f"rollouts/step_0000000{n}.parquet" for n in (2, 3)]
 
 
 def test_a_record_that_is_written_again_before_it_was_deleted_there_stays(address: str, tmp_path: Path):
-    with Machine(tmp_path / "one", address) as one:
+    with MirroredMachine(tmp_path / "one", address) as one:
         file = one.folder / "rollouts.parquet"
-        one.mirror.drop(file)
+        one.mirror.delete_record(file)
         file.write_text("others")
         one.mirror.finish(20.0)
         assert one.mirror.store.read("rollouts.parquet") == b"others"
@@ -425,27 +425,27 @@ def test_a_record_that_is_written_again_before_it_was_deleted_there_stays(addres
 def test_a_checkpoint_that_is_damaged_here_is_repaired_and_one_that_is_damaged_there_is_passed_over(
     server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         damaged = here.save(20)
         here.mirror.finish(20)
     (damaged / "policy" / "rank_0").write_text("something else")
-    assert Machine(tmp_path / "a").loaded() == (20, "weights of step 20")
-    assert verify(damaged) is None
+    assert MirroredMachine(tmp_path / "a").loaded() == (20, "weights of step 20")
+    assert find_checkpoint_damage(damaged) is None
 
     here.mirror.store.write("global_step_20/policy/rank_0", b"something else")
-    assert Machine(tmp_path / "b").loaded() == (10, "weights of step 10")
+    assert MirroredMachine(tmp_path / "b").loaded() == (10, "weights of step 10")
     assert "global_step_20/policy/rank_0 has another SHA-256" in caplog.text
 
 
 def test_storage_that_does_not_answer_ends_a_resume_instead_of_an_older_checkpoint(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         here.save(20)
         here.mirror.finish(20)
-    server.refused = "GET .*/global_step_20/policy"
+    server.reject_pattern = "GET .*/global_step_20/policy"
     with pytest.raises(StorageError, match="global_step_20/policy/rank_0: cannot be read"):
-        Machine(tmp_path / "b").loaded()
+        MirroredMachine(tmp_path / "b").loaded()
 
 
 def test_an_export_is_there_once_its_manifest_is_and_one_that_is_written_again_is_withdrawn(
@@ -456,12 +456,12 @@ def test_an_export_is_there_once_its_manifest_is_and_one_that_is_written_again_i
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     exports.start()
-    exports.offer(folder)
+    exports.enqueue(folder)
     exports.finish(20)
     assert {"exports/global_step_3/policy/config.json", "exports/global_step_3/policy/manifest.json"} == {
         *server.objects()
     }
-    exports.withdraw(folder)
+    exports.mark_unfinished(folder)
     again = Mirror(tmp_path / "exports", f"s3://{BUCKET}/exports")
     server.seen.clear()
     again.start()
@@ -479,15 +479,15 @@ def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_s
             mirror.stop()
         if text is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            mirror.withdraw(folder)
+            mirror.mark_unfinished(folder)
             (folder / "config.json").write_text(text)
-            mirror.offer(folder)
+            mirror.enqueue(folder)
         if not killed:
             mirror.finish(20)
         return mirror
 
     def there(mirror: Mirror) -> bytes | None:
-        assert fetch(mirror.store, "global_step_3/policy", tmp_path / "fetched") is None
+        assert download_folder(mirror.store, "global_step_3/policy", tmp_path / "fetched") is None
         return (tmp_path / "fetched" / "config.json").read_bytes()
 
     assert there(export("a", "first")) == b"first"
@@ -502,73 +502,73 @@ def test_an_export_that_another_machine_has_written_since_is_not_replaced_by_a_s
 def test_nothing_more_is_sent_of_a_checkpoint_after_the_end(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(mirrors, "LAST_FILE_S", 0.1)
-    with Machine(tmp_path / "a") as here:
-        server.held = "PUT .*/global_step_10/policy/"
+    monkeypatch.setattr(mirrors, "STOP_TIMEOUT_S", 0.1)
+    with MirroredMachine(tmp_path / "a") as here:
+        server.block_pattern = "PUT .*/global_step_10/policy/"
         here.save(10)
-        assert server.holding.wait(10)
+        assert server.is_blocking.wait(10)
         here.mirror.stop()
-        server.let_go()
-        until(lambda: "global_step" not in here.mirror.waits_for())
+        server.unblock()
+        wait_until(lambda: "global_step" not in here.mirror.describe_upload())
     assert puts(server, "global_step_10") == ["global_step_10/policy/rank_0"]
 
 
 def test_the_end_of_a_run_waits_for_its_uploads_and_says_what_is_missing(server: S3Server, tmp_path: Path):
-    here = Machine(tmp_path / "a")
+    here = MirroredMachine(tmp_path / "a")
 
     async def run() -> None:
-        async with Mirrors(here.mirror).kept(0.5):
-            server.held = "PUT .*/global_step_10/policy/"
+        async with Mirrors(here.mirror).keep_uploading(0.5):
+            server.block_pattern = "PUT .*/global_step_10/policy/"
             here.save(10)
-            threading.Timer(1.0, server.let_go).start()
+            threading.Timer(1.0, server.unblock).start()
 
     with pytest.raises(StorageError, match="lacks global_step_10"):
         asyncio.run(run())
-    assert here.mirror.steps() == [], "no manifest comes after the end"
+    assert here.mirror.remote_steps() == [], "no manifest comes after the end"
 
 
 BROKEN = (b"", b"\xff\xfe", b"[" * 100_000, b'"text"', b"[[1], {}, null]", b'{"a": 1, "10": 2}')
 
 
 @pytest.mark.parametrize("content", BROKEN)
-@pytest.mark.parametrize("name", [mirrors.KNOWN_FILE, mirrors.LEFT_BEHIND_FILE, ".folder"])
+@pytest.mark.parametrize("name", [mirrors.KNOWN_MANIFESTS_FILE, mirrors.LEFT_BEHIND_FILE, ".folder"])
 def test_damaged_side_file_does_not_prevent_a_restart(tmp_path: Path, name: str, content: bytes):
     address = f"file://{tmp_path}/elsewhere/run"
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         here.save(10)
         here.mirror.finish(20)
     (tmp_path / "a" / name).write_bytes(content)
-    with Machine(tmp_path / "a", address) as again:
+    with MirroredMachine(tmp_path / "a", address) as again:
         assert again.loaded() == (10, "weights of step 10")
         again.save(20)
         again.mirror.finish(20)
-        assert again.mirror.steps() == [10, 20]
-    assert Machine(tmp_path / "b", address).loaded() == (20, "weights of step 20")
+        assert again.mirror.remote_steps() == [10, 20]
+    assert MirroredMachine(tmp_path / "b", address).loaded() == (20, "weights of step 20")
 
 
 def test_vanished_object_of_an_older_checkpoint_is_uploaded_again(
     address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    with Machine(tmp_path / "a", address) as here:
+    with MirroredMachine(tmp_path / "a", address) as here:
         for step in (10, 20, 30):
             here.save(step)
         here.mirror.finish(20)
         store = here.mirror.store
         store.delete(["global_step_10/policy/rank_0"])
         store.write("global_step_20/policy/rank_0", b"cut off")
-    with Machine(tmp_path / "a", address) as again:
+    with MirroredMachine(tmp_path / "a", address) as again:
         again.mirror.finish(20)
     assert "global_step_10 lacks files" in caplog.text and "global_step_20 lacks files" in caplog.text
     for step in (10, 20):
-        assert fetch(store, f"global_step_{step}", tmp_path / f"copy {step}") is None
+        assert download_folder(store, f"global_step_{step}", tmp_path / f"copy {step}") is None
 
 
 def test_failed_download_leaves_no_partial_checkpoint(server: S3Server, tmp_path: Path):
-    with Machine(tmp_path / "a") as here:
+    with MirroredMachine(tmp_path / "a") as here:
         here.save(10)
         here.mirror.finish(20)
         here.mirror.store.delete(["global_step_10/trainer_state.json"])
-    there = Machine(tmp_path / "b")
+    there = MirroredMachine(tmp_path / "b")
     with pytest.raises(CheckpointError, match="is whole"):
         there.loaded()
     assert not list((tmp_path / "b").glob("global_step*"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
-from skyrl_train.models.token_scorer import TokenScorer
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.padded_reference import ragged_batch
@@ -18,19 +18,19 @@ from tests.support.padded_reference import ragged_batch
 
 def make(total_steps: int | None = 10, seed: int = 0, kind: str = "qwen2", **settings: Any) -> SingleStrategy:
     strategy = SingleStrategy(optimizer_config=OptimizerConfig(**{"lr": 1e-2, **settings}), fsdp_config=FSDPConfig())
-    strategy.prepare(TokenScorer(tiny_model(kind, seed=seed)), total_steps)
+    strategy.prepare(LogprobModel(tiny_model(kind, seed=seed)), total_steps)
     return strategy
 
 
 def logprobs_of(strategy: SingleStrategy, seed: int) -> Tensor:
     batch = ragged_batch([5, 8, 6], seed=seed)
-    scores = strategy.scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    scores = strategy.module(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     logprobs: Tensor = scores.logprobs
     return logprobs
 
 
 def update(strategy: SingleStrategy, seed: int = 0, factor: float = 1.0) -> dict[str, float]:
-    strategy.backward(-logprobs_of(strategy, seed).sum() * factor, last=True)
+    strategy.backward(-logprobs_of(strategy, seed).sum() * factor, is_last_micro_batch=True)
     return strategy.step()
 
 
@@ -47,7 +47,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_a_step_is_adamw_on_the_clipped_gradient() -> None:
     kind = "llama"  # without key biases: their true gradient is 0, and Adam blows their rounding errors up
     strategy = make(kind=kind, max_grad_norm=0.5, weight_decay=0.1, adam_betas=[0.8, 0.95])
-    twin = TokenScorer(tiny_model(kind))
+    twin = LogprobModel(tiny_model(kind))
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
     for seed in range(3):
         got = update(strategy, seed)
@@ -67,7 +67,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient() -> None:
 def test_micro_batches_add_up_and_a_step_forgets_them() -> None:
     strategy = make(max_grad_norm=0)
     for _ in range(2):
-        strategy.backward(-logprobs_of(strategy, 0).sum(), last=False)
+        strategy.backward(-logprobs_of(strategy, 0).sum(), is_last_micro_batch=False)
     twice = strategy.step()["grad_norm"]
     assert twice == pytest.approx(2 * update(make(max_grad_norm=0))["grad_norm"], rel=1e-5)
     assert strategy.step()["grad_norm"] == 0
@@ -138,7 +138,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(tmp_path: P
 
 def test_a_frozen_model_has_no_gradient_and_no_optimizer(tmp_path: Path) -> None:
     strategy = SingleStrategy(optimizer_config=None)
-    strategy.prepare(TokenScorer(tiny_model()), None)
+    strategy.prepare(LogprobModel(tiny_model()), None)
     assert not logprobs_of(strategy, 0).requires_grad
     strategy.save(tmp_path)
     strategy.load(tmp_path)
@@ -152,12 +152,12 @@ def test_tied_weights_are_listed_once_under_the_name_the_hub_uses() -> None:
 
 def test_compute_in_bfloat16_keeps_parameters_and_gradients_in_float32() -> None:
     strategy = SingleStrategy(optimizer_config=OptimizerConfig(lr=1e-3), compute_dtype=torch.bfloat16)
-    scorer: Any = strategy.prepare(TokenScorer(tiny_model()), 10)
+    model: Any = strategy.prepare(LogprobModel(tiny_model()), 10)
     products: list[torch.dtype] = []
-    scorer.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, output: products.append(output.dtype))
-    strategy.backward(-logprobs_of(strategy, 0).sum(), last=True)
+    model.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, output: products.append(output.dtype))
+    strategy.backward(-logprobs_of(strategy, 0).sum(), is_last_micro_batch=True)
     assert products == [torch.bfloat16]
-    assert {p.grad.dtype for p in scorer.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert strategy.step()["skipped"] == 0
 
 
@@ -176,7 +176,7 @@ def test_two_ranks_are_refused() -> None:
 @pytest.mark.fault("F32")
 def test_gradients_that_stay_not_finite_stop_the_run_also_one_that_was_resumed(tmp_path: Path):
     def poisoned_step(strategy: SingleStrategy) -> dict[str, float]:
-        strategy.backward(logprobs_of(strategy, 0).sum() * math.nan, last=True)
+        strategy.backward(logprobs_of(strategy, 0).sum() * math.nan, is_last_micro_batch=True)
         return strategy.step()
 
     first, resumed = make(total_steps=100), make(total_steps=100)

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.durable import describe
+from skyrl_train.atomic_files import digest_file
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.trainer.checkpoints import Checkpoints, checkpoint_at, verify
+from skyrl_train.trainer.checkpoints import CheckpointStore, open_run_checkpoint, find_checkpoint_damage
 
 WEIGHTS = b"weights of step %d" * 1000
 
 
-def save(checkpoints: Checkpoints, step: int) -> Path:
+def save(checkpoints: CheckpointStore, step: int) -> Path:
     folder = checkpoints.begin(step)
     (folder / "policy").mkdir()
     (folder / "policy" / "rank0.safetensors").write_bytes(WEIGHTS % ((step,) * 1000))
@@ -31,10 +31,10 @@ def save(checkpoints: Checkpoints, step: int) -> Path:
 
 
 def test_latest_is_the_newest_committed_step_with_its_state(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (2, 10):
         save(checkpoints, step)
-    found = Checkpoints(tmp_path).load_path("latest")
+    found = CheckpointStore(tmp_path).find_resumable("latest")
     assert found is not None
     assert (found.step, found.path) == (10, tmp_path / "global_step_10")
     assert found.state == {"global_step": 10, "seed": 7}
@@ -42,50 +42,50 @@ def test_latest_is_the_newest_committed_step_with_its_state(tmp_path: Path):
 
 
 def test_nothing_to_resume_is_none(tmp_path: Path):
-    assert Checkpoints(tmp_path / "absent").load_path("latest") is None
-    save(Checkpoints(tmp_path), 1)
-    assert Checkpoints(tmp_path).load_path("none") is None
-    assert Checkpoints(tmp_path).load_path(None) is None
+    assert CheckpointStore(tmp_path / "absent").find_resumable("latest") is None
+    save(CheckpointStore(tmp_path), 1)
+    assert CheckpointStore(tmp_path).find_resumable("none") is None
+    assert CheckpointStore(tmp_path).find_resumable(None) is None
 
 
 def test_from_path_loads_that_step_also_from_another_run(tmp_path: Path):
-    other = Checkpoints(tmp_path / "other")
+    other = CheckpointStore(tmp_path / "other")
     save(other, 4)
     save(other, 8)
-    found = Checkpoints(tmp_path / "mine").load_path("from_path", tmp_path / "other" / "global_step_4")
+    found = CheckpointStore(tmp_path / "mine").find_resumable("from_path", tmp_path / "other" / "global_step_4")
     assert found is not None
     assert found.step == 4
 
 
 def test_the_manifest_s_step_decides_whatever_the_folder_is_called(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (3, 5):
         save(checkpoints, step)
     (tmp_path / "global_step_3").rename(tmp_path / "global_step_20")
-    latest = checkpoints.load_path("latest")
+    latest = checkpoints.find_resumable("latest")
     assert latest is not None and (latest.step, latest.path.name) == (5, "global_step_5")
-    renamed = checkpoints.load_path("from_path", tmp_path / "global_step_20")
+    renamed = checkpoints.find_resumable("from_path", tmp_path / "global_step_20")
     assert renamed is not None and (renamed.step, renamed.path.name) == (3, "global_step_20")
 
 
 def test_going_back_and_pruning_go_by_the_manifest_too(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (50, 100):
         save(checkpoints, step)
     (tmp_path / "global_step_100").rename(tmp_path / "global_step_10")
     save(checkpoints, 60)
     assert checkpoints.steps() == [50, 60]
-    found = checkpoints.load_path("latest")
+    found = checkpoints.find_resumable("latest")
     assert found is not None and found.step == 60
     (tmp_path / "global_step_60").rename(tmp_path / "global_step_1")
-    save(Checkpoints(tmp_path, max_ckpts_to_keep=2), 70)
+    save(CheckpointStore(tmp_path, max_ckpts_to_keep=2), 70)
     assert checkpoints.steps() == [60, 70]
 
 
 def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path):
-    save(Checkpoints(tmp_path / "there"), 30)
+    save(CheckpointStore(tmp_path / "there"), 30)
     (tmp_path / "global_step_40").symlink_to(tmp_path / "there" / "global_step_30")
-    found = Checkpoints(tmp_path / "mine").load_path("from_path", tmp_path / "global_step_40")
+    found = CheckpointStore(tmp_path / "mine").find_resumable("from_path", tmp_path / "global_step_40")
     assert found is not None and found.step == 30
 
 
@@ -104,7 +104,7 @@ def test_a_link_to_a_checkpoint_leads_to_it(tmp_path: Path):
     ids=["deep list", "deep object", "list", "number", "pickle", "binary", "no files"],
 )
 def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: bytes):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (1, 2):
         save(checkpoints, step)
     folder = tmp_path / "global_step_2"
@@ -114,7 +114,7 @@ def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: by
         manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     started = time.monotonic()
-    found = checkpoints.load_path("latest")
+    found = checkpoints.find_resumable("latest")
     assert time.monotonic() - started < 3
     if content == b'{"files": 3}' and name == "trainer_state.json":
         assert found is not None and found.step == 2  # an object like any other
@@ -127,17 +127,17 @@ def test_what_is_no_json_object_is_damage(tmp_path: Path, name: str, content: by
 )
 def test_a_bad_mode_or_path_says_what_is_allowed(tmp_path: Path, mode: str, path: str | None):
     with pytest.raises(ConfigError, match=r"resume_(mode|path)="):
-        Checkpoints(tmp_path).load_path(mode, path)
+        CheckpointStore(tmp_path).find_resumable(mode, path)
 
 
 @pytest.mark.parametrize("keep", [0, -2])
 def test_keeping_none_is_refused(tmp_path: Path, keep: int):
     with pytest.raises(ConfigError, match="max_ckpts_to_keep"):
-        Checkpoints(tmp_path, keep)
+        CheckpointStore(tmp_path, keep)
 
 
 def test_the_last_k_are_kept(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path, max_ckpts_to_keep=2)
+    checkpoints = CheckpointStore(tmp_path, max_ckpts_to_keep=2)
     for step in range(1, 6):
         save(checkpoints, step)
     assert checkpoints.steps() == [4, 5]
@@ -145,18 +145,18 @@ def test_the_last_k_are_kept(tmp_path: Path):
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     folder = checkpoints.begin(1)
     (folder / "other").write_text("x")
     checkpoints.commit(1, {})
     assert {p.name for p in (tmp_path / "global_step_1").iterdir()} == {"other", "manifest.json", "trainer_state.json"}
-    assert verify(tmp_path / "global_step_1") is None
+    assert find_checkpoint_damage(tmp_path / "global_step_1") is None
 
 
 @pytest.mark.fault("F35")
 def test_a_kill_while_a_step_is_saved_again_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     rename = Path.rename
 
@@ -170,38 +170,38 @@ def test_a_kill_while_a_step_is_saved_again_leaves_what_was_there(tmp_path: Path
         with pytest.raises(KeyboardInterrupt):
             save(checkpoints, 1)
     assert checkpoints.steps() == []
-    found = checkpoints.load_path("latest")
+    found = checkpoints.find_resumable("latest")
     assert found is not None and (found.step, found.path.name) == (1, "global_step_1")
 
 
 def test_a_file_that_a_rank_wrote_where_the_driver_does_not_see_it_is_an_error(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     (checkpoints.begin(1) / "shard_0.json").write_text("{}")
-    written = {"shard_0.json": describe(tmp_path / "global_step_1.partial" / "shard_0.json", sync=False)}
+    written = {"shard_0.json": digest_file(tmp_path / "global_step_1.partial" / "shard_0.json", fsync=False)}
     with pytest.raises(CheckpointError, match=r"does not contain shard_1\.json.*disk that all nodes share"):
         checkpoints.commit(1, {}, written | {"shard_1.json": written["shard_0.json"]})
-    assert checkpoints.load_path("latest") is None
+    assert checkpoints.find_resumable("latest") is None
 
 
 def test_going_back_to_an_older_step_never_resumes_the_abandoned_branch(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for step in (10, 20, 30):
         save(checkpoints, step)
     save(checkpoints, 15)
-    found = checkpoints.load_path("latest")
+    found = checkpoints.find_resumable("latest")
     assert found is not None
     assert found.step == 15
-    assert verify(tmp_path / "global_step_30.set_aside_0") is None, "nothing of the user's is deleted"
+    assert find_checkpoint_damage(tmp_path / "global_step_30.set_aside_0") is None, "nothing of the user's is deleted"
 
 
 @pytest.mark.fault("F35")
 def test_a_torn_save_is_reported_not_loaded_and_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     torn = checkpoints.begin(2)
     (torn / "half").write_text("x")
     with caplog.at_level(logging.WARNING):
-        found = Checkpoints(tmp_path).load_path("latest")
+        found = CheckpointStore(tmp_path).find_resumable("latest")
     assert found is not None
     assert found.step == 1
     assert "global_step_2.partial is torn" in caplog.text
@@ -229,11 +229,11 @@ def flipped(file: Path) -> None:
 def test_damage_is_named_and_the_one_before_is_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, name: str
 ):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     damage(save(checkpoints, 2) / name)
     with caplog.at_level(logging.ERROR):
-        found = checkpoints.load_path("latest")
+        found = checkpoints.find_resumable("latest")
     assert found is not None
     assert found.step == 1
     assert "global_step_2 IS DAMAGED" in caplog.text
@@ -241,15 +241,15 @@ def test_damage_is_named_and_the_one_before_is_loaded(
 
 @pytest.mark.fault("F36")
 def test_damage_to_all_of_them_is_an_error_not_a_fresh_start(tmp_path: Path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     flipped(save(checkpoints, 1) / "policy" / "rank0.safetensors")
     with pytest.raises(CheckpointError, match=r"\[1\]"):
-        checkpoints.load_path("latest")
+        checkpoints.find_resumable("latest")
 
 
 @pytest.mark.fault("F36")
 def test_a_full_disk_leaves_the_earlier_checkpoint_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
     folder = checkpoints.begin(2)
     (folder / "big").write_text("x")
@@ -260,7 +260,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_loadable(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         checkpoints.commit(2, {})
-    found = checkpoints.load_path("latest")
+    found = checkpoints.find_resumable("latest")
     assert found is not None
     assert found.step == 1
 
@@ -274,19 +274,19 @@ def rewrite_manifest(folder: Path, name: str, data: bytes) -> None:
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("name", ["../../secret", "policy/../../../secret", "/etc/hostname", ""])
 def test_a_manifest_that_points_outside_is_refused(tmp_path: Path, name: str):
-    folder = save(Checkpoints(tmp_path / "run"), 1)
+    folder = save(CheckpointStore(tmp_path / "run"), 1)
     (tmp_path / "secret").write_bytes(b"s")
     rewrite_manifest(folder, name, b"s")
-    assert "is not the name of a file inside the folder" in str(verify(folder))
+    assert "is not the name of a file inside the folder" in str(find_checkpoint_damage(folder))
 
 
 @pytest.mark.fault("F38")
 @pytest.mark.parametrize("linked", ["policy", "policy/rank0.safetensors"])
 def test_a_symbolic_link_in_a_checkpoint_is_refused(tmp_path: Path, linked: str):
-    folder = save(Checkpoints(tmp_path), 1)
+    folder = save(CheckpointStore(tmp_path), 1)
     shutil.move(folder / linked, tmp_path / "elsewhere")
     (folder / linked).symlink_to(tmp_path / "elsewhere")
-    assert "symbolic link" in str(verify(folder))
+    assert "symbolic link" in str(find_checkpoint_damage(folder))
 
 
 SAVE_LOOP = """
@@ -315,12 +315,12 @@ def test_kill_at_a_random_moment_of_a_save_loses_at_most_that_save(tmp_path: Pat
     process.send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=30)
     committed = max((int(line) for line in said.split()), default=0)
-    found = Checkpoints(tmp_path).load_path("latest")
+    found = CheckpointStore(tmp_path).find_resumable("latest")
     step = found.step if found else 0
     assert step in (committed, committed + 1), "the rename of the next one may have come through before the kill"
     assert found is None or found.state["step_again"] == step
-    again = save(Checkpoints(tmp_path, max_ckpts_to_keep=2), step + 1)
-    assert verify(again) is None, "saving goes on over what the crash left"
+    again = save(CheckpointStore(tmp_path, max_ckpts_to_keep=2), step + 1)
+    assert find_checkpoint_damage(again) is None, "saving goes on over what the crash left"
 
 
 def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -338,7 +338,7 @@ def test_files_are_durable_before_they_become_visible(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
     monkeypatch.setattr(os, "replace", record_rename)
-    final = save(Checkpoints(tmp_path), 3)
+    final = save(CheckpointStore(tmp_path), 3)
     files = [path.relative_to(final) for path in final.rglob("*")]
     partial = next(
         path for kind, path in events if kind == "rename" and path.parent == tmp_path and path.suffix != ".new"
@@ -367,5 +367,5 @@ def test_state_without_a_step_is_a_damaged_checkpoint(
     (folder / "trainer_state.json").write_text(state)
     held = {"bytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps({"files": {"trainer_state.json": held}}))
-    with pytest.raises(CheckpointError), checkpoint_at(f"{scheme}{folder}", ()):
+    with pytest.raises(CheckpointError), open_run_checkpoint(f"{scheme}{folder}", ()):
         pass

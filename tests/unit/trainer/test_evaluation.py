@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import FAILED, TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
@@ -15,7 +15,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.evaluation import MAX_SOURCE_LENGTH, MAX_SOURCES, OTHER_SOURCES, Evaluator
-from tests.support.full_disk import disk_full_after
+from tests.support.disk_limits import limit_file_size
 from tests.support.trajectories import trajectory_from
 
 
@@ -41,7 +41,7 @@ def test_mean_and_pass_at_n_are_given_by_source_and_failures_count_as_zero(tmp_p
         Prompt("c", [], "x"),
     ]
     rewards: dict[str, list[float | None]] = {"a": [1.0, 0.0], "b": [0.0, None], "c": [1.0, 1.0]}
-    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=2, dump_to=tmp_path).run(step=7))
+    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=2, dump_folder=tmp_path).run(step=7))
     assert found["eval/one/x/avg_score"] == 0.25
     assert found["eval/one/x/pass_at_2"] == 0.5
     assert found["eval/one/x/num_failed"] == 1
@@ -66,7 +66,7 @@ def test_dumped_texts_have_no_secret_that_a_tool_has_shown(tmp_path: Path, monke
         failed.fail("tool", f"no access with {secret}")
         return TrajectoryGroup(prompt, [shown, failed])
 
-    asyncio.run(Evaluator(rollout, [prompt], eval_batch_size=1, dump_to=tmp_path).run(step=3))
+    asyncio.run(Evaluator(rollout, [prompt], eval_batch_size=1, dump_folder=tmp_path).run(step=3))
     (file,) = tmp_path.rglob("*.jsonl")
     assert secret not in file.read_text()
     first, second = map(json.loads, file.read_text().splitlines())
@@ -123,7 +123,7 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
     client = EngineClient([engine], deadline_s=60.0)
 
     async def rollout(prompt: Prompt, position: int) -> TrajectoryGroup:
-        request = SampleRequest(prompt.uid, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0)
+        request = SampleRequest(prompt.uid, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0)
         (completion,) = await client.generate([request])
         ids = completion.token_ids.tolist()
         row = trajectory_from(prompt, 0, [1], ids, [1] * len(ids), [0.0] * len(ids), [], 1.0, "stop", 1.0)
@@ -131,12 +131,12 @@ def test_an_evaluation_leaves_no_trace_in_what_engines_measure_next():
 
     async def run(after: Callable[[], Awaitable[None]] | None = None) -> float:
         prompts = [Prompt(str(i), [], "x") for i in range(4)]
-        await Evaluator(rollout, prompts, 4, None, after=after).run(0)
+        await Evaluator(rollout, prompts, 4, None, on_rollouts_done=after).run(0)
         return (await client.metrics())["engines/tokens_per_s"]
 
     assert asyncio.run(run()) > 0
     engine.calls.clear()
-    assert asyncio.run(run(client.begin_anew)) == 0
+    assert asyncio.run(run(client.reset_statistics)) == 0
     assert engine.calls[-3:-1] == ["reset_prefix_cache", "health"], "no prompt of the evaluation is found cached"
 
 
@@ -152,13 +152,13 @@ def test_at_most_a_batch_of_prompts_is_in_flight():
         return TrajectoryGroup(prompt, [trajectory_from(prompt, 0, [1], [2], [1], [0.0], [], 1.0, "stop", 1.0)])
 
     prompts = [Prompt(str(i), [], "x") for i in range(7)]
-    asyncio.run(Evaluator(rollout, prompts, eval_batch_size=3, dump_to=None).run(0))
+    asyncio.run(Evaluator(rollout, prompts, eval_batch_size=3, dump_folder=None).run(0))
     assert most == 3
 
 
 def test_full_disk_leaves_no_half_of_a_dump(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with disk_full_after(None, 50):
-        asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x")], 1, dump_to=tmp_path).run(step=1))
+    with limit_file_size(None, 50):
+        asyncio.run(Evaluator(rollout_of({"a": [0.5]}), [Prompt("a", [], "x")], 1, dump_folder=tmp_path).run(step=1))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert "could not be written" in caplog.text
 
@@ -168,7 +168,7 @@ def test_each_source_has_a_dump_and_metrics_of_its_own(tmp_path: Path):
     sources = ["math/500", "math 500", "math_500", "math%2F500", "all", "source_all", long, f"{long}y", "\ud83d", "é"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {str(number): [float(number)] for number in range(len(sources))}
-    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=4, dump_to=tmp_path).run(step=0))
+    found = asyncio.run(Evaluator(rollout_of(rewards), prompts, eval_batch_size=4, dump_folder=tmp_path).run(step=0))
     files = [path.read_text().splitlines() for path in tmp_path.rglob("*.jsonl")]
     assert sorted(json.loads(line)["uid"] for (line,) in files) == [str(number) for number in range(len(sources))]
     names = {name: value for name, value in found.items() if name.endswith("/avg_score")}
@@ -186,7 +186,7 @@ def test_data_sources_beyond_the_limits_share_metrics_and_a_dump(tmp_path: Path,
     sources = ["x" * (MAX_SOURCE_LENGTH + 1), OTHER_SOURCES, *map(str, range(MAX_SOURCES)), "0"]
     prompts = [Prompt(str(number), [], "x", data_source=source) for number, source in enumerate(sources)]
     rewards: dict[str, list[float | None]] = {prompt.uid: [1.0] for prompt in prompts}
-    evaluator = Evaluator(rollout_of(rewards), prompts, eval_batch_size=400, dump_to=tmp_path)
+    evaluator = Evaluator(rollout_of(rewards), prompts, eval_batch_size=400, dump_folder=tmp_path)
     for step in range(2):
         found = asyncio.run(evaluator.run(step))
     scored = {name.split("/")[1] for name in found}

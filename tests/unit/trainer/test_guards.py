@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from skyrl_train.algorithms.advantages import Compared
+from skyrl_train.algorithms.advantages import ComparisonScope
 from skyrl_train.config.schema import GuardsConfig
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import TrajectoryGroup
-from skyrl_train.errors import EnginesLost, Unhealthy
+from skyrl_train.errors import EnginesLost, GuardTriggered
 from skyrl_train.trainer.guards import Guards
-from tests.support.trainer_fakes import Fakes, fails_at, trainer_of
+from tests.support.fake_trainer_parts import FakeTrainerParts, fails_at, trainer_of
 
 UNHEALTHY = {
     "equal_rewards": {"reward/zero_variance_groups": 1.0},
@@ -34,7 +34,7 @@ def test_a_guard_warns_once_and_again_after_a_recovery(name: str, caplog: pytest
 def test_a_guard_that_is_to_stop_the_run_does_and_one_that_is_off_does_nothing(
     name: str, caplog: pytest.LogCaptureFixture
 ):
-    with pytest.raises(Unhealthy, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
+    with pytest.raises(GuardTriggered, match=rf"{SAID[name]}.*trainer\.guards\.stop names {name}"):
         Guards(GuardsConfig(equal_rewards_steps=1, stop=[name]), "group").check(UNHEALTHY[name], 7)
     off = GuardsConfig(equal_rewards_steps=None, max_ratio=None, max_cut_fraction=None, stop=list(UNHEALTHY))
     Guards(off, "group").check(UNHEALTHY[name], 7)
@@ -50,7 +50,7 @@ def test_equal_rewards_count_steps_in_a_row():
     guards = Guards(GuardsConfig(equal_rewards_steps=3, stop=["equal_rewards"]), "group")
     for step, metrics in enumerate([UNHEALTHY["equal_rewards"]] * 2 + [HEALTHY] + [UNHEALTHY["equal_rewards"]] * 2):
         guards.check(metrics, step)
-    with pytest.raises(Unhealthy, match="for 3 steps"):
+    with pytest.raises(GuardTriggered, match="for 3 steps"):
         guards.check(UNHEALTHY["equal_rewards"], 5)
 
 
@@ -72,7 +72,7 @@ ONE_SAMPLE = {"reward/zero_variance_groups": 1.0}  # of one sample there is no d
     ],
 )
 def test_rewards_are_equal_if_those_that_are_compared_are(
-    compared: Compared | None, metrics: dict[str, float], alarms: bool, caplog: pytest.LogCaptureFixture
+    compared: ComparisonScope | None, metrics: dict[str, float], alarms: bool, caplog: pytest.LogCaptureFixture
 ):
     Guards(GuardsConfig(equal_rewards_steps=1), compared).check(metrics, 1)
     assert bool(caplog.records) is alarms
@@ -93,13 +93,13 @@ def test_an_exploding_ratio_says_between_which_policies_it_is(metric: str, caplo
     assert f"{RATIOS[metric]} 1e+08 ({metric}, trainer.guards.max_ratio=100)" in caplog.text
     guards.check(dict.fromkeys(RATIOS, 1e8), 2)
     assert [record.message[:7] for record in caplog.records] == ["step 1:", "step 2:"], "each is said once"
-    with pytest.raises(Unhealthy, match=r"trainer\.guards\.stop names ratio"):
+    with pytest.raises(GuardTriggered, match=r"trainer\.guards\.stop names ratio"):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: 1e8}, 1)
 
 
 @pytest.mark.parametrize("metric", RATIOS)
 def test_a_ratio_that_is_no_number_is_too_large(metric: str):
-    with pytest.raises(Unhealthy, match="was nan"):
+    with pytest.raises(GuardTriggered, match="was nan"):
         Guards(GuardsConfig(stop=["ratio"]), None).check({metric: float("nan")}, 1)
 
 
@@ -126,10 +126,10 @@ def test_no_update_skipped_is_no_warning_and_those_of_both_models_are_one(caplog
 
 def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
     """The guards' state in the checkpoint of a run that ends after two steps of equal rewards."""
-    fakes, marked = Fakes(), [resumed]
+    fakes, marked = FakeTrainerParts(), [resumed]
     trainer = trainer_of(fakes)
     trainer.guards = guards = Guards(GuardsConfig(equal_rewards_steps=4), "step")
-    guards.load_state(resumed)
+    guards.load_state_dict(resumed)
     original = fakes.rollout
 
     async def equal(prompt: Prompt, position: int) -> TrajectoryGroup:
@@ -139,8 +139,8 @@ def saved_after_two_steps(resumed: dict[str, int]) -> dict[str, int]:
         return group
 
     trainer.collector.rollout = equal
-    fakes.mark = lambda: marked.append(guards.state())  # type: ignore[method-assign]
-    fails_at(trainer, "learner", "score", 2, EnginesLost("none"))
+    fakes.capture_state = lambda: marked.append(guards.state_dict())  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "add_logprobs_and_values", 2, EnginesLost("none"))
     with pytest.raises(EnginesLost):
         asyncio.run(trainer.fit())
     assert [event for event in fakes.events if event.startswith("save")] == ["save 2"]
@@ -157,7 +157,7 @@ def test_steps_of_equal_rewards_are_counted_over_checkpoints(caplog: pytest.LogC
 
 
 def test_a_run_that_a_guard_stops_is_saved():
-    fakes = Fakes()
+    fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
     trainer.guards = Guards(GuardsConfig(max_ratio=1.0, stop=["ratio"]), None)
     original = fakes.update
@@ -166,7 +166,7 @@ def test_a_run_that_a_guard_stops_is_saved():
         return await original(batch) | {"policy/ratio_max": 2.0}
 
     fakes.update = update  # type: ignore[method-assign]
-    with pytest.raises(Unhealthy):
+    with pytest.raises(GuardTriggered):
         asyncio.run(trainer.fit())
     assert fakes.events[-1] == "save 1"
     assert set(fakes.logged) == {0, 1}

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import ClusterLost, EngineError, EnginesLost, NoRoom, WorkerDied
+from skyrl_train.errors import ClusterLost, EngineError, EnginesLost, InsufficientResources, WorkerDied
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.publisher import WeightPublisher
 from tests.support.publishers import publisher_of
 
 
-class Mortal(ScriptedEngine):
+class KillableEngine(ScriptedEngine):
     """Dies at its first request unless it is told to live."""
 
     def __init__(self, name: str, lives: bool = False):
@@ -37,12 +37,12 @@ class Mortal(ScriptedEngine):
         return await super().health()
 
 
-async def give_weights(engine: Mortal) -> None:
+async def mark_synced(engine: KillableEngine) -> None:
     engine.synced = True
 
 
-def supervised(
-    engines: list[Mortal],
+def publisher_with_engines(
+    engines: list[KillableEngine],
     budget: int,
     may_start: asyncio.Event | None = None,
     started: list[str] | None = None,
@@ -51,46 +51,46 @@ def supervised(
     """Engines start once they may; the names of those that begin to are added to `started`."""
     client = EngineClient(engines, deadline_s=5)
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
         if started is not None:
             started.append(name)
         if may_start is not None:
             await may_start.wait()
-        return Mortal(name, lives=True)
+        return KillableEngine(name, lives=True)
 
-    return client, publisher_of(client, start, give_weights, max_engine_restarts=budget, pause_mode=pause_mode)
+    return client, publisher_of(client, start, mark_synced, max_engine_restarts=budget, pause_mode=pause_mode)
 
 
 def request(name: str) -> SampleRequest:
-    return SampleRequest(name, token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0)
+    return SampleRequest(name, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0)
 
 
 @pytest.mark.fault("F29")
 def test_requests_that_find_no_engine_alive_wait_for_one_that_comes_back():
-    client, publisher = supervised([Mortal("a"), Mortal("b")], budget=4)
+    client, publisher = publisher_with_engines([KillableEngine("a"), KillableEngine("b")], budget=4)
     answers = asyncio.run(client.generate([request("r1"), request("r2")]))
     assert [answer.request_id for answer in answers] == ["r1", "r2"]
-    assert client.dead == {}
+    assert client.dead_engines == {}
     assert publisher.restarts == 2
 
 
 @pytest.mark.fault("F29")
 def test_a_spent_budget_is_an_error_that_begins_with_the_cause():
-    client, _ = supervised([Mortal("a")], budget=0)
+    client, _ = publisher_with_engines([KillableEngine("a")], budget=0)
     with pytest.raises(EnginesLost, match=r"a died \(EngineError: a was killed\), and the 0 restarts of generator\."):
         asyncio.run(client.generate([request("r1")]))
 
 
 @pytest.mark.fault("F29")
 def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spent():
-    client = EngineClient([Mortal("a")], deadline_s=5)
-    started: list[Mortal] = []
+    client = EngineClient([KillableEngine("a")], deadline_s=5)
+    started: list[KillableEngine] = []
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
-        started.append(Mortal(name, lives=True))
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
+        started.append(KillableEngine(name, lives=True))
         return started[-1]
 
-    async def sync(engine: Mortal) -> None:
+    async def sync(engine: KillableEngine) -> None:
         if len(started) < 3:
             raise EngineError("half of it arrived")
         engine.synced = True
@@ -104,7 +104,7 @@ def test_a_restart_that_fails_counts_and_is_tried_again_until_the_budget_is_spen
 
 @pytest.mark.defect("C7-restarts-in-silence")
 def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(caplog: pytest.LogCaptureFixture):
-    client, _ = supervised([Mortal("a")], budget=4)
+    client, _ = publisher_with_engines([KillableEngine("a")], budget=4)
     asyncio.run(client.generate([request("r1")]))
     (line,) = [record.message for record in caplog.records if record.name == "skyrl_train.trainer.publisher"]
     assert re.fullmatch(
@@ -118,14 +118,14 @@ def test_a_restart_is_one_line_that_says_which_engine_why_and_how_many_are_left(
 def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_it():
     started: list[str] = []
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
         started.append(name)
         raise ClusterLost("a node with slots of this run died.")
 
-    async def never(engine: Mortal) -> None:
+    async def never(engine: KillableEngine) -> None:
         raise AssertionError("there is no engine")
 
-    client = EngineClient([Mortal("a")], deadline_s=5)
+    client = EngineClient([KillableEngine("a")], deadline_s=5)
     publisher_of(client, start, never, max_engine_restarts=3)
     with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node with slots of this run died"):
         asyncio.run(client.generate([request("r1")]))
@@ -136,14 +136,14 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
 def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
     started: list[str] = []
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
         started.append(name)
-        return Mortal(name, lives=True)
+        return KillableEngine(name, lives=True)
 
-    async def sync(engine: Mortal) -> None:
+    async def sync(engine: KillableEngine) -> None:
         raise WorkerDied("rank 0 died during connect_weights")
 
-    client = EngineClient([Mortal("a")], deadline_s=5)
+    client = EngineClient([KillableEngine("a")], deadline_s=5)
     publisher_of(client, start, sync, max_engine_restarts=3)
     with pytest.raises(EnginesLost, match="a rank of the trainer does not answer: rank 0 died"):
         asyncio.run(client.generate([request("r1")]))
@@ -153,7 +153,7 @@ def test_no_restart_is_repeated_if_nobody_is_left_to_send_weights():
 @pytest.mark.fault("F29")
 def test_whoever_hangs_up_in_a_restart_does_not_end_it():
     may_start = asyncio.Event()
-    client, publisher = supervised([Mortal("a")], 1, may_start)
+    client, publisher = publisher_with_engines([KillableEngine("a")], 1, may_start)
 
     async def run() -> None:
         for name in ("r1", "r2"):
@@ -170,48 +170,48 @@ def test_whoever_hangs_up_in_a_restart_does_not_end_it():
 
 @pytest.mark.fault("F31")
 def test_no_engine_comes_back_in_the_middle_of_a_sync():
-    survivor, may_start, may_load = Mortal("b", lives=True), asyncio.Event(), asyncio.Event()
-    client = EngineClient([Mortal("a"), survivor], deadline_s=5)
+    survivor, may_start, may_load = KillableEngine("b", lives=True), asyncio.Event(), asyncio.Event()
+    client = EngineClient([KillableEngine("a"), survivor], deadline_s=5)
     order: list[str] = []
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
         await may_start.wait()
         order.append(f"{name} starts")
-        return Mortal(name, lives=True)
+        return KillableEngine(name, lives=True)
 
-    async def sync(engine: Mortal) -> None:
+    async def sync(engine: KillableEngine) -> None:
         await may_load.wait()
-        await give_weights(engine)
+        await mark_synced(engine)
         order.append(f"{engine.name} has weights")
 
     publisher = publisher_of(client, start, sync, max_engine_restarts=1, pause_mode="keep")
 
     async def run() -> None:
         await client.health()  # finds the dead engine
-        client.revive_dead()
+        client.start_restart()
         publishing = asyncio.ensure_future(publisher.publish(1))
         await asyncio.sleep(0.02)
         may_start.set()
         await asyncio.sleep(0.02)
-        assert (order, list(client.dead)) == (["a starts"], ["a"])
+        assert (order, list(client.dead_engines)) == (["a starts"], ["a"])
         may_load.set()
         await publishing
-        await client.revived()
+        await client.wait_for_restart()
 
     asyncio.run(run())
     assert order == ["a starts", "b has weights", "a has weights"]
-    assert (client.dead, publisher.restarts) == ({}, 1)
+    assert (client.dead_engines, publisher.restarts) == ({}, 1)
 
 
 def test_the_living_are_left_alone():
-    alive = Mortal("a", lives=True)
+    alive = KillableEngine("a", lives=True)
     alive.synced = True
-    client, publisher = supervised([alive, Mortal("b")], budget=1)
+    client, publisher = publisher_with_engines([alive, KillableEngine("b")], budget=1)
 
     async def run() -> None:
         await client.generate([request("r1"), request("r2")])
-        assert list(client.dead) == ["b"]
-        await publisher.restart_dead()
+        assert list(client.dead_engines) == ["b"]
+        await publisher.restart_dead_engines()
 
     asyncio.run(run())
     assert client.engines[0] is alive
@@ -221,22 +221,22 @@ def test_the_living_are_left_alone():
 
 @pytest.mark.defect("one-restart-holds-up-all")
 def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_too():
-    second, survivor, may_start = Mortal("b", lives=True), Mortal("c", lives=True), asyncio.Event()
+    second, survivor, may_start = KillableEngine("b", lives=True), KillableEngine("c", lives=True), asyncio.Event()
     second.synced = survivor.synced = True
     started: list[str] = []
-    client, publisher = supervised([Mortal("a"), second, survivor], 4, may_start, started, pause_mode="keep")
+    client, publisher = publisher_with_engines([KillableEngine("a"), second, survivor], 4, may_start, started, pause_mode="keep")
 
     async def run() -> None:
         await client.generate([request("r1")])  # goes to a, and then to another
         second.lives = False
         await client.generate([request("r2"), request("r3")])  # one of them goes to b
-        assert started == ["a"] and list(client.dead) == ["a", "b"]
+        assert started == ["a"] and list(client.dead_engines) == ["a", "b"]
         async with asyncio.timeout(1):
             await publisher.publish(1)
         assert client.engines == [survivor]
         may_start.set()
         async with asyncio.timeout(5):
-            while client.dead:
+            while client.dead_engines:
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())
@@ -246,14 +246,14 @@ def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_to
 @pytest.mark.defect("one-restart-holds-up-all")
 def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_next_sync():
     async def run() -> None:
-        other = Mortal("b", lives=True)
+        other = KillableEngine("b", lives=True)
         other.synced = True
-        client, _ = supervised([Mortal("a"), other], budget=0, pause_mode="keep")
-        client.revive_dead()
+        client, _ = publisher_with_engines([KillableEngine("a"), other], budget=0, pause_mode="keep")
+        client.start_restart()
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.02)
         with pytest.raises(EnginesLost, match="a died"):
-            client.revive_dead()
+            client.start_restart()
 
     asyncio.run(run())
 
@@ -261,13 +261,13 @@ def test_where_rollouts_go_on_a_restart_that_failed_for_good_is_raised_by_the_ne
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_go_on(at_once: bool):
     async def run() -> tuple[dict[str, str], int]:
-        other = Mortal("b", lives=True)
+        other = KillableEngine("b", lives=True)
         other.synced = True
         mode = "keep" if at_once else None
-        client, publisher = supervised([Mortal("a"), other], budget=4, pause_mode=mode)
+        client, publisher = publisher_with_engines([KillableEngine("a"), other], budget=4, pause_mode=mode)
         await client.generate([request("r1"), request("r2")])
         await asyncio.sleep(0.05)
-        return client.dead, publisher.restarts
+        return client.dead_engines, publisher.restarts
 
     dead, restarts = asyncio.run(run())
     assert (list(dead), restarts) == (([], 1) if at_once else (["a"], 0))
@@ -276,22 +276,22 @@ def test_an_engine_that_dies_beside_others_is_restarted_at_once_where_rollouts_g
 @pytest.mark.defect("all-restarts-waited-for")
 def test_where_rollouts_go_on_the_first_engine_that_is_back_serves_while_others_start():
     async def run() -> None:
-        client = EngineClient([Mortal("a"), Mortal("b")], deadline_s=5)
+        client = EngineClient([KillableEngine("a"), KillableEngine("b")], deadline_s=5)
         others_may_start = asyncio.Event()
 
-        async def start(name: str, wait_for_node: bool) -> Mortal:
+        async def start(name: str, wait_for_node: bool) -> KillableEngine:
             if name == "b":
                 await others_may_start.wait()
-            return Mortal(name, lives=True)
+            return KillableEngine(name, lives=True)
 
-        publisher_of(client, start, give_weights, max_engine_restarts=4, pause_mode="keep")
+        publisher_of(client, start, mark_synced, max_engine_restarts=4, pause_mode="keep")
         assert await client.health() == []
         async with asyncio.timeout(2):
             (completion,) = await client.generate([request("r1")])
-        assert len(completion.token_ids) and list(client.dead) == ["b"]
+        assert len(completion.token_ids) and list(client.dead_engines) == ["b"]
         others_may_start.set()
         async with asyncio.timeout(2):
-            while client.dead:
+            while client.dead_engines:
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())
@@ -303,13 +303,13 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
 ):
     room = False
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
         if not room:
-            raise NoRoom("the others have no room.")
-        return Mortal(name, lives=True)
+            raise InsufficientResources("the others have no room.")
+        return KillableEngine(name, lives=True)
 
-    client = EngineClient([Mortal("a"), *([Mortal("b", lives=True)] if others else [])], deadline_s=5)
-    publisher = publisher_of(client, start, give_weights, max_engine_restarts=1)
+    client = EngineClient([KillableEngine("a"), *([KillableEngine("b", lives=True)] if others else [])], deadline_s=5)
+    publisher = publisher_of(client, start, mark_synced, max_engine_restarts=1)
 
     async def run() -> None:
         nonlocal room
@@ -319,15 +319,15 @@ def test_an_engine_without_a_node_stays_away_while_others_live_and_comes_back_wh
                 await client.generate([request("r1")])
             return
         for _ in range(3):
-            await publisher.restart_dead()
-        assert (list(client.dead), publisher.restarts) == (["a"], 0), "no restart is spent on it"
+            await publisher.restart_dead_engines()
+        assert (list(client.dead_engines), publisher.restarts) == (["a"], 0), "no restart is spent on it"
         publisher.restarts = 1  # others spend them all
-        await publisher.restart_dead()
-        assert list(client.dead) == ["a"], "it stays away as before"
+        await publisher.restart_dead_engines()
+        assert list(client.dead_engines) == ["a"], "it stays away as before"
         publisher.restarts = 0
         room = True
-        await publisher.restart_dead()
-        assert (client.dead, publisher.restarts) == ({}, 1)
+        await publisher.restart_dead_engines()
+        assert (client.dead_engines, publisher.restarts) == ({}, 1)
 
     asyncio.run(run())
     if others:
@@ -341,28 +341,28 @@ def test_of_engines_without_a_node_one_waits_for_another_node_and_none_ends_a_ru
     told: list[tuple[str, bool]] = []
     homes = {"d"}
 
-    async def start(name: str, wait_for_node: bool) -> Mortal:
+    async def start(name: str, wait_for_node: bool) -> KillableEngine:
         told.append((name, wait_for_node))
         if name not in homes:
-            raise NoRoom("the others have no room.")
-        return Mortal(name, lives=True)
+            raise InsufficientResources("the others have no room.")
+        return KillableEngine(name, lives=True)
 
-    last = Mortal("d", lives=True)
-    client = EngineClient([Mortal("a"), Mortal("b"), Mortal("c"), last], deadline_s=5)
-    publisher = publisher_of(client, start, give_weights, max_engine_restarts=9)
+    last = KillableEngine("d", lives=True)
+    client = EngineClient([KillableEngine("a"), KillableEngine("b"), KillableEngine("c"), last], deadline_s=5)
+    publisher = publisher_of(client, start, mark_synced, max_engine_restarts=9)
 
     async def run() -> None:
         await client.health()
-        await publisher.restart_dead()
+        await publisher.restart_dead_engines()
         assert told == [("a", True), ("b", False), ("c", False)]
         told.clear()
         last.lives = False
         await client.health()
-        await publisher.restart_dead()
-        assert (told[0], list(client.dead)) == (("d", True), ["a", "b", "c"])
+        await publisher.restart_dead_engines()
+        assert (told[0], list(client.dead_engines)) == (("d", True), ["a", "b", "c"])
         told.clear()
         homes.update("abc")
-        await publisher.restart_dead()
-        assert client.dead == {}
+        await publisher.restart_dead_engines()
+        assert client.dead_engines == {}
 
     asyncio.run(run())

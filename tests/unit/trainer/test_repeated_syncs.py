@@ -16,11 +16,11 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.weight_sync.sync import WeightSync
-from tests.support.publishers import LearnerAtRest
+from tests.support.publishers import IdleLearner
 from tests.support.weight_targets import LocalTrainer
 
 
-class Dying(ScriptedEngine):
+class FailingEngine(ScriptedEngine):
     """Takes weights until it is told to die, and answers nothing from then on."""
 
     dies = False
@@ -36,11 +36,11 @@ class Dying(ScriptedEngine):
 @pytest.mark.defect("syncs-that-were-repeated-are-in-no-row")
 @pytest.mark.parametrize("dying", [1, 2])
 def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, monkeypatch: pytest.MonkeyPatch):
-    engines = [Dying(name=f"engine {index}") for index in range(2)]
+    engines = [FailingEngine(name=f"engine {index}") for index in range(2)]
     client = EngineClient(engines, deadline_s=5)
     trainer = LocalTrainer(tiny_model(vocab_size=64, hidden_size=32))
     weight_sync = WeightSync(trainer, lambda: client.engines, route="in_process", deadline_s=5)
-    learner: Any = LearnerAtRest()
+    learner: Any = IdleLearner()
     cluster: Any = None
     layout: Any = SimpleNamespace(engines=None, num_slots=0)
 
@@ -50,7 +50,7 @@ def test_the_row_of_a_sync_that_was_repeated_says_what_was_synced(dying: int, mo
     monkeypatch.setattr(builders, "connect_engine", connect)
 
     async def run() -> tuple[dict[str, float], dict[str, float]]:
-        starter = builders.EngineSlots(Config(), cluster, layout)
+        starter = builders.EngineLauncher(Config(), cluster, layout)
         publisher = WeightPublisher(learner, client, weight_sync, starter.restart, max_engine_restarts=4)
         first = await publisher.publish(1)
         for engine in engines[:dying]:

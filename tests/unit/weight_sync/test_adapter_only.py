@@ -15,8 +15,8 @@ from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from skyrl_train.weight_sync.wire import Bucket, Manifest
-from tests.support.weight_targets import AdaptedTrainer, ModelTarget, score
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
+from tests.support.weight_targets import AdaptedTrainer, FakeEngine, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 PROBE_TOKENS = [[1, 2, 3, 4, 5], [6, 7, 8]]
@@ -36,7 +36,7 @@ async def engines(*names: str) -> AsyncIterator[list[TransformersEngine]]:
 
 def sync_of(trainer: AdaptedTrainer, targets: list[Any], *, probed: bool = True) -> WeightSync:
     async def trainer_score(token_ids: Any) -> list[list[float]]:
-        return score(trainer.whole(), token_ids)
+        return score(trainer.full_weights(), token_ids)
 
     probe = Probe(PROBE_TOKENS, trainer_score, self_test=True) if probed else None
     return WeightSync(
@@ -75,7 +75,7 @@ def test_the_model_travels_once_and_again_only_to_who_does_not_have_it():
             assert await moved(1) == adapter
             alive[1] = every[2]
             await weight_sync.sync_one(alive[1], 1)
-            assert score(trainer.whole(), PROBE_TOKENS)[0] == pytest.approx((await alive[1].score(PROBE_TOKENS))[0])
+            assert score(trainer.full_weights(), PROBE_TOKENS)[0] == pytest.approx((await alive[1].score(PROBE_TOKENS))[0])
             assert await moved(2) == model + adapter
             assert await moved(3) == adapter
 
@@ -122,12 +122,12 @@ def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
         async with engines("one") as (engine,):
             weight_sync = sync_of(trainer_of(), [engine])
             await weight_sync.sync_all(0)
-            await weight_sync.check(0, [engine])
+            await weight_sync.verify(0, [engine])
             adapter = engine.served.adapters.synced
             assert adapter is not None
             adapter.layers[LAYER][1].add_(0.1)
             with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
-                await weight_sync.check(0, [engine])
+                await weight_sync.verify(0, [engine])
 
     asyncio.run(run())
 
@@ -176,8 +176,8 @@ def without(tensor: str) -> Any:
 )
 def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, message: str):
     class Spoiling(AdaptedTrainer):
-        def manifest(self, version: int, altered: bool = False) -> Manifest:
-            return spoil(super().manifest(version, altered))  # type: ignore[no-any-return]
+        def prepare_manifest(self, version: int, perturbed: bool = False) -> Manifest:
+            return spoil(super().prepare_manifest(version, perturbed))  # type: ignore[no-any-return]
 
     async def run() -> None:
         async with engines("one") as (engine,):
@@ -189,7 +189,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, messa
 
 
 def test_an_engine_without_a_place_for_it_refuses_it():
-    target = ModelTarget(tiny_model(seed=2, **SMALL), "plain")
+    target = FakeEngine(tiny_model(seed=2, **SMALL), "plain")
     with pytest.raises(WeightSyncError, match=r"engine plain: .* no adapter apart.*lora\.sync=merged"):
         asyncio.run(sync_of(trainer_of(), [target], probed=False).sync_all(1))
 

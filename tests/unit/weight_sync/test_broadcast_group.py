@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.cluster import sockets
-from skyrl_train.cluster.sockets import configured_interface, free_address
+from skyrl_train.cluster import addresses
+from skyrl_train.cluster.addresses import configured_interface, free_address
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync import broadcast
-from skyrl_train.weight_sync.broadcast import ROOT, BroadcastGroup
-from skyrl_train.weight_sync.buckets import AlternatingBuffers
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
+from skyrl_train.weight_sync.buckets import DoubleBuffer
 from skyrl_train.weight_sync.sender import WeightSender
 
 
@@ -39,19 +39,19 @@ def test_a_rank_that_cannot_send_takes_part_in_the_gathers_of_the_others(fails: 
             read.append(name)
             yield name, torch.ones(64)
 
-    sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=1, rank=ROOT)
+    sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=1, rank=ROOT_RANK)
     with ThreadPoolExecutor(1) as pool:
         where = address()
         joining = pool.submit(BroadcastGroup, where, 1, 2, "cpu", 20.0)
         sender.connect("broadcast", where, 2, 20.0)
-        sender.manifest(1)
+        sender.prepare_manifest(1)
         read.clear()
         if fails == "as the header is sent":
             joining.result().close()
         if fails == "without a group":
             sender._group = None
         if fails == "without memory for it":
-            monkeypatch.setattr(AlternatingBuffers, "take", out_of_memory)
+            monkeypatch.setattr(DoubleBuffer, "take", out_of_memory)
         with pytest.raises((WeightSyncError, MemoryError)):
             sender.send(0)
         assert read == (["a"] if fails == "without memory for it" else ["a", "b"])
@@ -84,9 +84,9 @@ def failed() -> None:
 
 @pytest.mark.defect("transfers-that-end-as-their-wait-does")
 def test_a_transfer_that_ends_as_a_wait_for_it_does_has_not_failed():
-    assert broadcast._ends_within(Work(lambda: None), 0.2, torch.device("cpu"))
+    assert broadcast._completes_within(Work(lambda: None), 0.2, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        broadcast._ends_within(Work(failed), 0.2, torch.device("cpu"))
+        broadcast._completes_within(Work(failed), 0.2, torch.device("cpu"))
 
 
 @pytest.mark.defect("transfers-that-closing-does-not-end")
@@ -131,24 +131,24 @@ def test_a_group_that_cannot_check_in_is_named_and_closed(monkeypatch: pytest.Mo
     monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast)
     monkeypatch.setattr(BroadcastGroup, "close", close)
     with pytest.raises(WeightSyncError, match="rank 0 of 1 could not meet the others of the weight transfer"):
-        BroadcastGroup(address(), ROOT, 1, "cpu", 20.0)
+        BroadcastGroup(address(), ROOT_RANK, 1, "cpu", 20.0)
     assert len(closed) == 1
 
 
 @pytest.mark.defect("weights-for-another-machine-on-loopback")
 def test_the_interface_of_the_trainers_own_group_is_no_choice_of_the_user_s(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    sockets.choose_interface("127.0.0.1")
+    addresses.choose_interface("127.0.0.1")
     try:
         assert configured_interface() == ""
-        asks = "from skyrl_train.cluster.sockets import configured_interface as asked; print([asked()])"
+        asks = "from skyrl_train.cluster.addresses import configured_interface as asked; print([asked()])"
         started = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
         assert started.stdout == "['']\n", "nor that of what it starts"
     finally:
-        sockets.forget_interface()
+        addresses.reset_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    sockets.choose_interface("127.0.0.1")
+    addresses.choose_interface("127.0.0.1")
     assert configured_interface() == "eth7"
-    sockets.forget_interface()
+    addresses.reset_interface()
     assert configured_interface() == "eth7"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.weight_sync import buckets
-from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, inspect_on_device, inspect_parts
+from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, inspect_on_device, scan_shards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,7 +22,7 @@ def test_a_fingerprint_adds_up_over_shards_and_sees_every_bit(dtype: torch.dtype
 
 
 def on_cpu(elements: torch.Tensor, position: int) -> tuple[int, int]:
-    return inspect_parts([(elements, position)])[0]
+    return scan_shards([(elements, position)])[0]
 
 
 def on_device(elements: torch.Tensor, position: int) -> tuple[int, int]:
@@ -64,8 +64,8 @@ def test_results_come_in_the_order_of_their_parts_whatever_devices_they_lie_on(m
     monkeypatch.setattr(buckets, "inspect_on_device", inspect)
     here = torch.ones(3)
     parts = [(Elsewhere(5), 1), (here, 0), (Elsewhere(6), 0), (Elsewhere(7), 1)]
-    assert inspect_parts(parts) == [(5, 1), (fingerprint(here), 0), (6, 0), (7, 1)]  # type: ignore[arg-type]
-    assert inspect_parts([]) == []
+    assert scan_shards(parts) == [(5, 1), (fingerprint(here), 0), (6, 0), (7, 1)]  # type: ignore[arg-type]
+    assert scan_shards([]) == []
     assert fingerprints([part for part, _ in parts]) == [5, fingerprint(here), 6, 7]  # type: ignore[misc]
 
 
@@ -92,6 +92,6 @@ def test_non_finite_values_are_told_from_sums_that_overflow(dtype: torch.dtype):
 def test_sums_wrap_as_int64_does_also_those_of_several_pieces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(buckets, "CACHE_BYTES", 64)
     largest = torch.full((101,), torch.finfo(torch.float64).max, dtype=torch.float64)
-    assert inspect_parts([(largest, 0)]) == [(fingerprint(largest), 0)]
+    assert scan_shards([(largest, 0)]) == [(fingerprint(largest), 0)]
     assert abs(fingerprint(largest)) < 2**63 < 101 * int(largest.view(torch.int64)[0])
     assert fingerprints([torch.full((4,), 2**63 - 1)]) == [-4]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.handover import MappedPages, SharedPages
+from skyrl_train.weight_sync.handover import MappedBuffers, SharedBuffers
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import SharedHandle
+from skyrl_train.weight_sync.protocol import SharedHandle
 
 
 def reader(connection: Connection) -> None:
     """A process that opens every handle it is sent, answers with the bytes, and leaves a mark on the first."""
-    pages = MappedPages()
+    pages = MappedBuffers()
     while (handle := connection.recv()) is not None:
         memory = pages.open(handle)
         connection.send(bytes(memory.tolist()))
@@ -32,10 +32,10 @@ def test_another_process_reads_what_was_written_and_writes_into_the_same_memory(
     connection, other = context.Pipe()
     process = context.Process(target=reader, args=(other,), daemon=True)
     process.start()
-    pages = SharedPages("cpu", slot=3)
+    pages = SharedBuffers("cpu", slot=3)
     try:
         for index, size in enumerate((32, 64, 16, 128)):
-            buffer = pages.page(index, size)
+            buffer = pages.buffer(index, size)
             buffer.copy_(torch.arange(index, index + size, dtype=torch.uint8))
             handle = pages.handle(index, size)
             assert (handle.slot, handle.size) == (3, size)
@@ -58,11 +58,11 @@ def test_pages_outlive_connections_and_have_room_for_the_largest_bucket():
     tensors = {"small": torch.ones(8), "large": torch.ones(4096)}
     sender = WeightSender(lambda: iter(tensors.items()), wire_dtype="float32", bucket_bytes=1, rank=0)
     sender.connect("ipc", "", 2, 20.0)
-    sender.manifest(1)
+    sender.prepare_manifest(1)
     first = sender.send(0)
     sender.disconnect()
     sender.connect("ipc", "", 2, 20.0)
-    sender.manifest(2)
+    sender.prepare_manifest(2)
     again, other = sender.send(0), sender.send(1)
     assert first is not None and again is not None and other is not None
     assert first.handles[0].key == again.handles[0].key
@@ -72,21 +72,21 @@ def test_pages_outlive_connections_and_have_room_for_the_largest_bucket():
 
 
 def test_two_pages_take_turns_and_grow():
-    pages = SharedPages("cpu", slot=0)
-    first, second = pages.page(0, 64), pages.page(1, 64)
+    pages = SharedBuffers("cpu", slot=0)
+    first, second = pages.buffer(0, 64), pages.buffer(1, 64)
     first.fill_(1)
     second.fill_(2)
     handle, other = pages.handle(0, 64), pages.handle(1, 64)
-    again = pages.page(2, 16)
+    again = pages.buffer(2, 16)
     again.fill_(3)
     smaller = pages.handle(2, 16)
     assert (handle.file, handle.key) == (smaller.file, smaller.key) != (other.file, other.key)
     assert first.tolist() == [3] * 16 + [1] * 48  # the same memory
     assert second.tolist() == [2] * 64
-    mapped = MappedPages()
+    mapped = MappedBuffers()
     assert mapped.open(smaller).tolist() == [3] * 16
     assert mapped.open(handle).data_ptr() == mapped.open(smaller).data_ptr(), "mapped once, whatever is read of it"
-    larger = pages.page(2, 4096)
+    larger = pages.buffer(2, 4096)
     larger.fill_(4)
     handle = pages.handle(2, 4096)
     assert handle.key != smaller.key
@@ -97,21 +97,21 @@ def test_two_pages_take_turns_and_grow():
 
 def test_memory_that_is_gone_is_an_error_and_no_file_is_left():
     before = set(os.listdir(f"/proc/{os.getpid()}/fd"))
-    pages = SharedPages("cpu", slot=0)
-    pages.page(0, 64)
+    pages = SharedBuffers("cpu", slot=0)
+    pages.buffer(0, 64)
     handle = pages.handle(0, 64)
     pages.close()
     pages.close()
     with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
-        MappedPages().open(handle)
+        MappedBuffers().open(handle)
     with pytest.raises(WeightSyncError, match="the trainer's memory cannot be mapped"):
-        MappedPages().open(replace(handle, file="/proc/999999999/fd/3"))
+        MappedBuffers().open(replace(handle, file="/proc/999999999/fd/3"))
     assert set(os.listdir(f"/proc/{os.getpid()}/fd")) <= before
 
 
 def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_path: Path):
-    pages = SharedPages("cpu", slot=0)
-    pages.page(0, 64)
+    pages = SharedBuffers("cpu", slot=0)
+    pages.buffer(0, 64)
     handle = pages.handle(0, 64)
     with (tmp_path / "other").open("wb+") as other:
         other.write(bytes(64))
@@ -121,5 +121,5 @@ def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_
             SharedHandle(0, 64, file=f"/proc/{os.getpid()}/fd/{other.fileno()}"),
         ):
             with pytest.raises(WeightSyncError, match="bytes of a trainer's memory"):
-                MappedPages().open(wrong)
+                MappedBuffers().open(wrong)
     pages.close()

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.buckets import buckets
-from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
+from skyrl_train.weight_sync.buckets import plan_buckets
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.wire import Manifest
+from skyrl_train.weight_sync.protocol import Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 
@@ -24,7 +24,7 @@ def sender_of(model: PreTrainedModel, wire_dtype: str = "float32", bucket_bytes:
 
 
 def receiver_of(model: PreTrainedModel) -> WeightReceiver:
-    return WeightReceiver(InPlace(lambda: dict(model.named_parameters())), "engine-0")
+    return WeightReceiver(InPlaceWeightStore(lambda: dict(model.named_parameters())), "engine-0")
 
 
 def pair(**options) -> tuple[PreTrainedModel, WeightSender, PreTrainedModel, WeightReceiver]:
@@ -34,9 +34,9 @@ def pair(**options) -> tuple[PreTrainedModel, WeightSender, PreTrainedModel, Wei
 
 
 def sync(sender: WeightSender, receiver: WeightReceiver, version: int) -> int:
-    manifest = sender.manifest(version)
+    manifest = sender.prepare_manifest(version)
     receiver.begin(manifest)
-    count = len(buckets(manifest))
+    count = len(plan_buckets(manifest))
     for index in range(count):
         bucket = sender.send(index)
         assert bucket is not None
@@ -60,7 +60,7 @@ def test_after_a_sync_the_engine_holds_the_trainers_weights_bit_for_bit(tied):
     embedding = engine.get_input_embeddings().weight
     assert sync(sender, receiver, 1) > 3
     assert same(snapshot(trainer), snapshot(engine))
-    assert (receiver.version, receiver.torn) == (1, False)
+    assert (receiver.version, receiver.partially_loaded) == (1, False)
     assert engine.get_input_embeddings().weight is embedding  # loaded in place
     assert (engine.get_output_embeddings().weight is embedding) == tied
 
@@ -80,7 +80,7 @@ def test_values_are_those_of_the_wire_cast_to_what_the_engine_holds(wire, held):
 @pytest.mark.fault("F30")
 def test_tied_weights_may_be_listed_under_both_names():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
-    receiver = WeightReceiver(InPlace(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
     sync(sender_of(trainer), receiver, 1)
     assert same(snapshot(trainer), snapshot(engine))
 
@@ -89,14 +89,14 @@ def test_tied_weights_may_be_listed_under_both_names():
 def test_an_untied_trainer_and_a_tied_engine_are_refused():
     sender, receiver = sender_of(tiny_model(tied=False, **SMALL)), receiver_of(tiny_model(tied=True, **SMALL))
     with pytest.raises(WeightSyncError, match=r"lm_head.weight was announced.*tied"):
-        receiver.begin(sender.manifest(1))
+        receiver.begin(sender.prepare_manifest(1))
     sender, receiver = sender_of(tiny_model(tied=True, **SMALL)), receiver_of(tiny_model(tied=False, **SMALL))
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is held by the engine"):
-        receiver.begin(sender.manifest(1))
+        receiver.begin(sender.prepare_manifest(1))
     engine = tiny_model(tied=True, **SMALL)
-    receiver = WeightReceiver(InPlace(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight are two tensors of the trainer, but the eng"):
-        receiver.begin(sender_of(tiny_model(tied=False, **SMALL)).manifest(1))
+        receiver.begin(sender_of(tiny_model(tied=False, **SMALL)).prepare_manifest(1))
 
 
 def without_norm(manifest: Manifest) -> Manifest:
@@ -124,13 +124,13 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve(spoil
     _, sender, engine, receiver = pair()
     before = snapshot(engine)
     with pytest.raises(WeightSyncError, match=message):
-        receiver.begin(spoil(sender.manifest(1)))
+        receiver.begin(spoil(sender.prepare_manifest(1)))
     bucket = sender.send(0)
     assert bucket is not None
     with pytest.raises(WeightSyncError, match="begin a sync first"):
         receiver.receive(bucket)
     assert same(before, snapshot(engine))
-    assert (receiver.torn, receiver.version) == (False, 0)
+    assert (receiver.partially_loaded, receiver.version) == (False, 0)
 
 
 @pytest.mark.fault("F30")
@@ -141,9 +141,9 @@ def test_a_non_finite_tensor_is_named_and_nothing_is_loaded(value):
     with torch.no_grad():
         trainer.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = value
     with pytest.raises(WeightSyncError, match=r"engine-0: model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
-        receiver.begin(sender.manifest(1))
+        receiver.begin(sender.prepare_manifest(1))
     assert same(before, snapshot(engine))
-    assert not receiver.torn
+    assert not receiver.partially_loaded
 
 
 @pytest.mark.fault("F30")
@@ -151,7 +151,7 @@ def test_a_value_too_large_for_the_wire_counts_as_non_finite():
     trainer = tiny_model(**SMALL)
     with torch.no_grad():
         trainer.get_parameter("model.norm.weight")[0] = 1e6
-    assert sender_of(trainer, "float16").manifest(1).non_finite == ("model.norm.weight",)
+    assert sender_of(trainer, "float16").prepare_manifest(1).non_finite == ("model.norm.weight",)
 
 
 @pytest.mark.fault("F31")
@@ -161,7 +161,7 @@ def test_a_version_that_is_not_newer_is_refused():
     sync(sender, receiver, 3)
     for stale in (3, 2, 0):
         with pytest.raises(WeightSyncError, match=f"version {stale} is stale: version 3 is being served"):
-            receiver.begin(sender.manifest(stale))
+            receiver.begin(sender.prepare_manifest(stale))
     assert receiver.version == 3
     sync(sender, receiver, 4)
 
@@ -170,7 +170,7 @@ def test_a_version_that_is_not_newer_is_refused():
 def test_a_flipped_bit_on_the_wire_names_the_tensor_and_loads_nothing_of_its_bucket():
     _, sender, engine, receiver = pair()
     before = snapshot(engine)
-    receiver.begin(sender.manifest(1))
+    receiver.begin(sender.prepare_manifest(1))
     bucket = sender.send(0)
     assert bucket is not None
     assert bucket.payload is not None
@@ -178,13 +178,13 @@ def test_a_flipped_bit_on_the_wire_names_the_tensor_and_loads_nothing_of_its_buc
     with pytest.raises(WeightSyncError, match=r"engine-0: model\.embed_tokens\.weight arrived altered"):
         receiver.receive(bucket)
     assert same(before, snapshot(engine))
-    assert not receiver.torn
+    assert not receiver.partially_loaded
 
 
 @pytest.mark.fault("F30")
 def test_a_lost_bucket_leaves_the_engine_torn_until_a_complete_sync():
     trainer, sender, engine, receiver = pair()
-    manifest = sender.manifest(1)
+    manifest = sender.prepare_manifest(1)
     receiver.begin(manifest)
     first, _, third = (sender.send(index) for index in range(3))
     assert first is not None
@@ -192,19 +192,19 @@ def test_a_lost_bucket_leaves_the_engine_torn_until_a_complete_sync():
     receiver.receive(first)
     with pytest.raises(WeightSyncError, match="bucket 1 is missing"):
         receiver.receive(third)
-    lost = buckets(manifest)[1].names[0]
+    lost = plan_buckets(manifest)[1].names[0]
     with pytest.raises(WeightSyncError, match=rf"{lost}.* never arrived"):
         receiver.commit(1)
-    assert (receiver.torn, receiver.version) == (True, 0)
+    assert (receiver.partially_loaded, receiver.version) == (True, 0)
     sync(sender, receiver, 1)
-    assert (receiver.torn, receiver.version) == (False, 1)
+    assert (receiver.partially_loaded, receiver.version) == (False, 1)
     assert same(snapshot(trainer), snapshot(engine))
 
 
 @pytest.mark.fault("F30")
 def test_weights_that_change_while_they_are_sent_are_caught():
     trainer, sender, _, receiver = pair()
-    receiver.begin(sender.manifest(1))
+    receiver.begin(sender.prepare_manifest(1))
     with torch.no_grad():
         trainer.get_parameter("model.embed_tokens.weight")[0, 0] += 1
     bucket = sender.send(0)
@@ -217,15 +217,15 @@ def test_weights_that_change_while_they_are_sent_are_caught():
 def test_an_engine_that_does_not_keep_what_it_was_given_is_caught_at_commit():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
     sender = sender_of(trainer)
-    receiver = WeightReceiver(InPlace(lambda: snapshot(engine)), "engine-0")  # loading into copies is lost
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: snapshot(engine)), "engine-0")  # loading into copies is lost
     with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight was received but is not what"):
         sync(sender, receiver, 1)
-    assert receiver.torn
+    assert receiver.partially_loaded
 
 
 def test_a_commit_of_another_version_is_refused():
     _, sender, _, receiver = pair()
-    receiver.begin(sender.manifest(2))
+    receiver.begin(sender.prepare_manifest(2))
     with pytest.raises(WeightSyncError, match="commit of version 3, but version 2 was begun"):
         receiver.commit(3)
 
@@ -234,7 +234,7 @@ def test_buckets_are_sent_in_order_and_only_after_a_manifest():
     sender = sender_of(tiny_model(**SMALL))
     with pytest.raises(WeightSyncError, match="manifest"):
         sender.send(0)
-    sender.manifest(1)
+    sender.prepare_manifest(1)
     with pytest.raises(WeightSyncError, match="bucket 0"):
         sender.send(1)
 
@@ -249,11 +249,11 @@ def test_other_ranks_read_the_parameters_along_and_send_nothing():
             yield name, tensor
 
     sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=20_000, rank=1)
-    manifest = sender.manifest(1)
+    manifest = sender.prepare_manifest(1)
     announced = [spec.name for spec in manifest.tensors]
     assert read == announced
     read.clear()
-    assert [sender.send(index) for index in range(len(buckets(manifest)))] == [None] * len(buckets(manifest))
+    assert [sender.send(index) for index in range(len(plan_buckets(manifest)))] == [None] * len(plan_buckets(manifest))
     assert read == announced
 
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.buckets import buckets
+from skyrl_train.weight_sync.buckets import plan_buckets
 from skyrl_train.weight_sync.handover import BucketFolder
-from skyrl_train.weight_sync.receiver import InPlace, WeightReceiver
-from skyrl_train.weight_sync.sender import ALTERED_FACTOR, WeightSender
-from skyrl_train.weight_sync.wire import Bucket, Manifest
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
+from skyrl_train.weight_sync.sender import PERTURB_FACTOR, WeightSender
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -37,24 +37,24 @@ class Pair:
             rank=0,
             weight_sync_only_changed=weight_sync_only_changed,
         )
-        self.receiver = WeightReceiver(InPlace(lambda: dict(self.engine.named_parameters())), "engine-0")
+        self.receiver = WeightReceiver(InPlaceWeightStore(lambda: dict(self.engine.named_parameters())), "engine-0")
         self.sender.connect(route, str(folder or ""), 2, 5.0)
         self.receiver.connect(route, str(folder or ""), 1, 2, 5.0)
 
     def sent(self, manifest: Manifest) -> list[Bucket]:
-        found = [self.sender.send(bucket.index) for bucket in buckets(manifest)]
+        found = [self.sender.send(bucket.index) for bucket in plan_buckets(manifest)]
         assert None not in found
         return found  # type: ignore[return-value]
 
     def sync(self, version: int, *, altered: bool = False) -> Manifest:
-        manifest = self.sender.manifest(version, altered)
+        manifest = self.sender.prepare_manifest(version, altered)
         self.receiver.begin(manifest)
-        for bucket in buckets(manifest):
+        for bucket in plan_buckets(manifest):
             offered = self.sender.send(bucket.index)
             assert offered is not None
             self.receiver.receive(offered)
         self.receiver.commit(version)
-        self.sender.delivered(version)
+        self.sender.mark_delivered(version)
         return manifest
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def pair_of(tmp_path: Path):  # type: ignore[no-untyped-def]
         pair.close()
 
 
-def nudge(model: PreTrainedModel) -> None:
+def perturb(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -91,7 +91,7 @@ def nudge(model: PreTrainedModel) -> None:
 def test_buckets_that_are_handed_over_arrive_bit_for_bit_sync_after_sync(pair_of, route: str):
     pair = pair_of(route)
     for version in (0, 1, 2):
-        nudge(pair.trainer)
+        perturb(pair.trainer)
         assert not pair.same
         pair.sync(version)
         assert pair.same
@@ -111,9 +111,9 @@ def test_a_sync_that_is_over_holds_no_parameter(route: str):
 
     sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=32, rank=0)
     sender.connect(route, "", 2, 5.0)
-    for bucket in buckets(sender.manifest(1)):
+    for bucket in plan_buckets(sender.prepare_manifest(1)):
         assert sender.send(bucket.index) is not None
-    sender.delivered(1)
+    sender.mark_delivered(1)
     assert [one() for one in alive] == [None] * len(alive)
     sender.close()
 
@@ -123,12 +123,12 @@ def test_what_an_earlier_bucket_left_between_tensors_is_not_taken_for_theirs():
     sent = {name: torch.full((size,), -1.5) for name, size in sizes.items()}
     held = {name: torch.zeros(size) for name, size in sizes.items()}
     sender = WeightSender(lambda: iter(sent.items()), wire_dtype="float32", bucket_bytes=32, rank=0)
-    receiver = WeightReceiver(InPlace(lambda: held), "engine-0")
+    receiver = WeightReceiver(InPlaceWeightStore(lambda: held), "engine-0")
     sender.connect("ipc", "", 2, 5.0)
     receiver.connect("ipc", "", 1, 2, 5.0)
-    manifest = sender.manifest(1)
+    manifest = sender.prepare_manifest(1)
     receiver.begin(manifest)
-    for bucket in buckets(manifest):
+    for bucket in plan_buckets(manifest):
         offered = sender.send(bucket.index)
         assert offered is not None
         receiver.receive(offered)
@@ -146,7 +146,7 @@ def test_files_leave_the_old_version_serving_until_commit(pair_of):
     pair = pair_of("checkpoint")
     pair.sync(1)
     before = {name: tensor.clone() for name, tensor in pair.engine.named_parameters()}
-    nudge(pair.trainer)
+    perturb(pair.trainer)
     manifest = pair.sender.manifest(2)
     pair.receiver.begin(manifest)
     for bucket in pair.sent(manifest):
@@ -214,7 +214,7 @@ def test_files_that_a_killed_run_left_of_the_same_version_are_deleted(tmp_path: 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     pair = Pair("checkpoint", tmp_path / "file")
-    pair.sender.manifest(1)
+    pair.sender.prepare_manifest(1)
     with pytest.raises(WeightSyncError, match=r"bucket 0 could not be written to .*file/version_1"):
         pair.sender.send(0)
     pair.close()
@@ -241,7 +241,7 @@ def test_a_sync_of_what_changed_sends_only_that(pair_of):
 def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
     pair.sync(1)
-    late = WeightReceiver(InPlace(lambda: dict(pair.engine.named_parameters())), "late")
+    late = WeightReceiver(InPlaceWeightStore(lambda: dict(pair.engine.named_parameters())), "late")
     with torch.no_grad():
         pair.trainer.get_parameter(UP).add_(1)
     manifest = pair.sender.manifest(2)
@@ -274,7 +274,7 @@ def test_a_self_test_sends_altered_weights_and_the_same_version_may_follow(pair_
     pair = pair_of(weight_sync_only_changed=True)
     assert pair.sync(0, altered=True).rehearsal
     for name, tensor in pair.trainer.named_parameters():
-        assert torch.equal(pair.engine.get_parameter(name), ALTERED_FACTOR * tensor), name
+        assert torch.equal(pair.engine.get_parameter(name), PERTURB_FACTOR * tensor), name
     true = pair.sync(0)
     assert true.base_version is None
     assert len(true.tensors) == len(list(pair.trainer.parameters()))

@@ -12,20 +12,20 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import NonFiniteWeights, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from tests.support.weight_targets import LocalTrainer, ModelTarget, score
+from tests.support.weight_targets import LocalTrainer, FakeEngine, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 PROBE_TOKENS = [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
-def nudge(model: PreTrainedModel, by: float = 0.05) -> None:
+def perturb(model: PreTrainedModel, by: float = 0.05) -> None:
     """An optimizer step: every parameter moves."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(by * torch.randn_like(parameter))
 
 
-def in_process(*engines: ModelTarget, probed: bool = False, **probe: Any) -> tuple[LocalTrainer, WeightSync]:
+def in_process(*engines: FakeEngine, probed: bool = False, **probe: Any) -> tuple[LocalTrainer, WeightSync]:
     trainer = LocalTrainer(tiny_model(seed=1, **SMALL))
 
     async def trainer_score(token_ids):
@@ -35,15 +35,15 @@ def in_process(*engines: ModelTarget, probed: bool = False, **probe: Any) -> tup
     return trainer, WeightSync(trainer, lambda: engines, route="in_process", deadline_s=30, probe=asked)
 
 
-def engine_named(name: str, seed: int = 2) -> ModelTarget:
-    return ModelTarget(tiny_model(seed=seed, **SMALL), name)
+def engine_named(name: str, seed: int = 2) -> FakeEngine:
+    return FakeEngine(tiny_model(seed=seed, **SMALL), name)
 
 
 def test_every_engine_gets_the_trainers_weights_and_the_metrics_say_how_much_moved():
     engines = [engine_named("left"), engine_named("right", seed=3)]
     trainer, weight_sync = in_process(*engines, probed=True)
     for version in (0, 1, 2):
-        nudge(trainer.model)
+        perturb(trainer.model)
         metrics = asyncio.run(weight_sync.sync_all(version))
         for engine in engines:
             for name, tensor in trainer.model.named_parameters():
@@ -76,34 +76,34 @@ def test_a_skipped_sync_fails_the_check_by_the_engines_name():
     engines = [engine_named("left"), engine_named("right")]
     trainer, weight_sync = in_process(*engines)
     asyncio.run(weight_sync.sync_all(1))
-    asyncio.run(weight_sync.check(1, engines))
-    nudge(trainer.model)
+    asyncio.run(weight_sync.verify(1, engines))
+    perturb(trainer.model)
     with pytest.raises(WeightSyncError, match="engine left serves version 1, but the trainer is at version 2"):
-        asyncio.run(weight_sync.check(2, engines))
+        asyncio.run(weight_sync.verify(2, engines))
 
 
 def test_the_probe_finds_an_engine_that_answers_with_other_weights_than_it_claims():
     engines = [engine_named("left"), engine_named("right")]
     trainer, weight_sync = in_process(*engines, probed=True)
     asyncio.run(weight_sync.sync_all(1))
-    nudge(trainer.model)
+    perturb(trainer.model)
     for engine in engines:
         engine.receiver.version = 2  # a sync that was claimed and never happened
     with pytest.raises(
         WeightSyncError, match=r"engine left: log-probs of the probe's tokens differ .* stale or altered"
     ):
-        asyncio.run(weight_sync.check(2, engines))
+        asyncio.run(weight_sync.verify(2, engines))
     for engine in engines:
         engine.receiver.version = 1
     asyncio.run(weight_sync.sync_all(2))
     with torch.no_grad():
         engines[1].model.get_parameter("model.norm.weight")[0] = torch.nan
     with pytest.raises(WeightSyncError, match=r"engine right: .* differ from the trainer's by nan"):
-        asyncio.run(weight_sync.check(2, engines))
+        asyncio.run(weight_sync.verify(2, engines))
 
 
 def test_an_engine_that_only_says_yes_does_not_pass():
-    class YesMan(ModelTarget):
+    class YesMan(FakeEngine):
         async def commit_weights(self, version: int) -> None: ...
 
     _, weight_sync = in_process(YesMan(tiny_model(seed=2, **SMALL), "yes"))
@@ -115,13 +115,13 @@ def test_a_torn_engine_does_not_pass_whatever_version_it_names():
     engine = engine_named("left")
     _, weight_sync = in_process(engine)
     asyncio.run(weight_sync.sync_all(1))
-    engine.receiver.torn = True  # a later transfer of the same weights that failed halfway
+    engine.receiver.partially_loaded = True  # a later transfer of the same weights that failed halfway
     with pytest.raises(WeightSyncError, match="engine left is torn"):
-        asyncio.run(weight_sync.check(1, [engine]))
+        asyncio.run(weight_sync.verify(1, [engine]))
 
 
 def test_one_nan_among_the_probes_answers_does_not_pass():
-    class Broken(ModelTarget):
+    class Broken(FakeEngine):
         async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
             answers = await super().score(token_ids, temperature)
             answers[-1][-1] = float("nan")
@@ -135,7 +135,7 @@ def test_one_nan_among_the_probes_answers_does_not_pass():
 def test_an_unlikely_token_may_be_off_by_a_share_of_its_log_prob():
     """Random models give their 64 tokens log-probs near -4: 0.25 of that is 1 nat."""
 
-    class Rounded(ModelTarget):
+    class Rounded(FakeEngine):
         share = 0.2
 
         async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
@@ -156,13 +156,13 @@ def test_a_self_test_ends_with_the_true_weights_as_the_same_version():
     assert metrics["weights/rehearsal_gap"] > 0.1
     assert metrics["weights/probe_gap"] <= 1e-5
     for engine in engines:
-        assert (engine.receiver.version, engine.receiver.torn) == (0, False)
+        assert (engine.receiver.version, engine.receiver.partially_loaded) == (0, False)
         assert torch.equal(engine.model.get_parameter("model.norm.weight"), trainer.model.model.norm.weight)
 
 
 @pytest.mark.fault("F31")
 def test_a_self_test_notices_an_engine_that_ignores_what_it_is_sent():
-    class Deaf(ModelTarget):
+    class Deaf(FakeEngine):
         """Answers with weights that happen to be the trainer's, and takes no others."""
 
         async def score(self, token_ids, temperature: float = 1.0) -> list[list[float]]:
@@ -175,7 +175,7 @@ def test_a_self_test_notices_an_engine_that_ignores_what_it_is_sent():
         asyncio.run(weight_sync.self_test(1))
 
 
-class Shifted(ModelTarget):
+class Shifted(FakeEngine):
     """Computes another model than the trainer: its log-probs are off."""
 
     by = 0.2
@@ -224,13 +224,13 @@ def test_self_test_precedes_the_first_sync_alone():
 
 @pytest.mark.fault("F30")
 def test_one_engine_that_refuses_the_manifest_keeps_all_engines_on_their_old_weights():
-    engines = [engine_named("left"), ModelTarget(tiny_model(vocab_size=65, hidden_size=32), "right")]
+    engines = [engine_named("left"), FakeEngine(tiny_model(vocab_size=65, hidden_size=32), "right")]
     _, weight_sync = in_process(*engines)
     before = engines[0].model.get_parameter("model.embed_tokens.weight").clone()
     with pytest.raises(WeightSyncError, match=r"engine right: model\.embed_tokens\.weight is announced as \[64, 32\]"):
         asyncio.run(weight_sync.sync_all(1))
     assert torch.equal(engines[0].model.get_parameter("model.embed_tokens.weight"), before)
-    assert not any(engine.receiver.torn for engine in engines)
+    assert not any(engine.receiver.partially_loaded for engine in engines)
 
 
 @pytest.mark.fault("F31")
@@ -248,7 +248,7 @@ def test_an_engine_that_comes_back_never_gets_other_weights_under_a_version_that
     left, right = engine_named("left"), engine_named("right")
     trainer, weight_sync = in_process(left)
     asyncio.run(weight_sync.sync_all(1))
-    nudge(trainer.model)
+    perturb(trainer.model)
     trainer.updates += 1
     before = {name: tensor.clone() for name, tensor in right.model.named_parameters()}
     with pytest.raises(WeightSyncError, match=r"version 1: 1 optimizer steps made them, 0 when"):
@@ -266,4 +266,4 @@ def test_weights_that_are_not_finite_are_the_trainer_s_fault_and_no_engine_s():
         trainer.model.get_parameter("model.norm.weight")[0] = torch.inf
     with pytest.raises(NonFiniteWeights, match=r"model\.norm\.weight holds NaN .* version 1 of the trainer's"):
         asyncio.run(weight_sync.sync_all(1))
-    assert not engine.receiver.torn
+    assert not engine.receiver.partially_loaded

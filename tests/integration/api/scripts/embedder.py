@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import skyrl_train as sk
-from skyrl_train.data.arrays import token_array
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.environments.tools.registry import make_tool
-from skyrl_train.errors import Stopped
+from skyrl_train.errors import RunInterrupted
 
 ROWS, MODEL, FOLDER = sys.argv[1:4]
 SEEN: dict[str, list[Any]] = {"tracked": [], "prompts": [], "estimated": []}
@@ -161,7 +161,7 @@ async def drive(cfg: sk.Config) -> None:
     async with sk.session(cfg, Watched) as run:
         assert isinstance(run, sk.Session) and run.trainer.step == 0
         request = sk.SampleRequest(
-            "mine", token_array(run.tokenizer.encode("hello")), sk.SamplingParams(max_tokens=3), seed=1
+            "mine", to_token_array(run.tokenizer.encode("hello")), sk.SamplingParams(max_tokens=3), seed=1
         )
         async with run.generating():
             (before,) = await run.client.generate([request])
@@ -183,7 +183,7 @@ def told_to_end(cfg: sk.Config) -> int:
     """The signal that ended it."""
     try:
         sk.train(cfg)
-    except Stopped as stopped:
+    except RunInterrupted as stopped:
         return stopped.signal
     raise AssertionError("it went on")
 

@@ -5,8 +5,8 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.environments.graders.boxed import boxed_answer, boxed_contents
-from skyrl_train.environments.graders.numbers import number
+from skyrl_train.environments.graders.boxed import extract_boxed_answer, iter_boxed
+from skyrl_train.environments.graders.numbers import parse_number
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from skyrl_train.environments.graders.numbers import number
     ],
 )
 def test_the_answer_is_what_the_box_holds(text: str, answer: str | None):
-    assert boxed_answer(text) == answer
+    assert extract_boxed_answer(text) == answer
 
 
 @pytest.mark.fault("F13")
@@ -45,7 +45,7 @@ def test_the_answer_is_what_the_box_holds(text: str, answer: str | None):
     ],
 )
 def test_several_boxes_that_differ_are_no_answer(text: str):
-    assert boxed_answer(text) is None
+    assert extract_boxed_answer(text) is None
 
 
 @pytest.mark.fault("F14")
@@ -55,15 +55,15 @@ def test_several_boxes_that_differ_are_no_answer(text: str):
 def test_a_megabyte_of_anything_is_read_in_one_pass(unit: str):
     start = time.process_time()
     for text in (unit * (2**20 // len(unit)), r"\boxed{" + unit * (2**20 // len(unit))):
-        boxed_answer(text)
-        assert sum(map(len, boxed_contents(text))) <= len(text)
+        extract_boxed_answer(text)
+        assert sum(map(len, iter_boxed(text))) <= len(text)
     assert time.process_time() - start < 10.0
 
 
 @given(st.text(alphabet=r"\{}boxed4 ", max_size=60), st.integers(0, 99))
 def test_any_text_before_a_box_leaves_it_readable_or_no_answer(text: str, value: int):
-    assert boxed_answer(rf"{text}</think>\boxed{{{value}}}") == str(value)
-    assert boxed_answer(rf"{text}\boxed{{{value}}}\boxed{{{value + 1}}}") is None
+    assert extract_boxed_answer(rf"{text}</think>\boxed{{{value}}}") == str(value)
+    assert extract_boxed_answer(rf"{text}\boxed{{{value}}}\boxed{{{value + 1}}}") is None
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_any_text_before_a_box_leaves_it_readable_or_no_answer(text: str, value:
     [("1,234.50", "1234.5"), ("$7.", "7"), ("-0", "0"), ("4 2", None), ("x", None), ("1e3", None)],
 )
 def test_numbers_have_one_form(text: str, canonical: str | None):
-    assert number(text) == canonical
+    assert parse_number(text) == canonical

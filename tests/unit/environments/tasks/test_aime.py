@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.tasks.aime import final_answer
+from skyrl_train.environments.tasks.aime import extract_answer
 
 
 def step(text: str, truth: Any = "42", spec: str = "reward_spec") -> tuple[float, dict[str, Any]]:
@@ -73,13 +73,13 @@ def test_guesses_and_other_answers_pay_minus_one(text: str):
 @pytest.mark.parametrize("unit", ["9", "Answer: 9\n", "answer", "\\boxed{", "{", "10000000! "])
 def test_only_the_end_of_a_long_text_is_read(unit: str):
     assert step(unit * (2**20 // len(unit)))[0] == -1.0
-    assert final_answer(unit * (2**20 // len(unit)) + "</think>\nAnswer: 42") == "42"
+    assert extract_answer(unit * (2**20 // len(unit)) + "</think>\nAnswer: 42") == "42"
 
 
 @given(st.text(max_size=400), st.integers(0, 999))
 def test_every_integer_is_recognised_and_its_neighbour_is_not_it(before: str, number: int):
-    assert final_answer(f"{before}</think>\nAnswer: {number}") == str(number)
-    assert final_answer(f"{before}</think>\nAnswer: {number} or {number + 1}") is None
+    assert extract_answer(f"{before}</think>\nAnswer: {number}") == str(number)
+    assert extract_answer(f"{before}</think>\nAnswer: {number} or {number + 1}") is None
 
 
 @pytest.mark.parametrize("truth", ["1/2", r"\frac{1}{2}", r"$\dfrac{2}{4}$"])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv, apply, generate, split_of
+from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv, apply_operation, generate, assign_split
 from skyrl_train.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_solutions_calculate_what_the_numbers_of_the_question_say():
         assert re.findall(r"\d+", row["extra_info"]["question"]) == [start, *(step[1:] for step in steps)]
         total = int(start)
         for step, line in zip(steps, row["extra_info"]["answer"].splitlines(), strict=False):
-            after = apply(step[0], total, int(step[1:]))
+            after = apply_operation(step[0], total, int(step[1:]))
             assert line == f"{total} {step[0]} {step[1:]} = {after}"
             assert 0 <= after <= 209
             total = after
@@ -48,12 +48,12 @@ def test_the_splits_share_no_expression_whatever_the_seeds_and_knobs():
                 assert all(row["extra_info"]["split"] == split for row in rows)
                 seen[split] |= {row["extra_info"]["expression"] for row in rows}
     assert not seen["train"] & seen["validation"]
-    assert {split_of(expression) for expression in seen["validation"]} == {"validation"}
+    assert {assign_split(expression) for expression in seen["validation"]} == {"validation"}
 
 
 def test_the_split_of_an_expression_never_changes():
     sample = [f"{a}+{b}-1" for a in range(1, 10) for b in range(1, 10)]
-    assert [expression for expression in sample if split_of(expression) == "validation"] == [
+    assert [expression for expression in sample if assign_split(expression) == "validation"] == [
         "1+9-1",
         "2+5-1",
         "3+2-1",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.tasks.countdown import calculate
+from skyrl_train.environments.tasks.countdown import evaluate_expression
 
 
 def reward(text: str, target: Any = 24, numbers: Any = (3, 3, 8, 8), **settings: Any) -> float:
@@ -88,7 +88,7 @@ def test_no_single_expression_pays_nothing(text: str):
 )
 def test_anything_but_the_four_operations_is_no_expression(expression: str):
     start = time.process_time()
-    assert calculate(expression) is None
+    assert evaluate_expression(expression) is None
     assert time.process_time() - start < 2.0
 
 
@@ -111,7 +111,7 @@ def test_a_megabyte_of_anything_is_read_at_once(unit: str):
 )
 def test_values_are_those_of_python(case: tuple[str, list[int]]):
     expression, numbers = case
-    found = calculate(expression)
+    found = evaluate_expression(expression)
     assert found is not None and found[1] == numbers
     try:
         expected = eval(expression, {}, {})

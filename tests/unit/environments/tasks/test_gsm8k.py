@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.environments.tasks.gsm8k import GSM8KEnv, flexible_answer, score, strict_answer
+from skyrl_train.environments.tasks.gsm8k import GSM8KEnv, extract_flexible_answer, score, extract_strict_answer
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_guessing_is_never_right(method: str, answer: str):
     ["41 or 42", "41, 42", "41/42", "41 42", "41 (or 42)", "**41** or **42**", "41, maybe 42", "41or42", "$41 and $42"],
 )
 def test_alternatives_are_not_a_last_number(answer: str):
-    assert flexible_answer(f"So it is {answer}.") is None
+    assert extract_flexible_answer(f"So it is {answer}.") is None
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_alternatives_are_not_a_last_number(answer: str):
     ],
 )
 def test_the_flexible_answer_is_the_last_number(text: str, answer: str | None):
-    assert flexible_answer(text) == answer
+    assert extract_flexible_answer(text) == answer
 
 
 @pytest.mark.fault("F14")
@@ -152,8 +152,8 @@ def test_the_flexible_answer_is_the_last_number(text: str, answer: str | None):
 def test_a_megabyte_of_anything_takes_well_under_a_second(unit: str, before: str, after: str):
     text = before + unit * (2**20 // len(unit)) + after
     start = time.process_time()
-    strict_answer(text)
-    flexible_answer(text)
+    extract_strict_answer(text)
+    extract_flexible_answer(text)
     assert time.process_time() - start < 10.0
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.tasks.gsm8k_multi_turn import GSM8KMultiTurnEnv, turns_of
+from skyrl_train.environments.tasks.gsm8k_multi_turn import GSM8KMultiTurnEnv, resolve_max_turns
 
 
 def env(**extras: Any) -> GSM8KMultiTurnEnv:
@@ -64,7 +64,7 @@ def test_turns_sum_to_one_at_most_and_to_one_exactly_where_the_answer_came(texts
     [({}, 5), ({"max_turns": 3}, 3), ({"max_turns": 8, "extra_info": {"max_turns": 2}}, 2), ({"extra_info": None}, 5)],
 )
 def test_the_smallest_number_of_turns_counts(extras: dict[str, Any], turns: int):
-    assert turns_of(extras) == turns
+    assert resolve_max_turns(extras) == turns
 
 
 def test_no_turn_at_all_is_refused():

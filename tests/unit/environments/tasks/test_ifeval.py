@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.environments.graders.instructions import INSTRUCTIONS, arguments_of
-from skyrl_train.environments.graders.language import MAX_CHARACTERS, language_of
+from skyrl_train.environments.graders.instructions import INSTRUCTIONS, parse_instruction_kwargs
+from skyrl_train.environments.graders.language_detection import MAX_CHARACTERS, detect_language
 from skyrl_train.environments.tasks.ifeval import IFEvalEnv, IFEvalScores, score
 from skyrl_train.errors import ConfigError
 
@@ -251,7 +251,7 @@ HOSTILE = [
 def test_every_check_takes_linear_time_on_hostile_text():
     """A quadratic one would take a minute for one text; all of them take seconds for all."""
     checks = {id: arguments | {"keywords": ["aab"], "forbidden_words": ["aab"]} for id, arguments, _, _ in CASES}
-    prepared = [(INSTRUCTIONS[id], arguments_of(id, arguments, "x")) for id, arguments in checks.items()]
+    prepared = [(INSTRUCTIONS[id], parse_instruction_kwargs(id, arguments, "x")) for id, arguments in checks.items()]
     for unit in HOSTILE:
         text = (unit * 100_000)[:100_000] + "x"
         before = time.process_time()
@@ -349,21 +349,21 @@ def test_a_row_without_instructions_is_refused(truth: Any):
 
 def test_settings_are_checked_before_the_run():
     with pytest.raises(ConfigError, match="one of all, fraction"):
-        prepare(["environment.env_class=ifeval", "environment.skyrl_gym.ifeval.reward=most"], has_accelerator=False)
+        prepare_config(["environment.env_class=ifeval", "environment.skyrl_gym.ifeval.reward=most"], has_accelerator=False)
 
 
 def test_long_text_is_judged_by_its_ends():
-    assert language_of(GERMAN + "x " * MAX_CHARACTERS + GERMAN) == "de"
-    assert language_of("12 3.") is None
+    assert detect_language(GERMAN + "x " * MAX_CHARACTERS + GERMAN) == "de"
+    assert detect_language("12 3.") is None
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    from skyrl_train.environments.graders import language as module
+    from skyrl_train.environments.graders import language_detection as module
 
     module._identifier.cache_clear()
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[ifeval\]'"):
-        language_of("a")
+        detect_language("a")
 
 
 def test_local_rows_are_converted_and_scored(tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.environments.base import StepOutput
-from skyrl_train.environments.tasks.judge import LLMJudgeEnv, prompt_of, verdict_of
+from skyrl_train.environments.tasks.judge import LLMJudgeEnv, build_judge_prompt, parse_verdict
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from tests.support.web_server import Request, Response, WebServer, web_server
 
@@ -71,14 +71,14 @@ def test_the_answer_stands_between_marks_that_it_cannot_know():
             assert user.endswith(f"{mark} answer ends") and "\x1b" not in user
             marks.add(mark)
     assert len(marks) == 2
-    assert len(prompt_of("q", "r", "x" * 10**6, "m")[1]["content"]) < 21_000
+    assert len(build_judge_prompt("q", "r", "x" * 10**6, "m")[1]["content"]) < 21_000
 
 
 @pytest.mark.parametrize(
     "text", ["VERDICT: CORRECT", "a\n\n> **Verdict: correct.**", "VERDICT: CORRECT\nVERDICT: CORRECT"]
 )
 def test_one_verdict_counts_however_it_is_set(text: str):
-    assert verdict_of(text) == 1.0
+    assert parse_verdict(text) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_one_verdict_counts_however_it_is_set(text: str):
 )
 def test_no_one_verdict_is_the_judges_failure_and_no_reward(text: str):
     with pytest.raises(EnvironmentFailure, match="judge_failed"):
-        verdict_of(text)
+        parse_verdict(text)
     with web_server(lambda request: says(text)) as server, pytest.raises(EnvironmentFailure, match="judge_failed"):
         play(server, "Paris")
 
@@ -103,7 +103,7 @@ def test_reading_a_verdict_takes_linear_time():
     began = time.process_time()
     for unit in ("\n", " ", "VERDICT:\n", "VERDICT: CORRECT\n*"):
         with suppress(EnvironmentFailure):
-            verdict_of(unit * (10**5 // len(unit)) + "x")
+            parse_verdict(unit * (10**5 // len(unit)) + "x")
     assert time.process_time() - began < 5
 
 

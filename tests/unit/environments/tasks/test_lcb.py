@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.environments.graders.programs import (
+from skyrl_train.environments.graders.code_tests import (
     CodeTest,
-    Verdict,
+    GradingResult,
     grade,
     last_python_block,
     parse_tests,
-    same_output,
-    same_value,
+    outputs_match,
+    values_match,
 )
 from skyrl_train.environments.tasks.lcb import LCBEnv
 from skyrl_train.environments.tools.sandbox import Sandbox
@@ -38,7 +38,7 @@ def needs_bubblewrap() -> None:
         pytest.skip("bubblewrap is not installed: scripts/sandbox_tools installs it")
 
 
-def verdict(code: str, tests: list[CodeTest], test_timeout_s: float = 30.0, timeout_s: float = 120.0) -> Verdict:
+def verdict(code: str, tests: list[CodeTest], test_timeout_s: float = 30.0, timeout_s: float = 120.0) -> GradingResult:
     needs_bubblewrap()
     return grade(code, tests, Sandbox(), test_timeout_s, timeout_s)
 
@@ -62,23 +62,23 @@ def verdict(code: str, tests: list[CodeTest], test_timeout_s: float = 30.0, time
     ],
 )
 def test_a_right_program_passes_every_test(code: str, tests: list[CodeTest]):
-    assert verdict(code, tests) == Verdict(len(tests), len(tests), None)
+    assert verdict(code, tests) == GradingResult(len(tests), len(tests), None)
 
 
 @pytest.mark.parametrize(
     ("code", "tests", "expected"),
     [
-        ("print(3)", ADD, Verdict(1, 2, "wrong_answer")),
-        ("print(input())", ADD, Verdict(0, 2, "wrong_answer")),
-        ("print(3); raise SystemExit(1)", ADD, Verdict(0, 2, "error")),
-        ("print(3", ADD, Verdict(0, 2, "error")),
-        ("print('x' * 10**7)", ADD, Verdict(0, 2, "limit")),
-        ("def total(xs, y): return {y}", METHOD, Verdict(0, 2, "error")),
-        ("def other(xs, y): return 7", METHOD, Verdict(0, 2, "error")),
-        ("def total(xs, y): print(7)", METHOD, Verdict(0, 2, "wrong_answer")),
+        ("print(3)", ADD, GradingResult(1, 2, "wrong_answer")),
+        ("print(input())", ADD, GradingResult(0, 2, "wrong_answer")),
+        ("print(3); raise SystemExit(1)", ADD, GradingResult(0, 2, "error")),
+        ("print(3", ADD, GradingResult(0, 2, "error")),
+        ("print('x' * 10**7)", ADD, GradingResult(0, 2, "limit")),
+        ("def total(xs, y): return {y}", METHOD, GradingResult(0, 2, "error")),
+        ("def other(xs, y): return 7", METHOD, GradingResult(0, 2, "error")),
+        ("def total(xs, y): print(7)", METHOD, GradingResult(0, 2, "wrong_answer")),
     ],
 )
-def test_grading_ends_at_the_first_test_that_fails(code: str, tests: list[CodeTest], expected: Verdict):
+def test_grading_ends_at_the_first_test_that_fails(code: str, tests: list[CodeTest], expected: GradingResult):
     assert verdict(code, tests) == expected
 
 
@@ -133,9 +133,9 @@ def test_no_program_passes_without_the_answer(attack: str):
 def test_a_test_and_all_tests_have_deadlines():
     before = time.monotonic()
     loop = "while True: pass"
-    assert verdict(loop, ADD, test_timeout_s=1.0) == Verdict(0, 2, "limit")
+    assert verdict(loop, ADD, test_timeout_s=1.0) == GradingResult(0, 2, "limit")
     assert verdict(loop, ADD, timeout_s=1.0).failure in ("out_of_time", "limit")
-    assert verdict(loop, ADD, timeout_s=0.0) == Verdict(0, 2, "out_of_time")
+    assert verdict(loop, ADD, timeout_s=0.0) == GradingResult(0, 2, "out_of_time")
     assert time.monotonic() - before < 100
 
 
@@ -183,7 +183,7 @@ def test_last_python_block_of_the_answer_counts(text: str, code: str | None):
     ],
 )
 def test_lines_are_compared_and_numbers_by_value(written: str, expected: str, same: bool):
-    assert same_output(written, expected) is same
+    assert outputs_match(written, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_lines_are_compared_and_numbers_by_value(written: str, expected: str, sa
     ],
 )
 def test_values_are_compared_as_json(written: str, expected: str, same: bool):
-    assert same_value(written, expected) is same
+    assert values_match(written, expected) is same
 
 
 def test_tests_are_read_in_every_form():
@@ -262,7 +262,7 @@ def test_the_reward_is_all_or_nothing():
 )
 def test_limits_that_do_not_fit_into_a_step_are_refused(overrides: list[str], message: str):
     with pytest.raises(ConfigError) as caught:
-        prepare(["environment.env_class=lcb", *overrides], has_accelerator=False)
+        prepare_config(["environment.env_class=lcb", *overrides], has_accelerator=False)
     assert message.partition(": must")[0] in str(caught.value)
 
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.graders import latex
-from skyrl_train.environments.graders.latex import Grader, is_one_answer
-from skyrl_train.environments.graders.math_text import normalise
+from skyrl_train.environments.graders import math_grader
+from skyrl_train.environments.graders.math_grader import MathGrader, is_unambiguous
+from skyrl_train.environments.graders.math_normalization import normalize_latex
 from skyrl_train.errors import ConfigError
 
 DEADLINE_S = 1.0
@@ -22,12 +22,12 @@ PATIENCE_S = 30.0
 
 def servers() -> set[psutil.Process]:
     """The servers of graders that this process has started."""
-    return {child for child in psutil.Process().children() if latex.__name__ in child.cmdline()}
+    return {child for child in psutil.Process().children() if math_grader.__name__ in child.cmdline()}
 
 
 @pytest.fixture(scope="module")
-def grader() -> Iterator[Grader]:
-    with Grader(PATIENCE_S) as grader:
+def grader() -> Iterator[MathGrader]:
+    with MathGrader(PATIENCE_S) as grader:
         grader.grade("42.0", "42")
         yield grader
 
@@ -51,7 +51,7 @@ def grader() -> Iterator[Grader]:
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ],
 )
-def test_equal_answers_are_right_however_they_are_written(grader: Grader, answer: str, truth: str):
+def test_equal_answers_are_right_however_they_are_written(grader: MathGrader, answer: str, truth: str):
     assert grader.grade(answer, truth)[0]
 
 
@@ -59,7 +59,7 @@ def test_equal_answers_are_right_however_they_are_written(grader: Grader, answer
     ("answer", "truth"),
     [("41", "42"), ("-42", "42"), ("142", "42"), ("0.33", r"\frac13"), ("(2,1)", "(1,2)"), ("y", "x")],
 )
-def test_other_answers_are_wrong(grader: Grader, answer: str, truth: str):
+def test_other_answers_are_wrong(grader: MathGrader, answer: str, truth: str):
     assert grader.grade(answer, truth)[0] is False
 
 
@@ -88,14 +88,14 @@ def test_other_answers_are_wrong(grader: Grader, answer: str, truth: str):
         "4242",
     ],
 )
-def test_an_answer_that_hedges_is_not_right(grader: Grader, answer: str):
+def test_an_answer_that_hedges_is_not_right(grader: MathGrader, answer: str):
     assert grader.grade(answer, "42")[0] is False
 
 
 @pytest.mark.fault("F13")
 def test_digits_side_by_side_are_not_added():
-    assert not is_one_answer(normalise("4 2"), "6")
-    assert not is_one_answer(normalise(r"5 \quad 1"), "6")
+    assert not is_unambiguous(normalize_latex("4 2"), "6")
+    assert not is_unambiguous(normalize_latex(r"5 \quad 1"), "6")
 
 
 @pytest.mark.fault("F14")
@@ -115,7 +115,7 @@ def test_digits_side_by_side_are_not_added():
 )
 def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(answer: str):
     took = []
-    with Grader(PATIENCE_S) as grader:
+    with MathGrader(PATIENCE_S) as grader:
         for _ in range(4):  # again, should the machine have been busy with something else
             assert grader.grade("42.0", "42") == (True, "graded")
             start = time.monotonic()
@@ -129,13 +129,13 @@ def test_a_comparison_that_never_ends_scores_0_within_its_deadline_and_a_second(
 
 
 @pytest.mark.fault("F14")
-def test_a_megabyte_is_no_answer(grader: Grader):
+def test_a_megabyte_is_no_answer(grader: MathGrader):
     assert grader.grade("9" * 2**20, "42") == (False, "no_answer")
 
 
 @pytest.mark.fault("F14")
 def test_a_server_that_was_killed_or_hangs_is_replaced():
-    with Grader(PATIENCE_S) as grader:
+    with MathGrader(PATIENCE_S) as grader:
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
         (first,) = servers() - before
@@ -151,7 +151,7 @@ def test_a_server_that_was_killed_or_hangs_is_replaced():
 
 @pytest.mark.defect("a-forked-child-answered")
 def test_a_fork_does_not_share_the_child_of_its_grader():
-    with Grader(PATIENCE_S) as grader:
+    with MathGrader(PATIENCE_S) as grader:
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
         own = servers() - before
@@ -166,7 +166,7 @@ def test_a_fork_does_not_share_the_child_of_its_grader():
 
 @pytest.mark.defect("a-forked-child-answered")
 def test_a_reply_to_another_request_is_not_taken():
-    with Grader(PATIENCE_S) as grader:
+    with MathGrader(PATIENCE_S) as grader:
         before = servers()
         assert grader.grade("42.0", "42") == (True, "graded")
         (server,) = servers() - before
@@ -176,17 +176,17 @@ def test_a_reply_to_another_request_is_not_taken():
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(latex.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(math_grader.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[math\]'"):
         registry.check_environments(["math"], {})
     with pytest.raises(ConfigError, match="math-verify"):
-        Grader().start()
+        MathGrader().start()
 
 
 def test_the_environment_scores_the_box_and_says_why_it_paid_nothing():
     extras = {"reward_spec": {"method": "rule", "ground_truth": r"\frac{1}{2}"}}
     environment = registry.make("math", {"timeout": PATIENCE_S}, extras)
-    grader = latex.shared(PATIENCE_S)
+    grader = math_grader.get_grader(PATIENCE_S)
     try:
         output = environment.step(r"<think>\boxed{3}</think> It is \boxed{0.5}.")
         assert (output.reward, output.done, output.observations) == (1.0, True, [])
@@ -200,4 +200,4 @@ def test_the_environment_scores_the_box_and_says_why_it_paid_nothing():
             assert (output.reward, output.metadata[metric]) == (0.0, 1.0)
     finally:
         grader.close()
-        latex.shared.cache_clear()
+        math_grader.get_grader.cache_clear()

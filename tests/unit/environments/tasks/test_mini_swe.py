@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from examples.mini_swe_agent.main_mini_swe import with_plus, with_settings
+from examples.mini_swe_agent.main_mini_swe import add_recipe_defaults, with_settings
 from examples.mini_swe_agent.mini_swe_dataset import row
 from examples.mini_swe_agent.tasks import TASKS, Task
-from skyrl_train.config.hydra import load, plain
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.hydra import load_preset, to_dict
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.environments.tasks.mini_swe import SUBMIT, MiniSWEEnv
 from skyrl_train.errors import ConfigError
 
 DONE = f"echo {SUBMIT}"
-SETTINGS = plain(load().environment.skyrl_gym.mini_swe)
+SETTINGS = to_dict(load_preset().environment.skyrl_gym.mini_swe)
 LONG = "/".join(["d" * 100] * 40)
 """With a name of 35 characters below it a path can still be opened, but not with a prefix more."""
 CHEATS = {
@@ -75,7 +75,7 @@ def is_running(pid: int) -> bool:
 
 
 def mend(task: Task) -> str:
-    return f"cat > {task.module} <<'END'\n{task.mended}END"
+    return f"cat > {task.module} <<'END'\n{task.fixed}END"
 
 
 @pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
@@ -109,7 +109,7 @@ def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
 def test_a_table_with_a_gap_is_wrong_and_another_kind_of_mapping_is_right(name: str, old: str, new: str, reward: float):
     task = next(task for task in TASKS if task.name == name)
     with Episode(row(task)) as episode:
-        episode.does(mend(replace(task, mended=task.mended.replace(old, new))))
+        episode.does(mend(replace(task, mended=task.fixed.replace(old, new))))
         assert episode.does(DONE).reward == reward
 
 
@@ -219,7 +219,7 @@ def test_what_is_in_the_way_of_protected_files_does_not_count_and_is_no_failure(
 
 
 def test_a_large_repository_may_grow():
-    files = {f"data/{number}.txt": "x" * 2000 for number in range(499)} | {"ring.py": TASKS[0].faulty}
+    files = {f"data/{number}.txt": "x" * 2000 for number in range(499)} | {"ring.py": TASKS[0].buggy}
     with Episode(row(TASKS[0]) | {"repository": files, "protected": []}) as episode:
         episode.does(mend(TASKS[0]) + "\nmkdir more; cp data/1*.txt more")
         assert episode.does(DONE).reward == 1.0
@@ -247,7 +247,7 @@ def test_grading_ends_at_the_first_failed_test_and_in_time(test_s: float, gradin
 )
 def test_limits_that_do_not_fit_together_are_refused(override: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        prepare(["environment.env_class=mini_swe", f"environment.skyrl_gym.mini_swe.{override}", "device=cpu"])
+        prepare_config(["environment.env_class=mini_swe", f"environment.skyrl_gym.mini_swe.{override}", "device=cpu"])
 
 
 def test_commands_are_kept_where_the_settings_say(tmp_path: Path):
@@ -295,19 +295,19 @@ def test_the_machine_and_the_templates_are_checked_early():
 
 def test_a_recipe_s_own_keys_become_settings(tmp_path: Path):
     example = Path(__file__).parents[4] / "examples" / "mini_swe_agent" / "swebench.yaml"
-    keys = with_plus([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
-    prepared = prepare([*keys, "environment.skyrl_gym.mini_swe.test_timeout_s=9", "device=cpu"], own_code=True)
+    keys = add_recipe_defaults([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
+    prepared = prepare_config([*keys, "environment.skyrl_gym.mini_swe.test_timeout_s=9", "device=cpu"], has_user_code=True)
     assert not [text for text in prepared.warnings if "mini_swe" in text]
     config = with_settings(prepared.config)
     settings = config.environment.skyrl_gym.mini_swe
     assert settings.traj_dir == "/kept" and settings.command_timeout_s == 30
     assert "<issue>" in str(settings.instance_template)
     assert config.environment.env_class == "mini_swe"
-    broken = prepare([*with_plus(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], own_code=True).config
+    broken = prepare_config([*add_recipe_defaults(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], has_user_code=True).config
     with pytest.raises(ConfigError, match=r"miniswe_config_path='/none\.yaml'"):
         with_settings(broken)
     slow = tmp_path / "slow.yaml"
     slow.write_text("environment: {timeout: 60}")
-    late = prepare([*with_plus([f"generator.miniswe_config_path={slow}"]), "device=cpu"], own_code=True).config
+    late = prepare_config([*add_recipe_defaults([f"generator.miniswe_config_path={slow}"]), "device=cpu"], has_user_code=True).config
     with pytest.raises(ConfigError, match=r"environment_step_s=60\.0: must be at least 90"):
         with_settings(late)

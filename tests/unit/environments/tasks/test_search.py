@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.environments.base import StepOutput
-from skyrl_train.environments.tasks.search import SearchEnv, answer_of, normalised, score
+from skyrl_train.environments.tasks.search import SearchEnv, extract_answer, normalize_answer, score
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from tests.support.web_server import Request, Response, WebServer, web_server
 
@@ -89,11 +89,11 @@ def test_several_answers_are_no_answer_and_only_the_model_answers(retriever: Web
 )
 def test_a_megabyte_of_tags_is_scored_in_linear_time(unit: str):
     score(unit * (2**20 // len(unit)), ["x"])
-    assert answer_of("<answer>" * 1000 + "x</answer>") == "x"
+    assert extract_answer("<answer>" * 1000 + "x</answer>") == "x"
 
 
 def test_normalisation_is_that_of_search_r1():
-    assert normalised("  The U.S.A. -- an  answer! ") == "usa answer"
+    assert normalize_answer("  The U.S.A. -- an  answer! ") == "usa answer"
 
 
 def test_an_answer_that_is_all_article_or_punctuation_can_be_right():
@@ -153,5 +153,5 @@ def test_a_start_refuses_a_corpus_that_is_not_there_and_an_address_that_is_none(
 def test_a_deadline_beyond_that_of_the_step_is_refused_for_the_environment_that_has_it(name: str, key: str):
     overrides = [f"++environment.skyrl_gym.{key}=60", "trainer.timeouts.environment_step_s=60"]
     with pytest.raises(ConfigError, match=rf"skyrl_gym\.{key}=60(\.0)?: must be less than .*environment_step_s"):
-        prepare([f"environment.env_class={name}", *overrides], has_accelerator=False)
-    prepare(["environment.env_class=gsm8k", *overrides], has_accelerator=False)
+        prepare_config([f"environment.env_class={name}", *overrides], has_accelerator=False)
+    prepare_config(["environment.env_class=gsm8k", *overrides], has_accelerator=False)

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.data.dataset import load_prompts
 from skyrl_train.environments.tasks import text2sql
-from skyrl_train.environments.tasks.text2sql import Text2SQLEnv, between, has_top_level_order
+from skyrl_train.environments.tasks.text2sql import Text2SQLEnv, extract_tagged, has_top_level_order_by
 from skyrl_train.environments.tools.sql import QueryLimits
 from skyrl_train.errors import ConfigError, DataError
 
@@ -94,7 +94,7 @@ def test_results_are_compared_and_not_texts(folder: Path, gold: str, answer: str
     ],
 )
 def test_order_counts_where_the_gold_query_itself_has_it(sql: str, ordered: bool):
-    assert has_top_level_order(sql) is ordered
+    assert has_top_level_order_by(sql) is ordered
 
 
 @pytest.mark.fault("F13")
@@ -145,8 +145,8 @@ def test_queries_are_answered_turn_by_turn_until_the_solution(folder: Path):
 
 
 def test_observations_are_bounded_and_queries_have_deadlines(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(text2sql, "EXPLORING", QueryLimits(wall_s=0.5, max_rows=50))
-    monkeypatch.setattr(text2sql, "SCORING", QueryLimits(wall_s=0.5))
+    monkeypatch.setattr(text2sql, "EXPLORATION_LIMITS", QueryLimits(wall_s=0.5, max_rows=50))
+    monkeypatch.setattr(text2sql, "SCORING_LIMITS", QueryLimits(wall_s=0.5))
     made = environment(folder, SPECIES, max_turns=9)
     before = time.monotonic()
     many = made.step("<sql>SELECT a.age FROM animals a, animals b, animals c</sql>").observations[0]["content"]
@@ -184,10 +184,10 @@ def test_the_folder_must_be_there_before_the_run_starts(folder: Path):
 
 
 def test_tags_are_found_in_linear_time():
-    assert between("<sql> a </sql><sql>b</sql><sql>c", "sql") == ["a", "b"]
+    assert extract_tagged("<sql> a </sql><sql>b</sql><sql>c", "sql") == ["a", "b"]
     before = time.process_time()
     for unit in ("<solution>", "</solution>", "<solution></solution>", "<"):
-        between(unit * 100_000, "solution")
+        extract_tagged(unit * 100_000, "solution")
     assert time.process_time() - before < 10
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.base import StepOutput, checked_step_output
+from skyrl_train.environments.base import StepOutput, validate_step_output
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.tasks import tool_use
 from skyrl_train.environments.tasks.tool_use import ToolUseEnv
@@ -128,7 +128,7 @@ def test_calls_are_told_as_they_were_read_with_what_became_of_them(episode: Any,
             {"name": "é", "arguments": "{}", "error": "unknown_tool"},
         ),
     ]:
-        assert checked_step_output(step(environment, str(text))).tool_calls == told
+        assert validate_step_output(step(environment, str(text))).tool_calls == told
     assert step(environment, "#### 42").tool_calls == []
     request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # as a process begins with; what ran before in this one may have raised it
@@ -149,7 +149,7 @@ def test_several_calls_of_one_message_are_answered_in_order(episode: Any):
 
 def test_calls_that_slow_ones_kept_waiting_are_not_begun(episode: Any, monkeypatch: pytest.MonkeyPatch):
     """Else sixteen programs that sleep would take the step past its deadline, and cost its process."""
-    monkeypatch.setattr(tool_use, "BEGIN_S", -1.0)
+    monkeypatch.setattr(tool_use, "CALL_START_TIMEOUT_S", -1.0)
     environment = episode()
     observation = step(environment, call(1) + "<tool_call>{</tool_call>").observations[0]["content"]
     assert "Not run" in observation and "not valid JSON" in observation
@@ -207,7 +207,7 @@ def test_settings_are_checked_when_a_run_starts():
 def test_a_run_is_refused_before_it_starts_where_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     settings = ["trainer.policy.model.path=model", "environment.env_class=tool_use"]
-    cfg = prepare(settings, has_accelerator=False).config
+    cfg = prepare_config(settings, has_accelerator=False).config
     rows = PromptDataset((Prompt("0", QUESTION, "tool_use", ROW),), too_long=0)
     with pytest.raises(ConfigError, match="bwrap is not installed"):
         check_environments(cfg, rows, None)

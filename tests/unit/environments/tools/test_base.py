@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.environments.tools.arguments import Arguments
-from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, cut, harmless
+from skyrl_train.environments.tools.argument_validation import ArgumentValidator
+from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, truncate_middle, sanitize
 from skyrl_train.errors import ConfigError
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -158,7 +158,7 @@ def test_a_tool_that_does_not_close_holds_up_nothing_for_long():
 
     import skyrl_train.environments.tools.base as base
 
-    patience, base.CLOSE_S = base.CLOSE_S, 0.1
+    patience, base.CLOSE_TIMEOUT_S = base.CLOSE_TIMEOUT_S, 0.1
     try:
         box = ToolBox([Clings()])
         box.call("echo", {"text": ""})
@@ -166,7 +166,7 @@ def test_a_tool_that_does_not_close_holds_up_nothing_for_long():
         box.close()
         assert time.monotonic() - started < 60
     finally:
-        base.CLOSE_S = patience
+        base.CLOSE_TIMEOUT_S = patience
 
 
 def test_errors_in_closing_are_passed_over():
@@ -183,14 +183,14 @@ def test_a_long_result_loses_its_middle_and_says_so():
     box = ToolBox([Echo()])
     text = box.call("echo", {"text": "a" * 10_000 + "b" * 10_000}).text
     assert text.startswith("a" * 4096 + "\n[... 11808 characters left out ...]\n") and text.endswith("\n" + "b" * 4096)
-    assert cut("abc", 3) == "abc" and cut("abcdef", 3) == "ab\n[... 3 characters left out ...]\nf"
+    assert truncate_middle("abc", 3) == "abc" and truncate_middle("abcdef", 3) == "ab\n[... 3 characters left out ...]\nf"
     box.close()
 
 
 @pytest.mark.fault("F24")
 def test_results_carry_no_control_characters_and_can_be_encoded():
     every = "".join(map(chr, range(0x100))) + "\ud800\udfff" + "é\r\n<script>[red]"
-    text = harmless(every)
+    text = sanitize(every)
     text.encode()
     assert not set(text) & ({chr(c) for c in (*range(32), *range(0x7F, 0xA0))} - {"\n", "\t"})
     assert text.endswith("é\n<script>[red]")
@@ -210,13 +210,13 @@ def test_results_carry_no_control_characters_and_can_be_encoded():
     ],
 )
 def test_arguments_are_of_their_types(type_: Any, good: list[Any], bad: list[Any]):
-    check = Arguments({"properties": {"x": {"type": type_} if type_ else {}}})
-    assert [value for value in good if check.wrong({"x": value})] == []
-    assert [value for value in bad if not check.wrong({"x": value})] == []
+    check = ArgumentValidator({"properties": {"x": {"type": type_} if type_ else {}}})
+    assert [value for value in good if check.find_problem({"x": value})] == []
+    assert [value for value in bad if not check.find_problem({"x": value})] == []
 
 
 def test_arguments_are_of_the_choices_where_there_are_some():
-    check = Arguments({"properties": {"unit": {"enum": ["km", "mile"]}}})
-    assert check.wrong({"unit": "km"}) is None
-    assert 'must be one of ["km", "mile"], not "inch"' in str(check.wrong({"unit": "inch"}))
-    assert Arguments({"additionalProperties": True}).wrong({"any": 1}) is None
+    check = ArgumentValidator({"properties": {"unit": {"enum": ["km", "mile"]}}})
+    assert check.find_problem({"unit": "km"}) is None
+    assert 'must be one of ["km", "mile"], not "inch"' in str(check.find_problem({"unit": "inch"}))
+    assert ArgumentValidator({"additionalProperties": True}).find_problem({"any": 1}) is None

@@ -18,8 +18,8 @@ import pytest
 
 from skyrl_train.environments.tools.base import ToolBox, ToolResult
 from skyrl_train.environments.tools.browser import PROGRAMS, SETTLE_MS, BrowserTool
-from skyrl_train.environments.tools.guard import Guard
-from skyrl_train.environments.tools.proxy import CheckingProxy
+from skyrl_train.environments.tools.url_policy import UrlPolicy
+from skyrl_train.environments.tools.proxy import FilteringProxy
 from skyrl_train.errors import ConfigError
 from tests.support.web_server import Request, Response, WebServer, web_server
 
@@ -30,7 +30,7 @@ needs_chromium = pytest.mark.skipif(
 SCRIPTS = Path(__file__).parents[4] / "scripts"
 
 
-async def through(proxy: CheckingProxy, request: bytes) -> bytes:
+async def through(proxy: FilteringProxy, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(request)
     try:
@@ -39,9 +39,9 @@ async def through(proxy: CheckingProxy, request: bytes) -> bytes:
         writer.close()
 
 
-def ask_proxy(guard: Guard, *requests: bytes, max_bytes: int = 2**20) -> list[bytes]:
+def ask_proxy(guard: UrlPolicy, *requests: bytes, max_bytes: int = 2**20) -> list[bytes]:
     async def run() -> list[bytes]:
-        async with CheckingProxy(guard, max_bytes) as proxy:
+        async with FilteringProxy(guard, max_bytes) as proxy:
             return [await through(proxy, request) for request in requests]
 
     return asyncio.run(run())
@@ -53,7 +53,7 @@ def test_the_proxy_asks_the_guard_about_every_connection():
         return ["127.0.0.1"]
 
     with web_server(lambda request: Response(b"inside")) as inside:
-        guard = Guard(["wiki.test"], lookup=private)
+        guard = UrlPolicy(["wiki.test"], lookup=private)
         answers = ask_proxy(
             guard,
             f"GET http://{inside.at}/ HTTP/1.1\r\nHost: wiki.test\r\n\r\n".encode(),
@@ -79,7 +79,7 @@ def test_the_proxy_passes_requests_and_tunnels_to_the_checked_address_one_for_ea
         name = f"own.test:{server.port}"
         second = f"GET http://{name}/second HTTP/1.1\r\n\r\n"
         plain, tunnel = ask_proxy(
-            Guard([], [name], lookup=here),
+            UrlPolicy([], [name], lookup=here),
             f"GET http://{name}/a?b HTTP/1.1\r\nHost: other\r\nProxy-X: 1\r\nX-Own: 2\r\n\r\n{second}".encode(),
             f"CONNECT {name} HTTP/1.1\r\n\r\nGET /t HTTP/1.0\r\n\r\n".encode(),
         )
@@ -93,7 +93,7 @@ def test_the_proxy_passes_requests_and_tunnels_to_the_checked_address_one_for_ea
 
 def test_the_proxy_lets_no_more_than_its_bytes_through():
     with web_server(lambda request: Response(bytes(2**22))) as server:
-        (answer,) = ask_proxy(Guard([], [server.at]), f"GET {server.url}/ HTTP/1.1\r\n\r\n".encode(), max_bytes=2**20)
+        (answer,) = ask_proxy(UrlPolicy([], [server.at]), f"GET {server.url}/ HTTP/1.1\r\n\r\n".encode(), max_bytes=2**20)
     assert len(answer) < 2**21
 
 

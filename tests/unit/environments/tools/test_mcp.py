@@ -15,10 +15,10 @@ import pytest
 
 from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.base import ToolBox, ToolError, ToolResult
-from skyrl_train.environments.tools.mcp import Listing, McpTool, Server, fingerprint
+from skyrl_train.environments.tools.mcp import ToolListing, McpTool, McpServer, fingerprint
 from skyrl_train.errors import ConfigError
-from tests.support.others_processes import gone
-from tests.unit.environments.tools.test_arguments import listening
+from tests.support.process_state import wait_for_exit
+from tests.unit.environments.tools.test_argument_validation import listening
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -112,16 +112,16 @@ def test_threads_that_use_a_server_first_pin_one_list(monkeypatch: pytest.Monkey
     shown: list[dict[str, Any]] = []
     meet = threading.Barrier(2)
 
-    def first_listing(server: Server) -> Listing:
+    def first_listing(server: McpServer) -> ToolListing:
         with suppress(threading.BrokenBarrierError):
             meet.wait(0.2)  # both threads are here, if both may be
         shown.append({"add": {"description": f"version {len(shown)}", "parameters": {}}})
         return shown[-1]
 
     monkeypatch.setattr(mcp, "_first_listing", first_listing)
-    server = Server("of two threads", ("add",), command=sys.executable)
+    server = McpServer("of two threads", ("add",), command=sys.executable)
     with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(mcp.pinned, [server, server])
+        one, other = threads.map(mcp.pinned_tools, [server, server])
     assert one is other and len(shown) == 1
 
 
@@ -168,7 +168,7 @@ def test_a_server_gets_no_variables_of_this_process_and_is_gone_after_the_episod
         pid, *names = call(opened, "s.environment").text.split()
         assert "OWN" in names and "PATH" in names and not {"WANDB_API_KEY", "SKYRL_TEST_SESSION"} & set(names)
         assert psutil.pid_exists(int(pid))
-    assert gone(int(pid))
+    assert wait_for_exit(int(pid))
 
 
 @pytest.mark.defect("children-that-left-their-session-stayed")
@@ -176,7 +176,7 @@ def test_what_a_server_has_started_is_gone_after_the_episode_whatever_session_it
     with box(s=stdio()) as opened:
         pid = int(call(opened, "s.stray").text)
         assert psutil.pid_exists(pid)
-    assert gone(pid)
+    assert wait_for_exit(pid)
 
 
 @pytest.mark.fault("F25")
@@ -189,7 +189,7 @@ def test_a_server_that_is_deaf_is_killed_with_its_episode():
     tool.deadline_s = 2.0
     assert call(opened, "s.block").error == "timeout"
     opened.close()
-    assert gone(pid)
+    assert wait_for_exit(pid)
 
 
 @pytest.mark.fault("F25")

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.environments.tools import registry
 from skyrl_train.environments.tools.sandbox import Sandbox
-from tests.support.pages import snippets
+from tests.support.doc_pages import snippets
 
 DICE, PYTHON = snippets("docs/tools.md")
 (FETCH,) = snippets("docs/web_tools.md")

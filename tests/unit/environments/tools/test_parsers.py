@@ -15,7 +15,7 @@ from skyrl_train.environments.tools.parsers import (
     ToolCall,
     parse_calls,
     render_tools,
-    tags_of,
+    tool_tags,
 )
 
 PYTHON = {
@@ -181,7 +181,7 @@ def test_time_grows_no_faster_than_the_text(style: str):
 
 
 def test_only_tools_of_one_text_have_a_tag_of_their_own():
-    assert tags_of([PYTHON, ADD]) == {"python": "code"}
+    assert tool_tags([PYTHON, ADD]) == {"python": "code"}
 
 
 @pytest.mark.parametrize(("style", "dialect"), [*((s, "hermes") for s in STYLES), *(("native", d) for d in DIALECTS)])

@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from skyrl_train.environments.tools import sandbox as module
-from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Outcome, Sandbox
+from skyrl_train.environments.tools.sandbox import PYTHON, Limits, SandboxResult, Sandbox
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 PATIENT = Limits(wall_s=60.0, cpu_s=60.0)
 """For programs that end by themselves, however busy the machine is."""
 
 
-def run(sandbox: Sandbox, code: str, limits: Limits = PATIENT, stdin: bytes = b"", **files: bytes) -> Outcome:
+def run(sandbox: Sandbox, code: str, limits: Limits = PATIENT, stdin: bytes = b"", **files: bytes) -> SandboxResult:
     return sandbox.run({"main.py": code, **files}, [PYTHON, "-I", "main.py"], stdin, limits)
 
 
@@ -38,7 +38,7 @@ def mine(marker: str) -> list[int]:
 def test_a_program_reads_its_files_and_input_and_its_streams_are_kept_separate(sandbox: Sandbox):
     code = "import sys; print(open('data/in.txt').read() + input()); print('oops', file=sys.stderr); sys.exit(3)"
     outcome = sandbox.run({"main.py": code, "data/in.txt": b"a"}, [PYTHON, "main.py"], b"b\nc", PATIENT)
-    assert outcome == Outcome("ab\n", "oops\n", 3)
+    assert outcome == SandboxResult("ab\n", "oops\n", 3)
 
 
 def test_output_that_is_no_text_is_replaced(sandbox: Sandbox):
@@ -386,7 +386,7 @@ def test_without_its_filter_the_network_is_still_another_one(sandbox: Sandbox, m
         pyseccomp.SyscallFilter(defaction=pyseccomp.ALLOW).export_bpf(file)
         file.seek(0)
         everything = file.read()
-    monkeypatch.setattr(module, "denied_program", lambda: everything)
+    monkeypatch.setattr(module, "build_filter", lambda: everything)
     name = f"\0skyrl-open-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(name)
@@ -444,10 +444,10 @@ def test_a_bubblewrap_that_does_not_box_in_is_refused(
 @pytest.mark.fault("F22")
 def test_unsafe_local_needs_a_second_key_and_prints_a_banner(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="i_know_this_runs_model_code_on_this_machine=true"):
-        Sandbox.of({"kind": "unsafe_local"})
+        Sandbox.from_config({"kind": "unsafe_local"})
     with pytest.raises(ConfigError, match="kind='docker' is not one of bubblewrap, unsafe_local"):
-        Sandbox.of({"kind": "docker"})
-    unsafe = Sandbox.of({"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True})
+        Sandbox.from_config({"kind": "docker"})
+    unsafe = Sandbox.from_config({"kind": "unsafe_local", "i_know_this_runs_model_code_on_this_machine": True})
     unsafe.check()
     assert "RUNS ON THIS MACHINE" in capsys.readouterr().err
     assert run(unsafe, "print(open('data').read() + input())", stdin=b"b", data=b"a").stdout == "ab\n"

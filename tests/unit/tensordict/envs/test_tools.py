@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from skyrl_train.environments.tasks.countdown import CountdownEnv
 from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.browser import PROGRAMS
-from skyrl_train.environments.tools.guard import Guard, Refused
+from skyrl_train.environments.tools.url_policy import UrlPolicy, UrlNotAllowed
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import ChatEnv
@@ -234,7 +234,7 @@ def test_tools_of_servers_are_shown_called_read_and_ended_without_the_sdk_too(mo
             raise ConnectionError("nobody there")
         yield client
 
-    monkeypatch.setattr(mcp, "connected", connected)
+    monkeypatch.setattr(mcp, "connect", connected)
     monkeypatch.setitem(sys.modules, "mcp", ModuleType("mcp"))
     with pytest.raises(ConfigError, match="nobody there"):
         MCPToolTransform({"away": {"url": "http://127.0.0.1:1/mcp"}})
@@ -256,12 +256,12 @@ def test_tools_of_servers_are_shown_called_read_and_ended_without_the_sdk_too(mo
 
 @pytest.mark.defect("D37")
 def test_domains_are_compared_by_their_labels_and_ports():
-    guard = Guard(["example.com", "example.org:8080"])
+    guard = UrlPolicy(["example.com", "example.org:8080"])
     for url in ("http://example.com/", "https://www.example.com/a", "http://example.org:8080/"):
-        guard.target(url)
+        guard.check_url(url)
     for url in ("http://evilexample.com/", "http://example.com:8080/", "http://example.com@other.org/"):
-        with pytest.raises(Refused):
-            guard.target(url)
+        with pytest.raises(UrlNotAllowed):
+            guard.check_url(url)
 
 
 @needs_chromium

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from skyrl_train.algorithms.advantages import AdvantageStep, grpo
+from skyrl_train.algorithms.advantages import AdvantageCalculator, grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import token_mean, weigh
+from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
@@ -22,7 +22,7 @@ from skyrl_train.tensordict.envs.chat import DatasetChatEnv
 from skyrl_train.tensordict.losses.grpo import GRPOLoss
 from skyrl_train.tensordict.losses.mc_advantage import MCAdvantage
 from skyrl_train.tensordict.losses.top_k import TopKRewardSelector
-from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.edge_case_batches import current_logprobs, edge_case_batch
 from tests.support.tensordict_batches import TablePolicy, as_tensordict
 
 
@@ -52,9 +52,9 @@ def rewards(found: TensorDictBase | None) -> list[float]:
 
 
 def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     batch = replace(batch, rewards=torch.tensor([1.0, 0.25, 0.0, 0.5, 0.125]), token_rewards=None)
-    step = AdvantageStep(partial(grpo, grpo_norm_by_std=True))
+    step = AdvantageCalculator(partial(grpo, grpo_norm_by_std=True))
     expected = step(batch, Metrics())
     buffers = [ReplayBuffer(8, transform=MCAdvantage(size), shuffle=False, batch_size=size) for size in (3, 2)]
     data = as_tensordict(batch, "left prompt, right response")
@@ -71,7 +71,7 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
     assert torch.equal(stored["advantage"].flatten(), per_row.float())
     logprobs = current_logprobs(batch)
     objective = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2))
-    trainers = objective(weigh(expected, partial(token_mean, max_seq_len=1)), logprobs, None, 1, Metrics())
+    trainers = objective(assign_loss_weights(expected, partial(token_mean, max_seq_len=1)), logprobs, None, 1, Metrics())
     ours = GRPOLoss(TablePolicy(logprobs), entropy_bonus=False, masking_strategy="rlhf")(stored).loss
     assert ours.item() == trainers.item()
 

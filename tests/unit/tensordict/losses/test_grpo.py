@@ -13,11 +13,11 @@ from torch import Tensor
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import cispo, clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import sequence_mean, token_mean, weigh
+from skyrl_train.algorithms.reductions import sequence_mean, token_mean, assign_loss_weights
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.losses.grpo import CISPO, DAPO, CISPOLoss, GRPOLoss, GRPOLossOutput
-from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.edge_case_batches import current_logprobs, edge_case_batch
 from tests.support.tensordict_batches import LAYOUTS, BigramPolicy, TablePolicy, as_tensordict
 
 REDUCTIONS = {"token_mean": token_mean, "prompt_mean": sequence_mean}
@@ -32,7 +32,7 @@ def trainers(batch: TrainBatch, loss, reduction, logprobs: Tensor, entropy: Tens
     """The trainer's loss with KL (0.3) and, with entropy, a bonus (0.05)."""
     coefficient = None if entropy is None else 0.05
     objective = PolicyObjective(loss, k3, kl_loss_coef=0.3, entropy_loss_coef=coefficient)
-    weighed = weigh(batch, partial(reduction, max_seq_len=1)).with_tokens(rollout_logprobs=None)
+    weighed = assign_loss_weights(batch, partial(reduction, max_seq_len=1)).with_tokens(rollout_logprobs=None)
     return objective(weighed, logprobs, entropy, int(batch.loss_mask.sum()), metrics or Metrics())
 
 
@@ -56,7 +56,7 @@ def one_sequence(**entries: object) -> TensorDictBase:
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 @pytest.mark.parametrize("shape", ["failed rows", "nothing counts"])
 def test_loss_and_gradient_are_the_trainers_bit_by_bit(kind, aggregation: str, layout: str, shape: str):
-    batch = hard_batch(shape)
+    batch = edge_case_batch(shape)
     loss, settings = POLICY_LOSSES[kind]
     logprobs, metrics = current_logprobs(batch), Metrics()
     expected = trainers(batch, loss, REDUCTIONS[aggregation], logprobs, metrics=metrics)
@@ -83,7 +83,7 @@ def test_loss_and_gradient_are_the_trainers_bit_by_bit(kind, aggregation: str, l
 @pytest.mark.defect("D24")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_a_distribution_the_entropy_bonus_is_the_trainers(layout: str):
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     policy = BigramPolicy(len(batch.input_ids))
     distribution = torch.distributions.Categorical(logits=policy.weight[batch.input_ids.roll(1)])
     logprobs = distribution.log_prob(batch.input_ids)
@@ -110,7 +110,7 @@ def test_gradients_match_finite_differences():
 
 
 def test_the_rectangle_is_what_a_reduction_would_add():
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     data = as_tensordict(batch, "all left")
     settings: dict[str, Any] = {"entropy_bonus": False, "masking_strategy": "rlhf"}
     each = GRPOLoss(table_of(batch), reduction="none", **settings)(data).loss_objective
@@ -138,7 +138,7 @@ def clips(ratio: Tensor, advantages: Tensor) -> Tensor:
 @pytest.mark.defect("D24")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_statistics_are_means_over_the_tokens_that_count(layout: str):
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     chosen = batch.loss_mask
     logprobs = current_logprobs(batch).detach()
     objective = GRPOLoss(
@@ -172,7 +172,7 @@ def test_dapo_can_be_made_and_its_upper_bound_is_wider():
 
 @pytest.mark.defect("D25")
 def test_every_key_can_be_set_also_that_of_the_reference():
-    batch = hard_batch("regular")
+    batch = edge_case_batch("regular")
     data = as_tensordict(batch, "ragged")
     moved = data.clone()
     for key, name in ((("log_probs", "full"), "old"), (("next", "ref_log_probs", "full"), "ref"), ("advantage", "A")):
@@ -189,14 +189,14 @@ def test_every_key_can_be_set_also_that_of_the_reference():
 @pytest.mark.defect("D25")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masking_strategies_choose_their_tokens(layout: str):
-    batch = hard_batch("regular")  # of two turns, with a token of the environment between them
+    batch = edge_case_batch("regular")  # of two turns, with a token of the environment between them
     data = as_tensordict(batch, layout)
     if layout == "all left":
         data["tokens", "prompt"] = torch.full((len(batch), 1), 9999)  # not what rows begin with
         with pytest.raises(ValueError, match="does not begin with its prompt"):
             chosen(data, "sft", batch)
     if "prompt" in set(data[0]["tokens"].keys()) and layout != "all left":
-        behind = batch.position_ids >= batch.per_token(batch.prompt_lengths)
+        behind = batch.position_ids >= batch.expand_to_tokens(batch.prompt_lengths)
         assert torch.equal(chosen(data, "sft", batch), behind)
     assert torch.equal(chosen(data, "rlhf", batch), batch.loss_mask)
     assert torch.equal(chosen(data, "generic", batch), batch.position_ids > 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from skyrl_train.algorithms.reductions import sequence_mean, weigh
+from skyrl_train.algorithms.reductions import sequence_mean, assign_loss_weights
 from skyrl_train.algorithms.sft import SFTObjective, minor_sft, sft
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.containers import ChatHistory
@@ -18,11 +18,11 @@ from skyrl_train.tensordict.losses.sft import SFTLoss
 from skyrl_train.tensordict.ragged import rows_of
 from skyrl_train.tensordict.wrappers.backends import TransformersWrapper
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
-from tests.support.hard_batches import current_logprobs, hard_batch
+from tests.support.edge_case_batches import current_logprobs, edge_case_batch
 from tests.support.tensordict_batches import LAYOUTS, TablePolicy, as_tensordict
 
-BATCH = hard_batch("regular")
-LENGTHS = BATCH.per_sequence_sum(BATCH.loss_mask.double())
+BATCH = edge_case_batch("regular")
+LENGTHS = BATCH.sum_per_sequence(BATCH.loss_mask.double())
 
 
 def policy() -> TablePolicy:
@@ -33,7 +33,7 @@ def policy() -> TablePolicy:
 @pytest.mark.parametrize("name", ["sft", "minor_sft"])
 def test_loss_and_gradient_are_the_trainers_bit_by_bit(name: str, layout: str):
     function = sft if name == "sft" else partial(minor_sft, minor_beta=0.3)
-    batch, logprobs = weigh(BATCH, partial(sequence_mean, max_seq_len=1)), current_logprobs(BATCH)
+    batch, logprobs = assign_loss_weights(BATCH, partial(sequence_mean, max_seq_len=1)), current_logprobs(BATCH)
     expected = SFTObjective(function)(batch, logprobs, None, 1, Metrics())
     actor = policy()
     objective = SFTLoss(actor, loss_function=name, beta=0.3, normalize_by_seq_length=name == "sft")
@@ -47,7 +47,7 @@ def test_loss_and_gradient_are_the_trainers_bit_by_bit(name: str, layout: str):
 def test_reductions_are_over_sequences(normalise: bool):
     data = as_tensordict(BATCH, "ragged")
     logprobs = torch.where(BATCH.loss_mask, current_logprobs(BATCH).detach(), 0.0)
-    expected = -BATCH.per_sequence_sum(logprobs) / (LENGTHS if normalise else 1)
+    expected = -BATCH.sum_per_sequence(logprobs) / (LENGTHS if normalise else 1)
     made = {
         reduction: SFTLoss(policy(), reduction=reduction, normalize_by_seq_length=normalise)(data).loss_sft.detach()
         for reduction in ("none", "sum", "mean")
@@ -60,7 +60,7 @@ def test_reductions_are_over_sequences(normalise: bool):
 def test_minor_sft_may_compare_means():
     assert BATCH.ref_logprobs is not None
     gaps = torch.where(BATCH.loss_mask, current_logprobs(BATCH).detach() - BATCH.ref_logprobs, 0.0)
-    expected = -torch.nn.functional.logsigmoid(0.1 * BATCH.per_sequence_sum(gaps) / LENGTHS)
+    expected = -torch.nn.functional.logsigmoid(0.1 * BATCH.sum_per_sequence(gaps) / LENGTHS)
     output = SFTLoss(policy(), loss_function="minor_sft", reduction="none")(as_tensordict(BATCH, "ragged"))
     torch.testing.assert_close(output.loss_sft.detach(), expected)
 
@@ -77,7 +77,7 @@ def test_kl_is_a_mean_over_what_the_assistant_said(layout: str):
 
 @pytest.mark.defect("D28")
 def test_one_conversation_without_the_assistant_is_refused():
-    batch = hard_batch("failed rows")
+    batch = edge_case_batch("failed rows")
     objective = SFTLoss(TablePolicy(current_logprobs(batch)))
     with pytest.raises(ValueError, match=r"Rows 1, 3, 4 have no token of the assistant"):
         objective(as_tensordict(batch, "ragged"))

@@ -22,7 +22,7 @@ from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
-from tests.support.machine import slowness
+from tests.support.machine_speed import slowness
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id

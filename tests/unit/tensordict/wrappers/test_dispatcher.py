@@ -16,7 +16,7 @@ from tensordict import TensorDict, lazy_stack
 
 from skyrl_train.errors import ConfigError, DeadlineExceeded
 from skyrl_train.tensordict.wrappers.dispatcher import Dispatcher
-from tests.support.machine import slowness
+from tests.support.machine_speed import slowness
 
 
 def double(items: list[Any], parameters: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from aiohttp import web
 from tensordict import TensorDict
 
-from skyrl_train.cluster.sockets import free_address
+from skyrl_train.cluster.addresses import free_address
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.tensordict.wrappers import sglang_server
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper

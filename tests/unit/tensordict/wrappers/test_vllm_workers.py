@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from skyrl_train.cluster.runtime import Cluster
+from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.wrappers import backends as wrappers, vllm_workers
@@ -77,7 +77,7 @@ def test_what_a_worker_cannot_be_is_said_before_it_starts(started: list[dict[str
         with pytest.raises(ValueError, match=r"devices=|enable_fp32_output"):
             make_vllm_worker(model_name=tiny_model_path, make_ray_worker=False, **wrong)  # type: ignore[arg-type]
     assert started == []
-    if not Cluster().connected:
+    if not Cluster().is_connected:
         with pytest.raises(RuntimeError, match="Ray is not started"):
             make_vllm_worker(model_name=tiny_model_path)
     with pytest.raises(RuntimeError, match="not started"):
@@ -139,8 +139,8 @@ def test_an_actor_has_the_accelerators_that_ray_gave_it(
         raise _Placed
 
     monkeypatch.setattr(remote, "Cluster", OneAccelerator)
-    monkeypatch.setattr(remote, "reserve", lambda cluster, **given: asked.append((given["device"], given["count"])))
-    monkeypatch.setattr(remote, "places_of", places)
+    monkeypatch.setattr(remote, "reserve_pool", lambda cluster, **given: asked.append((given["device"], given["count"])))
+    monkeypatch.setattr(remote, "locate_gpus", places)
     monkeypatch.setattr(remote, "spawn", spawned)
     with pytest.raises(ends, match="devices=5, but Ray has given it 7" if ends is ConfigError else None):
         remote.engine_in_actor("a:B", options, name="worker", devices=devices)

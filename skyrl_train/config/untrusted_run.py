@@ -1,0 +1,86 @@
+"""What the configuration in a run's folder may not name: it may be copied from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_train.config.problems import Problem
+from skyrl_train.config.schema import Config
+
+_RUN_FILES = ("run.json", "metrics.jsonl")
+_GYM = "environment.skyrl_gym"
+
+
+def find_run_folder(preset_folder: str | None, name: str | None) -> Path | None:
+    """Return the run's folder that `--config-dir` and `--config-name` read: it may be copied from anywhere.
+
+    None for a folder that is not a run's: it is the user's own, and trusted.
+    """
+    if preset_folder is None:
+        return None
+    return next((folder for folder in (Path(preset_folder), Path(preset_folder, name or "").parent) if _is_run(folder)), None)
+
+
+def find_hydra_section(run: Path, preset: Path) -> Iterator[Problem]:
+    """Yield the `hydra` section of a run's configuration, which no run writes: composing it may import packages."""
+    try:
+        content = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        yield Problem("--config-name", str(preset), "a configuration that a run has written", f"It is not: {error}")
+        return
+    if isinstance(content, Mapping) and "hydra" in content:
+        advice = f"{run} is a run's folder, and no run writes this section. Remove it."
+        yield Problem("hydra", content["hydra"], "left out", advice)
+
+
+def find_untrusted_code(config: Config, run: Path, explicit_keys: Collection[str]) -> Iterator[Problem]:
+    """Yield code that only the configuration in a run's folder names, and receivers of credentials.
+
+    Args:
+        run: The run's folder.
+        overridden: Keys that the command line sets.
+    """
+    for key, value in _named_by_run(config):
+        if value and key not in explicit_keys:
+            yield Problem(
+                key,
+                value,
+                "repeated on the command line",
+                f"{run} is a run's folder, and what its configuration names would be run here, or would get your "
+                "credentials. Repeat the key if you trust it.",
+            )
+
+
+def _named_by_run(config: Config) -> Iterator[tuple[str, Any]]:
+    gym = config.environment.skyrl_gym
+    yield "trainer.plugins", list(config.trainer.plugins)
+    yield f"{_GYM}.verifiers.env_id", gym.verifiers.env_id  # its module is imported
+    yield f"{_GYM}.llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url  # which gets OPENAI_API_KEY
+    yield f"{_GYM}.openenv.token_variable", gym.openenv.token_variable
+    if not config.generator.run_engines_locally:  # servers that get SKYRL_API_KEY
+        for name in ("remote_inference_engine_urls", "external_server_urls"):
+            yield f"generator.{name}", list(getattr(config.generator, name) or ())
+    for name, value in config.generator.engine_init_kwargs.items():  # numbers name no code
+        if name == "trust_remote_code" or not isinstance(value, (bool, int, float)):
+            yield f"generator.engine_init_kwargs.{name}", value
+    tools, key = gym.tool_use.tool_settings, f"{_GYM}.tool_use.tool_settings"
+    yield f"{key}.browser.executable", _mapping(tools, "browser").get("executable")
+    servers = _mapping(_mapping(tools, "mcp"), "servers")
+    for name in servers:
+        for part in ("command", "args", "env", "cwd"):
+            yield f"{key}.mcp.servers.{name}.{part}", _mapping(servers, name).get(part)
+
+
+def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = content.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _RUN_FILES) or any(folder.glob("global_step_*"))

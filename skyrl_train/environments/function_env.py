@@ -1,0 +1,78 @@
+"""A function as the reward of an environment of one turn."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyrl_train.data.messages import Message
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.errors import ConfigError
+
+REWARD_KEYWORDS = ("prompt", "extras", "ground_truth")
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
+_KEYWORD_ONLY, _VAR_KEYWORD = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+
+
+class RewardFunction:
+    """The environment factory of a function (response, *, those of KEYWORDS that it names) -> reward.
+
+    Raises ConfigError, when it is made, for a function that cannot be called so.
+    """
+
+    def __init__(self, function: Callable[..., float]):
+        if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{describe_function(function)}: must be an ordinary function that returns a number.")
+        self.function = function
+        self.keywords = accepted_keywords(function, REWARD_KEYWORDS)
+        self.__module__ = function.__module__
+        self.__name__ = getattr(function, "__name__", type(self).__name__)
+
+    def __call__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> TextEnv:
+        return _SingleTurnEnv(self, env_config, extras)
+
+
+def accepted_keywords(function: Callable[..., Any], known: Sequence[str]) -> list[str]:
+    """Those of the `known` keywords that a reward function names after its parameter for the response.
+
+    Raises ConfigError for a function that cannot be called with a response and these.
+    """
+    what = describe_function(function)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}; wrap it in a function with a parameter for the response.") from error
+    if not parameters or parameters[0].kind in (_KEYWORD_ONLY, _VAR_KEYWORD):
+        raise ConfigError(f"{what}: its first parameter must take the response.")
+    after = [p for p in parameters[1:] if p.kind not in (inspect.Parameter.VAR_POSITIONAL, _VAR_KEYWORD)]
+    unknown = [p.name for p in after if p.default is p.empty and (p.name not in known or p.kind is _POSITIONAL)]
+    if unknown:
+        raise ConfigError(f"{what} asks for {', '.join(unknown)}; after the response it may name {', '.join(known)}.")
+    return [p.name for p in after if p.name in known and p.kind is not _POSITIONAL]
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """What messages call it."""
+    return f"the reward function {getattr(function, '__name__', function)!r}"
+
+
+class _SingleTurnEnv(TextEnv):
+    def __init__(self, reward: RewardFunction, env_config: Any, extras: Any):
+        super().__init__(env_config, extras)
+        self.reward = reward
+        self.prompt: list[Message] = []
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        self.prompt = prompt
+        return prompt, {}
+
+    def step(self, action: str) -> StepOutput:
+        spec = self.extras.get("reward_spec")
+        known = {
+            "prompt": self.prompt,
+            "extras": self.extras,
+            "ground_truth": spec.get("ground_truth") if isinstance(spec, Mapping) else None,
+        }
+        reward = self.reward.function(action, **{name: known[name] for name in self.reward.keywords})
+        return StepOutput(observations=[], reward=reward, done=True)

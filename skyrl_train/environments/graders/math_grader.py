@@ -1,0 +1,232 @@
+r"""Compares mathematical answers with ground truths in a child process that can be killed.
+
+`9^{9^{9}}` keeps sympy busy in C forever, and no Python code of the same process can interrupt it. So a `Grader` has
+one child (`python -m skyrl_train.environments.graders.math_grader`), which loads math-verify once and answers one request at
+a time, as JSON lines over its stdin and stdout. A timer of the kernel ends the child at the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from skyrl_train.environments.graders.math_normalization import normalize_latex
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+START_TIMEOUT_S = 60.0
+"""Time for the child to import math-verify, which takes two seconds on an idle machine."""
+EXIT_TIMEOUT_S = 0.5
+"""Time for the child to end at its deadline, before it is killed."""
+MAX_ANSWER_CHARS = 1000
+"""Maximum characters of an answer; the longest in MATH has 159."""
+MEMORY_BYTES = 2 * 2**30
+HEDGE_SOURCES = (
+    r"\b(?:either|maybe|perhaps|possibly|probably|about|approx|approximately|roughly|or so|if|not|wrong|incorrect)\b",
+    r"\b(?:dozen|hundred|squared|cubed|and counting)\b",
+    r"\\(?:approx|equiv|sim|simeq|cong|to|implies|iff)(?![A-Za-z])|\\[Rr]ightarrow",
+    r"[0-9]\s+[0-9]+(?![0-9]|\s*/)",
+    r"\\[lcdv]?dots[bcimo]?(?![A-Za-z])|\.\.\.",
+    r"[0-9}]\s*(?:'|\^?\s*\{?\s*\\prime(?![A-Za-z]))",
+)
+HEDGE_PATTERNS = [re.compile(pattern, re.IGNORECASE) for pattern in HEDGE_SOURCES]
+
+
+def is_unambiguous(answer: str, truth: str) -> bool:
+    r"""True unless `answer`, which is normalised, is empty or hedges where the normalised `truth` does not.
+
+    A hedge is a word such as "maybe" or "dozen", a sign such as \approx, dots, a prime after a number,
+    or numbers side by side.
+    """
+    return bool(answer) and not any(hedge.search(answer) and not hedge.search(truth) for hedge in HEDGE_PATTERNS)
+
+
+def check_installed() -> None:
+    if importlib.util.find_spec("latex2sympy2_extended") is None:  # math-verify installs it as its parser
+        raise ConfigError("the math environment needs math-verify; install it with: pip install 'skyrl-train[math]'.")
+
+
+class MathGrader:
+    """The parent's end of the child process: compares answers, one call at a time.
+
+    The child starts with `start` or the first request, and again after it was lost. A process that forks does not share
+    its child with the fork, which starts one of its own.
+
+    Example:
+        with Grader(deadline_s=5.0) as grader:
+            grader.grade(r"\\frac{2}{4}", "0.5")      # (True, "graded")
+    """
+
+    def __init__(self, deadline_s: float = 5.0):
+        self.deadline_s = deadline_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        """The process that has started the child."""
+        self._ready = False
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> MathGrader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the child without waiting for it. Raises ConfigError if math-verify is not installed."""
+        if self._owner != os.getpid():
+            self._child, self._owner = None, os.getpid()  # which closes this process's copies of the pipes
+        if self._child is not None:
+            return
+        check_installed()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._ready = False
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "skyrl_train.environments.graders.math_grader"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def grade(self, answer: str, truth: str) -> tuple[bool, str]:
+        """Return whether `answer` equals `truth`, and how that was decided.
+
+        The second value is "no_answer" (see `is_one_answer`), "same_text", "graded", "timeout" or "died" (out of memory
+        or stack). Takes at most `deadline_s` plus a second, not counting the start of the child. Raises
+        EnvironmentFailure("grader") if the child does not start.
+        """
+        if len(answer) > max(MAX_ANSWER_CHARS, len(truth)):
+            return False, "no_answer"
+        compared, reference = normalize_latex(answer), normalize_latex(truth)
+        if not is_unambiguous(compared, reference):
+            return False, "no_answer"
+        if compared == reference:
+            return True, "same_text"
+        reply = self._ask({"truth": truth, "answer": answer})
+        return reply.get("same", False), reply["how"]
+
+    def ground_truth_problem(self, truth: str) -> str | None:
+        """Return why `truth` cannot be a ground truth, or None if it can be."""
+        reply = self._ask({"truth": truth})
+        return reply["why"] if reply["how"] == "graded" else f"reading it takes more than {self.deadline_s:g} s"
+
+    def close(self) -> None:
+        """End the child. A later request starts another one."""
+        child, self._child = self._child, None
+        if child is None or self._owner != os.getpid():
+            return
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+        child.wait()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return the reply. A request that the child does not survive twice is to blame for it."""
+        for _ in range(2):
+            self._wait_until_ready()
+            assert self._child is not None and self._child.stdin is not None
+            number = next(self._numbers)
+            message = request | {"deadline_s": self.deadline_s, "number": number}
+            try:
+                self._child.stdin.write(json.dumps(message).encode("ascii") + b"\n")
+                self._child.stdin.flush()
+                reply = self._receive(self.deadline_s + EXIT_TIMEOUT_S)
+                if reply["number"] == number:
+                    return reply
+                ended = 0  # two threads asked at the same time: none of the child's replies can be trusted
+            except TimeoutError:
+                ended = -signal.SIGALRM
+            except (EOFError, BrokenPipeError):
+                ended = self._child.wait()
+            self.close()
+            self.start()  # it loads while the model generates
+            if ended == -signal.SIGALRM:
+                return {"how": "timeout"}
+        return {"how": "died"}
+
+    def _wait_until_ready(self) -> None:
+        self.start()
+        if not self._ready:
+            try:
+                self._receive(START_TIMEOUT_S)
+            except (EOFError, TimeoutError) as error:
+                self.close()
+                raise EnvironmentFailure("grader", f"the process that loads math-verify: {error}") from error
+            self._ready = True
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        """The child's next line. Raises TimeoutError if none comes within `seconds`, EOFError if it has ended."""
+        assert self._child is not None and self._child.stdout is not None
+        readable, _, _ = select.select([self._child.stdout], [], [], seconds)
+        if not readable:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        line = self._child.stdout.readline()  # lines are written whole, so this does not wait for the rest
+        if not line:
+            raise EOFError("ended")
+        return json.loads(line)
+
+
+@functools.cache
+def get_grader(deadline_s: float) -> MathGrader:
+    """The grader of this process: its environments are called one at a time, so one child is enough for all."""
+    return MathGrader(deadline_s)
+
+
+def _limit() -> None:
+    """Limit the child's memory and files, and let the kernel end it with its parent (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    for kind, amount in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # macOS has no RLIMIT_AS
+            resource.setrlimit(kind, (amount, amount))
+
+
+def run_grader() -> None:
+    """Answer requests until stdin is closed."""
+    _limit()
+    logging.disable(logging.CRITICAL)
+    sys.setrecursionlimit(3000)
+    from skyrl_train.environments.graders.math_equality import ground_truth_problem, is_equal
+
+    if not is_equal(r"\frac{x}{2}", "0.5x"):  # also loads what a comparison needs
+        raise RuntimeError("math-verify does not parse")
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also in the middle of C code
+    sink = os.fdopen(os.dup(1), "wb", buffering=0)
+    sink.write(b"{}\n")
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["deadline_s"])
+        reply: dict[str, Any] = {"how": "graded", "number": request["number"]}
+        try:
+            if "answer" in request:
+                reply["same"] = is_equal(request["truth"], request["answer"])
+            else:
+                reply["why"] = ground_truth_problem(request["truth"])
+        except (MemoryError, RecursionError):
+            reply["how"] = "died"
+        except Exception as error:  # whatever sympy raises on a model's text: the answer is wrong
+            reply |= {"same": False, "why": f"{type(error).__name__}: {error}"[:200]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sink.write(json.dumps(reply).encode("ascii") + b"\n")
+
+
+if __name__ == "__main__":
+    run_grader()

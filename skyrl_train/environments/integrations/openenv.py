@@ -1,0 +1,234 @@
+"""Environments on a server that uses OpenEnv's protocol, or answers `POST /reset` and `POST /step` with JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from skyrl_train.data.messages import Message
+from skyrl_train.data.reasoning import final_answer
+from skyrl_train.environments.base import StepOutput, TextEnv
+from skyrl_train.errors import ConfigError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+SCHEMES = ("http", "https", "ws", "wss")
+SECTION = "environment.skyrl_gym.openenv"
+
+
+class OpenEnvEnv(TextEnv):
+    """An episode on a server. A turn's reward is the server's; a missing one counts as 0 before the last turn.
+
+    The action is a turn's final answer (`reasoning.final_answer`): a server does not know the model's reasoning format.
+
+    With http(s) the bodies are `{"episode_id", ...}` to /reset and `{"action", "episode_id"}` to /step; with ws(s)
+    every episode is a separate session, as in OpenEnv's servers. Both answer `{"observation", "reward", "done"}`. The
+    opening observation follows the row's messages; a row's column `reset` is a mapping that is also sent to /reset. The
+    server and its token come from the configuration only, never from a row; redirects are not followed.
+
+    Fails with "timeout", "server" (unreachable, or an error of its own), "too_large" or "bad_response".
+    """
+
+    replayable = False
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        self.max_turns = int(self.extras.get("max_turns") or 0)
+        self.turns = 0
+        self._server = _connection(self.env_config)
+        self._runner = asyncio.Runner()
+
+    @classmethod
+    def parse_row(cls, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of /reset."""
+        arguments = extras.get("reset") or {}
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"the row's column reset is {arguments!r:.80}, not a mapping")
+        return dict(arguments)
+
+    @classmethod
+    def check(cls, env_config: Mapping[str, Any]) -> None:
+        _connection(env_config)
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        answer = self._call(self._server.reset(self.parse_row(self.extras)))
+        return [*prompt, *self._shown(answer)], _metadata(answer)
+
+    def step(self, action: str) -> StepOutput:
+        self.turns += 1
+        answer = self._call(self._server.step(final_answer(action)))
+        done = bool(answer.get("done"))
+        ended = done or self.turns == self.max_turns
+        reward: Any = answer.get("reward")
+        if reward is None and not done:
+            reward = 0.0
+        return StepOutput([] if ended else self._shown(answer), reward, ended, _metadata(answer))  # checked by the host
+
+    def close(self) -> None:
+        with self._runner:
+            self._runner.run(_within(self._server.timeout, self._server.close()))
+
+    def _call(self, request: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        import aiohttp
+
+        try:
+            return self._runner.run(_within(self._server.timeout, request))
+        except TimeoutError as error:
+            raise EnvironmentFailure("timeout", f"no answer of the server within {self._server.timeout:g} s") from error
+        except aiohttp.ClientError as error:
+            raise EnvironmentFailure("server", f"{type(error).__name__}: {error}") from error
+
+    def _shown(self, answer: dict[str, Any]) -> list[Message]:
+        observation = answer.get("observation")
+        key = self.env_config.get("observation_key")
+        if key is not None and isinstance(observation, Mapping):
+            if key not in observation:
+                raise EnvironmentFailure("bad_response", f"observation has no {key!r} among {sorted(observation)}")
+            observation = observation[key]
+        if observation is None or observation == "":
+            return []
+        text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
+        return [{"role": "user", "content": text}]
+
+
+async def _within(seconds: float, request: Coroutine[Any, Any, T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await request
+
+
+def _metadata(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer's "info" or "metadata", whichever name the server uses."""
+    parts = [answer[name] for name in ("info", "metadata") if isinstance(answer.get(name), Mapping)]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+async def _refuse_redirect(session: Any, context: Any, details: Any) -> None:
+    raise EnvironmentFailure("server", f"it redirects to {details.response.headers.get('Location')!r:.200}")
+
+
+def _connection(settings: Mapping[str, Any]) -> _HttpConnection | _WebSocketConnection:
+    url, variable = settings.get("base_url"), settings.get("token_variable")
+    if not url or urlsplit(url).scheme not in SCHEMES or not urlsplit(url).hostname:
+        raise ConfigError(f"{SECTION}.base_url={url!r}: name the server, e.g. http://127.0.0.1:8000 or ws://HOST/ws.")
+    if variable and not os.environ.get(variable):
+        raise ConfigError(f"{SECTION}.token_variable={variable!r}: that environment variable is not set; export it.")
+    headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
+    http = urlsplit(url).scheme in ("http", "https")
+    if not http and settings.get("action_key", "message") is None:
+        raise ConfigError(f"{SECTION}.action_key=null: OpenEnv's actions are mappings; name the key of the text.")
+    return (_HttpConnection if http else _WebSocketConnection)(url.rstrip("/"), headers, settings)
+
+
+class _Connection:
+    """One episode's connection to the server."""
+
+    def __init__(self, url: str, headers: dict[str, str], settings: Mapping[str, Any]):
+        self.url = url
+        self.headers = headers
+        self.timeout = float(settings.get("timeout", 30.0))
+        self.max_response_bytes = int(settings.get("max_response_bytes", 2**20))
+        self.action_key = settings.get("action_key", "message")
+        self._client: aiohttp.ClientSession | None = None
+
+    def client(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._client is None:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_redirect.append(_refuse_redirect)
+            self._client = aiohttp.ClientSession(
+                headers=self.headers | {"Accept-Encoding": "identity"},
+                auto_decompress=False,  # a compressed answer could be larger than its stated size
+                timeout=aiohttp.ClientTimeout(total=None),  # `_within` sets the deadline
+                trace_configs=[trace],
+            )
+        return self._client
+
+    def action(self, text: str) -> Any:
+        return text if self.action_key is None else {self.action_key: text}
+
+    def parsed(self, data: bytes | str) -> dict[str, Any]:
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise EnvironmentFailure("bad_response", f"not JSON: {data[:80]!r}") from error
+        if not isinstance(answer, dict):
+            raise EnvironmentFailure("bad_response", f"{type(answer).__name__}, not an object: {data[:80]!r}")
+        return answer
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+class _HttpConnection(_Connection):
+    """`POST /reset` and `POST /step`; `episode_id` identifies the episode on a server that has many."""
+
+    def __init__(self, url: str, headers: dict[str, str], settings: Mapping[str, Any]):
+        super().__init__(url, headers, settings)
+        self.episode = {"episode_id": uuid.uuid4().hex}
+
+    async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._post("/reset", arguments | self.episode)
+        given = answer.get("episode_id")
+        if isinstance(given, str):
+            self.episode = {"episode_id": given}
+        return answer
+
+    async def step(self, text: str) -> dict[str, Any]:
+        return await self._post("/step", {"action": self.action(text)} | self.episode)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self.client().post(self.url + path, json=body) as response:
+            data = bytearray()
+            async for chunk in response.content.iter_chunked(65536):
+                data += chunk
+                if len(data) > self.max_response_bytes:
+                    raise EnvironmentFailure(
+                        "too_large", f"an answer of more than {self.max_response_bytes} bytes to {path}"
+                    )
+            if response.status != 200:
+                raise EnvironmentFailure("server", f"status {response.status} of {path}: {bytes(data[:200])!r}")
+            return self.parsed(bytes(data))
+
+
+class _WebSocketConnection(_Connection):
+    """A WebSocket: `{"type", "data"}` in both directions."""
+
+    _socket: aiohttp.ClientWebSocketResponse | None = None
+
+    async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        self._socket = await self.client().ws_connect(self.url, max_msg_size=self.max_response_bytes, heartbeat=None)
+        return await self._ask({"type": "reset", "data": arguments})
+
+    async def step(self, text: str) -> dict[str, Any]:
+        return await self._ask({"type": "step", "data": self.action(text)})
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        import aiohttp
+
+        assert self._socket is not None
+        await self._socket.send_json(message)
+        reply = await self._socket.receive()
+        if reply.type is not aiohttp.WSMsgType.TEXT:
+            if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+                raise EnvironmentFailure("too_large", f"an answer of more than {self.max_response_bytes} bytes")
+            raise EnvironmentFailure("server", f"the session ended ({reply.type.name})")
+        answer = self.parsed(reply.data)
+        data = answer.get("data")
+        if answer.get("type") == "error" or not isinstance(data, dict):
+            raise EnvironmentFailure("server", f"{answer.get('type')}: {data!r:.200}")
+        return data
+
+    async def close(self) -> None:
+        if self._socket is not None and not self._socket.closed:
+            await self._socket.send_json({"type": "close"})
+            await self._socket.close()
+        await super().close()

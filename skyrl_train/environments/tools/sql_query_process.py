@@ -1,0 +1,71 @@
+"""Answers one SQL query in a separate process that can be killed: the request on stdin, the answer on stdout."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import sys
+import time
+from urllib.parse import quote
+
+ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, 33}
+"""33 is SQLITE_RECURSIVE, which the sqlite3 module does not define."""
+DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}
+PROGRESS_INTERVAL = 1000
+"""Instructions of SQLite's virtual machine between two checks of the deadline."""
+OVERTIME_S = 0.25
+"""Time for SQLite to notice the deadline itself. One function of it may run far longer without a check."""
+MAX_VALUE = 2**24
+"""Maximum bytes of one string or blob, including intermediate ones."""
+
+
+def answer(request: dict) -> dict:
+    """Run the query; return {"columns", "rows", "more"} or {"error"}."""
+    deadline = time.monotonic() + request["wall_s"]
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends this process, busy or orphaned
+    signal.setitimer(signal.ITIMER_REAL, request["wall_s"] + OVERTIME_S)
+    uri = f"file:{quote(request['database'])}?mode=ro" + ("&immutable=1" if request["immutable"] else "")
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    if hasattr(connection, "setlimit"):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection.set_progress_handler(lambda: time.monotonic() > deadline, PROGRESS_INTERVAL)
+    connection.set_authorizer(_only_reads)
+    try:
+        cursor = connection.execute(request["sql"])
+        columns = [name[0] for name in cursor.description or ()]
+        if len(columns) > request["max_columns"]:
+            return {"error": f"the result has {len(columns)} columns; at most {request['max_columns']} can be returned"}
+        rows: list[list[object]] = []
+        left = request["max_characters"]
+        for row in cursor:
+            shown = [_shown(value, request["max_value"]) for value in row]
+            left -= sum(len(str(value)) for value in shown)
+            if len(rows) == request["max_rows"] or left < 0:
+                return {"columns": columns, "rows": rows, "more": True}
+            rows.append(shown)
+        return {"columns": columns, "rows": rows, "more": False}
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+        late = time.monotonic() > deadline
+        return {"error": "timed out" if late else f"{error or type(error).__name__}"}
+
+
+def _only_reads(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+    allowed = action in ALLOWED_ACTIONS and (second or "").lower() not in DENIED_FUNCTIONS
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+def _shown(value: object, longest: int) -> object:
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, str) and len(value) > longest:
+        return f"{value[:longest]}... ({len(value)} characters)"
+    if isinstance(value, float) and value - value != 0:  # infinities are not JSON
+        return str(value)
+    return value
+
+
+if __name__ == "__main__":
+    json.dump(answer(json.load(sys.stdin)), sys.stdout)

@@ -1,0 +1,179 @@
+"""The slots of a run: which process is where, how many threads it has, and which paths its node must see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from skyrl_train.cluster.shared_paths import SharedPath
+from skyrl_train.cluster.placement import ResourcePool, reserve_pool
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.config.predicates import SlotCounts, gpus_per_engine
+from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig
+from skyrl_train.config.locations import strip_file_scheme
+from skyrl_train.storage.uris import resolve_local_folder
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """The slots of one role: its i-th member occupies slot `i * stride`."""
+
+    pool: ResourcePool
+    count: int
+    slots_per_member: int = 1
+    num_concurrent: int = 0
+    """Members of other roles that compute at the same time."""
+    nodes_per_member: int = 1
+    """Nodes of one member, with as many of its slots on each."""
+
+
+@dataclass(frozen=True)
+class RunPlacement:
+    """The slots of every role; None for a role that the run does not have."""
+
+    policy: RolePlacement | None
+    reference: RolePlacement | None
+    critic: RolePlacement | None
+    reward: RolePlacement | None
+    engines: RolePlacement | None
+    engines_colocated: bool
+    """Engines and learner take turns on the same slots."""
+
+    @property
+    def num_slots(self) -> int:
+        """Of the whole run."""
+        roles = (self.policy, self.reference, self.critic, self.reward, self.engines)
+        return sum({id(role.pool): role.pool.num_slots for role in roles if role is not None}.values())
+
+    @property
+    def is_single_node(self) -> bool:
+        """Whether the policy and the engines have one node together, and so one memory."""
+        return len({node for role in (self.policy, self.engines) if role for node in role.pool.slot_node_ids}) <= 1
+
+
+def reserve_slots(
+    cluster: Cluster,
+    counts: SlotCounts,
+    placement: PlacementConfig,
+    generator: GeneratorConfig,
+    *,
+    device: str,
+    deadline_s: float,
+    overlaps_training: bool = False,
+    reserved_cpus: float = 0.0,
+) -> RunPlacement:
+    """Reserve all slots of a run. Raises ConfigError when they cannot be had within `deadline_s`.
+
+    Args:
+        at_once: Engines and learner do not wait for each other.
+        other_cpus: CPUs of the cluster that slots leave free.
+    """
+    take = partial(
+        reserve_pool, cluster, device=device, total_slots=counts.total, deadline_s=deadline_s, reserved_cpus=reserved_cpus
+    )
+
+    def dedicated(count: int, actors_per_slot: int, key: str) -> ResourcePool | None:
+        """Slots for a role of the trainer."""
+        if not count:
+            return None
+        return take(count=count, tenants=actors_per_slot, key=key, strategy=placement.strategy, labels=placement.node_labels)
+
+    stride = gpus_per_engine(generator)
+    num_engines = counts.engines // stride
+    tenants = 1 + counts.reference_colocated + counts.critic_colocated + counts.reward_colocated
+    sampling = num_engines * overlaps_training  # none where engines are elsewhere
+    if counts.engines_colocated:
+        keys = f"policy_num_gpus_per_node={counts.policy} generator.num_inference_engines={num_engines}"
+        home = dedicated(counts.total, tenants + 1, keys)
+    else:
+        home = dedicated(counts.policy, tenants, "trainer.placement.policy_num_gpus_per_node")
+    policy = _role(home, counts.policy, num_concurrent=sampling)
+    reference, critic, reward = (
+        dedicated(count, 1, f"trainer.placement.{role}_num_gpus_per_node")
+        for role, count in (("ref", counts.reference), ("critic", counts.critic), ("reward", counts.reward))
+    )
+    reward_beside_engines = counts.reward_colocated and not counts.policy
+    if counts.engines_colocated:
+        engines = home
+    elif counts.engines:
+        engines = take(
+            count=counts.engines,
+            tenants=1 + reward_beside_engines,
+            key="generator.num_inference_engines",
+            strategy=placement.engine_strategy,
+            labels=placement.engine_node_labels,
+            # An engine's ranks on a node are processes that one actor there starts.
+            together=1 if reward_beside_engines else stride // placement.nodes_per_engine,
+        )
+    else:
+        engines = None
+    return RunPlacement(
+        policy=policy,
+        reference=policy if counts.reference_colocated else _role(reference, counts.reference, num_concurrent=sampling),
+        critic=policy if counts.critic_colocated else _role(critic, counts.critic, num_concurrent=sampling),
+        reward=(policy or _role(engines, counts.engines)) if counts.reward_colocated else _role(reward, counts.reward),
+        engines=_role(engines, num_engines, stride, counts.policy * overlaps_training, placement.nodes_per_engine),
+        engines_colocated=counts.engines_colocated,
+    )
+
+
+def _role(pool: ResourcePool | None, count: int, slots_per_member: int = 1, num_concurrent: int = 0, nodes_per_member: int = 1) -> RolePlacement | None:
+    return None if pool is None else RolePlacement(pool, count, slots_per_member, num_concurrent, nodes_per_member)
+
+
+def threads_per_process(cluster: Cluster, role_placement: RolePlacement, device: str) -> int:
+    """CPU threads for each process of a role: they compute at the same time; other roles do where rollouts run ahead.
+
+    Those on accelerators need them, too: for optimizer states in host memory, and to read and check weights.
+    """
+    if device == "cuda":
+        return role_placement.pool.min_cores_per_slot
+    return max(1, int(cluster.num_cpus) // max(1, role_placement.count + role_placement.num_concurrent))
+
+
+# -- paths
+
+
+def weight_folder(cfg: Config) -> str:
+    """The folder for weights on the "checkpoint" route."""
+    return cfg.generator.weight_sync_folder or str(resolve_local_folder(cfg.trainer.ckpt_path) / "weight_sync")
+
+
+def shared_paths(cfg: Config, placement: RunPlacement) -> Iterator[SharedPath]:
+    """Models, checkpoints, exports and the folder for weights, with the nodes of the roles that use them.
+
+    The folders that are written to are made, as the run would make them later.
+    """
+    trainer, generator = cfg.trainer, cfg.generator
+    for role, slots in (("policy", placement.policy), ("ref", placement.reference), ("critic", placement.critic)):
+        path = getattr(trainer, role).model.path
+        if slots is not None and path is not None:
+            yield SharedPath(f"trainer.{role}.model.path", strip_file_scheme(path), _nodes(slots))
+    if placement.reward is not None and trainer.reward.model.path is not None:
+        yield SharedPath("trainer.reward.model.path", strip_file_scheme(trainer.reward.model.path), _nodes(placement.reward))
+    if placement.engines is not None:
+        yield SharedPath("generator.model_name", strip_file_scheme(generator.model_name), _nodes(placement.engines))
+    if placement.policy is None:
+        return
+    trained = _nodes(placement.policy) | _nodes(placement.critic)
+    if trainer.resume_mode == "from_path" and trainer.resume_path:
+        yield SharedPath("trainer.resume_path", trainer.resume_path, trained)
+    if trainer.ckpt_interval > 0:
+        yield from _written("trainer.ckpt_path", trainer.ckpt_path, trained)
+    if trainer.hf_save_interval > 0:
+        yield from _written("trainer.export_path", trainer.export_path, trained)
+    if generator.weight_sync_route == "checkpoint" and placement.engines is not None:
+        key = "generator.weight_sync_folder"
+        yield from _written(key, weight_folder(cfg), _nodes(placement.policy) | _nodes(placement.engines))
+
+
+def _nodes(slots: RolePlacement | None) -> frozenset[str]:
+    return frozenset() if slots is None else frozenset(slots.pool.slot_node_ids)
+
+
+def _written(key: str, path: str, nodes: frozenset[str]) -> Iterator[SharedPath]:
+    folder = resolve_local_folder(path).absolute()  # of an address the folder that ranks write to before it is uploaded
+    os.makedirs(folder, exist_ok=True)
+    yield SharedPath(key, str(folder), nodes, is_written=True)

@@ -1,0 +1,75 @@
+"""Sliding windows, as transformers' masks and modules state them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+
+def register_window_masks(attn_implementation: str) -> None:
+    """Make transformers pass our attention function `attention` the window of a layer in the place of a mask.
+
+    Some models (Qwen2-MoE, PhiMoE) state the windows of their layers only by masks.
+    """
+    AttentionMaskInterface.register(attn_implementation, _window_mask)
+
+
+def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> int | Tensor | None:
+    """The window, in tokens; None without one. A tensor for a mask with other rules, which attention must refuse."""
+    sees_later = "allow_is_bidirectional_skip" in others  # an argument of masks that are not causal
+    return torch.empty(0) if use_vmap or sees_later else local_size
+
+
+def max_plain_attention_length(config: Any) -> int | None:
+    """Return the number of tokens up to which all layers of Llama 4 compute plain causal attention.
+
+    That is the size of a chunk in layers with chunked attention, and the length at which layers without rotary
+    positions begin to scale queries. None for other models.
+    """
+    limits = []
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(int(config.attention_chunk_size))
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        limits.append(int(config.floor_scale) - 1)
+    return min(limits, default=None)
+
+
+def disable_query_scaling(model: nn.Module) -> None:
+    """Turn off Llama 4's scaling of queries, which is 1 up to `chunk_limit`.
+
+    transformers computes it from a token's place in the row, not from its position, so packed rows would be wrong.
+    """
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.attn_temperature_tuning = False  # type: ignore[assignment]
+
+
+@contextmanager
+def shortened_windows(model: PreTrainedModel, size: int) -> Iterator[bool]:
+    """Within it windows of more than `size` tokens have `size`, so that a check needs only short sequences.
+
+    Yields whether there are any.
+    """
+    text: Any = model.config.get_text_config()
+    owners: list[Any] = [model.config, text, *model.modules()]
+    changed: list[tuple[Any, int]] = []
+    for owner in owners:
+        window = None if isinstance(owner, nn.Module) and "sliding_window" not in vars(owner) else _window(owner)
+        if window is not None and window > size:
+            changed.append((owner, window))
+            owner.sliding_window = size
+    try:
+        yield bool(changed)
+    finally:
+        for owner, window in changed:
+            owner.sliding_window = window
+
+
+def _window(owner: Any) -> int | None:
+    window = getattr(owner, "sliding_window", None)
+    return window if type(window) is int else None

@@ -1,0 +1,71 @@
+"""A critic's values of states in the ragged batch: a language model's body with a linear head of width 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skyrl_train.models.expert_parallel import ExpertParallel
+from skyrl_train.models.ragged_model import RaggedModel, verify_and_shard, get_lm_head
+from skyrl_train.models.parallel_group import ParallelGroup
+from skyrl_train.models.pretrained_weights import PretrainedWeights
+
+
+class ValueModel(RaggedModel):
+    """The critic's root module, which strategies shard: the body of `model`, without its LM head.
+
+    The value head starts at 0, so that all values are 0 before training, whatever the seed. Raises ConfigError for a
+    model that cannot run without padding.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head_name: str = "value_head",
+        parallel_group: ParallelGroup | None = None,
+        pretrained: PretrainedWeights | None = None,
+        expert_parallel: ExpertParallel | None = None,
+    ):
+        """`head_name`: the head's name in checkpoints. The others: see RaggedModel."""
+        size = get_lm_head(model).in_features
+        body: Any = model.base_model
+        super().__init__(body, parallel_group, pretrained, expert_parallel)
+        self._prefix = model.base_model_prefix
+        self._head_name = head_name
+        device = model.device if pretrained is None else "cpu"
+        self.value_head = nn.Linear(size, 1, bias=False, dtype=model.dtype, device=device)
+        nn.init.zeros_(self.value_head.weight)
+        verify_and_shard(self)
+
+    def hf_name(self, name: str) -> str:
+        """A parameter's name in a checkpoint; the body has the names of the causal language model it was taken from."""
+        module, _, rest = name.partition(".")
+        return f"{self._head_name if module == 'value_head' else self._prefix}.{rest}"
+
+    def head_parameters(self) -> list[Tensor]:
+        """Parameters that forward reads without running their module."""
+        return [self.value_head.weight]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        offsets: Tensor,
+        temperature: Tensor,
+        target_mask: Tensor,
+        compute_entropy: bool = False,
+        shared_prompt_lengths: Tensor | None = None,
+        replayed_experts: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """[T] values of the states before the tokens in score_mask, at least float32, 0 elsewhere; no entropy.
+
+        The arguments are those of TokenScorer, but temperature is not used and wants_entropy must be False.
+        """
+        assert not compute_entropy, "a critic has no entropy"
+        positions, hidden = self.hidden_before_targets(input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts)
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # a matrix product would be autocast
+        return self.scatter_to_tokens(values, positions, target_mask), None

@@ -1,0 +1,69 @@
+"""A CPU that copies as late as an accelerator may, seen from its host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+T = TypeVar("T")
+_COPY, _CLONE = torch.ops.aten.copy_.default, torch.ops.aten.clone.default
+_FOREACH_COPY, _CAT = torch.ops.aten._foreach_copy_.default, torch.ops.aten.cat.out
+
+
+class DeferredCopyMode(TorchDispatchMode):
+    """Inside, copies wait in a queue, in order, until an operation inside needs them or somebody synchronises.
+
+    Another stream, or a look at memory that is no operation of torch, sees what was there before.
+    """
+
+    entered: ClassVar[list[DeferredCopyMode]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Self:
+        self.entered.append(self)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.pop()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_COPY, _FOREACH_COPY, _CAT):
+            self._queue.append(partial(func, *args, **(kwargs or {})))
+            return {_COPY: args[0], _CAT: (kwargs or {}).get("out")}.get(func)
+        if func is _CLONE:
+            copied = torch.empty_like(args[0])
+            self._queue.append(partial(_COPY, copied, args[0]))
+            return copied
+        if not func.is_view:
+            self.synchronize()
+        return func(*args, **(kwargs or {}))
+
+    def inside(self, call: Callable[..., T]) -> Callable[..., T]:
+        """`call`, made inside."""
+
+        def made(*args: Any) -> T:
+            with self:
+                return call(*args)
+
+        return made
+
+    def synchronize(self) -> None:
+        """Do all that waits."""
+        queue, self._queue = self._queue, []
+        with _disable_current_modes():  # or they would be queued again
+            for copy in queue:
+                copy()
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """In place of that of weight_sync/handover.py."""
+    assert device.type == "cpu"
+    DeferredCopyMode.entered[-1].synchronize()

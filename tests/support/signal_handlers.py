@@ -1,0 +1,22 @@
+"""Which signals another process has handlers of."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+
+def handles_signal(pid: int, number: signal.Signals) -> bool:
+    """Whether it has one of this signal; False once it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def default_sighup() -> None:
+    """Restore the default action of SIGHUP in a child process, as tests may run under `nohup`: a `preexec_fn`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.cluster import addresses
+from skyrl_train.cluster.addresses import free_address, listen
+
+LAST = 2**16 - 1
+
+
+def ephemeral_to(last: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "ip_local_port_range"
+    file.write_text(f"32768\t{last}\n")
+    monkeypatch.setattr(addresses, "EPHEMERAL_PORTS_FILE", file)
+
+
+@pytest.mark.defect("a-connection-took-the-port-where-ranks-meet")
+def test_a_free_port_is_none_that_linux_gives_to_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for last in (60999, 65500):
+        ephemeral_to(last, tmp_path, monkeypatch)
+        assert last < min(free_address()[1] for _ in range(20))
+    monkeypatch.undo()
+    kernels = addresses.EPHEMERAL_PORTS_FILE
+    if kernels.exists() and (last := int(kernels.read_text().split()[1])) <= 65500:
+        assert last < min(free_address()[1] for _ in range(20)), "the kernel's own file is not read"
+
+
+def test_where_all_above_are_taken_or_not_known_any_free_port_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ephemeral_to(LAST - 1, tmp_path, monkeypatch)
+    with closing(listen("127.0.0.1", LAST)):
+        assert 0 < free_address()[1] < LAST
+    for file in (tmp_path / "none", tmp_path / "ip_local_port_range"):
+        ephemeral_to(LAST, tmp_path, monkeypatch)
+        monkeypatch.setattr(addresses, "EPHEMERAL_PORTS_FILE", file)
+        assert free_address()[1] > 0
+
+
+def test_two_who_ask_at_once_hardly_ever_get_the_same():
+    assert len({free_address()[1] for _ in range(20)}) > 15
+
+
+def test_an_address_of_another_machine_has_no_free_port():
+    with pytest.raises(OSError, match="assign"):
+        free_address("192.0.2.1")

@@ -1,0 +1,187 @@
+"""Other ways to write a value, other names of keys, and keys of the user's own."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.hydra import load_preset, rename_aliases, replace_value_aliases, save_resolved
+from skyrl_train.config.keys import key_aliases, all_keys, canonical_key, find_key, value_keys, get_value
+from skyrl_train.config.prepare import PreparedConfig, prepare_config
+from skyrl_train.config.section import KeyMetadata
+from skyrl_train.errors import ConfigError
+from tests.support.table_cases import check_each
+
+
+def prepared(*overrides: str, has_user_code: bool = False) -> PreparedConfig:
+    return prepare_config(overrides, has_accelerator=False, has_user_code=has_user_code)
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "meant"),
+    [
+        ("trainer.resume_mode=null", "trainer.resume_mode", "none"),
+        ("trainer.resume_mode=None", "trainer.resume_mode", "none"),
+        ("trainer.resume_mode=", "trainer.resume_mode", "none"),
+        ("trainer.logger=null", "trainer.logger", ()),
+        ("trainer.logger=[]", "trainer.logger", ()),
+        ("trainer.eval_interval=null", "trainer.eval_interval", -1),
+        ("trainer.ckpt_interval=null", "trainer.ckpt_interval", -1),
+        ("trainer.hf_save_interval=null", "trainer.hf_save_interval", -1),
+        ("trainer.max_ckpts_to_keep=null", "trainer.max_ckpts_to_keep", -1),
+        ("trainer.algorithm.value_clip=null", "trainer.algorithm.value_clip", None),
+        ("trainer.algorithm.dynamic_sampling.type=none", "trainer.algorithm.dynamic_sampling.type", None),
+        ("trainer.ref.model.path=null", "trainer.ref.model.path", "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("trainer.critic.model.path=''", "trainer.critic.model.path", None),
+        ("trainer.plugins=null", "trainer.plugins", ()),
+        ("data.val_data=null", "data.val_data", ()),
+        ("data.val_data=[]", "data.val_data", ()),
+        ("data.val_data=''", "data.val_data", ()),
+        ("trainer.logger=none", "trainer.logger", ()),
+        ("generator.max_input_length=null", "generator.max_input_length", 512),
+        ("generator.sampling_params.top_k=null", "generator.sampling_params.top_k", -1),
+        ("generator.engine_init_kwargs=null", "generator.engine_init_kwargs", {}),
+        ("generator.override_existing_update_group=true", "generator.override_existing_update_group", "enable"),
+        ("environment.skyrl_gym.max_env_workers=0", "environment.skyrl_gym.max_env_workers", 0),
+    ],
+)
+def test_what_recipes_write_means_what_skyrl_means(written: str, key: str, meant: Any, tmp_path: Path):
+    assert get_value(prepared(written).config, key) == meant
+    name, _, value = written.partition("=")
+    *sections, last = name.split(".")
+    text = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(sections))
+    (tmp_path / "mine.yaml").write_text(f"{text}{'  ' * len(sections)}{last}: {value}\n")
+    from_file = prepared("--config-dir", str(tmp_path), "--config-name", "mine").config
+    assert get_value(from_file, key) == meant
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def check_alias_renamed(alias: str) -> None:
+    key = key_aliases()[alias]
+    assert alias not in all_keys() and key in value_keys()
+    assert canonical_key(alias) == key and find_key(alias) == value_keys()[key]
+    content = nested(alias, 7)
+    assert list(rename_aliases(content)) == []
+    section = content
+    for part in key.split("."):
+        section = section[part]
+    assert section == 7
+    (problem,) = rename_aliases(merged(nested(alias, 7), nested(key, 8)))
+    assert str(problem) == f"{alias}=7: must be the same as {key}=8. They are one setting: give one."
+
+
+def test_every_alias_is_renamed_to_its_key():
+    check_each(key_aliases(), check_alias_renamed)
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    for name, value in other.items():
+        one[name] = merged(one[name], value) if isinstance(one.get(name), dict) and isinstance(value, dict) else value
+    return one
+
+
+def test_other_spellings_are_read_as_the_value():
+    wrong = []
+    for name, key in value_keys().items():
+        for written, meant in key.metadata.spellings.items():
+            content = nested(name, written)
+            replace_value_aliases(content)
+            wrong += [f"{name}={written} is read as {content}"] if content != nested(name, meant) else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sections_have_no_facts():
+    assert [key.name for key in all_keys().values() if key.is_section and key.metadata != KeyMetadata()] == []
+
+
+def test_engines_keys_are_known_where_newer_versions_of_skyrl_keep_them(tmp_path: Path):
+    keys = ["num_engines=3", "tensor_parallel_size=2", "backend=sglang", "+engine_init_kwargs.max_model_len=99"]
+    line = [f"{'+' * key.startswith('+')}generator.inference_engine.{key.removeprefix('+')}" for key in keys]
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_base_config, _self_]\n"
+        "generator: {inference_engine: {num_engines: 3, tensor_parallel_size: 2, backend: sglang, "
+        "engine_init_kwargs: {max_model_len: 99}}}\n"
+    )
+    for arguments in (line, ["--config-dir", str(tmp_path), "--config-name", "mine"]):
+        generator = prepared(*arguments).config.generator
+        assert (generator.num_inference_engines, generator.inference_engine_tensor_parallel_size) == (3, 2)
+        assert generator.backend == "sglang"
+        assert generator.engine_init_kwargs == {"max_model_len": 99}
+    with pytest.raises(ConfigError, match="They are one setting"):
+        prepared(*line, "generator.num_inference_engines=4")
+    with pytest.raises(ConfigError, match=r"generator\.inference_engine\.backnd=x: unknown key"):
+        prepared("generator.inference_engine.backnd=x")
+
+
+OWN = ["+generator.my_key=3", "+environment.my_list=[1,2]", "+environment.skyrl_gym.my_env.level=hard"]
+
+
+@pytest.mark.parametrize("how", ["plugins", "own program"])
+def test_keys_with_a_plus_are_the_user_s_own_where_there_is_code_to_read_them(how: str, tmp_path: Path):
+    plugins = ["trainer.plugins=[my_plugin]"] if how == "plugins" else []
+    done = prepared(*OWN, *plugins, has_user_code=how == "own program")
+    config = pickle.loads(pickle.dumps(done.config))
+    assert (config.generator.my_key, config.environment.my_list) == (3, (1, 2))
+    assert config.environment.skyrl_gym.own == {"my_env": {"level": "hard"}}
+    assert "generator.my_key=3 is a key of your own. Only your code reads it." in done.notes
+    assert len([note for note in done.notes if "of your own" in note]) == 3
+    save_resolved(config, tmp_path / "config.yaml")
+    again = prepared("--config-dir", str(tmp_path), "--config-name", "config", has_user_code=True).config
+    assert again.generator.my_key == 3
+    with pytest.raises(AttributeError, match="no key 'other'"):
+        _ = config.generator.other
+
+
+def test_without_such_code_they_are_unknown():
+    with pytest.raises(ConfigError) as refused:
+        prepared(*OWN, "+generator.n_samples_per_promt=2")
+    text = str(refused.value)
+    assert "4 problems" in text
+    assert "generator.my_key=3: unknown key." in text
+    assert "With trainer.plugins, or started from a program of your own, it would be a key of yours." in text
+    assert "Did you mean generator.n_samples_per_prompt?" in text
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+environment.skyrl_gym.search.tpok=3",
+        "+environment.skyrl_gym.tpok=3",
+        "+generator.inference_engine.foo=2",
+        "generator.my_key=3",
+        "+trainer.my_key=3",
+        "+generator.sampling_params.my_key=3",
+        "+my_key=3",
+        "~generator.mine",
+    ],
+)
+def test_no_other_key_is_the_user_s_own(override: str):
+    with pytest.raises(ConfigError, match="unknown key"):
+        prepared(override, has_user_code=True)
+
+
+def test_a_key_that_looks_like_one_of_ours_is_asked_about():
+    (note,) = [note for note in prepared("+environment.env_clas=3", has_user_code=True).notes if "of your own" in note]
+    assert note == "environment.env_clas=3 is a key of your own. Did you mean environment.env_class?"
+
+
+def test_a_key_of_the_user_s_own_may_run_no_code():
+    for override in ("+generator.mine={_target_: os.system}", "+generator.mine='${oc.env:SECRET_KEY}'"):
+        with pytest.raises(ConfigError):
+            prepared(override, has_user_code=True)
+
+
+def test_names_that_a_program_registered_are_checked_later():
+    names = ["trainer.algorithm.policy_loss_type=mine", "environment.env_class=mine"]
+    assert prepared(*names, has_user_code=True).config.trainer.algorithm.policy_loss_type == "mine"
+    with pytest.raises(ConfigError, match="2 problems"):
+        prepared(*names)
+    assert load_preset(names).environment.env_class == "mine"

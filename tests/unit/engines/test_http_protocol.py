@@ -1,0 +1,280 @@
+"""What a server reads off the network: a value, or an error that names the place. Never anything else."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from pydantic_core import PydanticSerializationError
+
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
+from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TextPart
+from skyrl_train.engines.http.openai import Translator
+from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
+from skyrl_train.engines.http.protocol import (
+    REMOTE_METHODS,
+    BeginWeights,
+    Generate,
+    Limits,
+    NullableFloats,
+    ReceiveWeights,
+    Result,
+    ServerInfo,
+    encode_error,
+    decode_error,
+)
+from skyrl_train.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineError,
+    SkyRLError,
+    UnsupportedParameter,
+    WeightSyncError,
+    WorkerDied,
+)
+from skyrl_train.testing.tiny_models import byte_tokenizer
+from skyrl_train.weight_sync.protocol import Bucket, Manifest, SharedHandle, TensorSpec
+from tests.support.trajectories import completion_from
+
+LIMITS = Limits()
+TYPES: list[Any] = [call.arguments for call in REMOTE_METHODS.values()]
+TYPES += [SampleRequest, SamplingParams, Manifest, TensorSpec, Bucket, SharedHandle]
+TYPES += [ChatCompletionRequest, CompletionRequest, ChatMessage, TextPart]
+WORDS = [*dict.fromkeys(field.name for kind in TYPES for field in fields(kind))]
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+)
+ANY_JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=4), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+def _arguments(method: str, body: Any) -> Any:
+    return parse_body(REMOTE_METHODS[method].arguments, body).checked(LIMITS)
+
+
+def _result(kind: Any, value: Any) -> Any:
+    """Return the value as the other end reads it."""
+    generic: Any = Result
+    return parse_body(generic[kind], write_json(Result(value))).result
+
+
+def _json(value: Any) -> Any:
+    return read_json(write_json(value))
+
+
+def _request(**more: Any) -> SampleRequest:
+    return replace(SampleRequest("r0", to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 7), **more)
+
+
+def _translator() -> Translator:
+    return Translator(byte_tokenizer(), limits=LIMITS, default_max_tokens=16, deadline_s=5)
+
+
+@given(st.sampled_from(sorted(REMOTE_METHODS)), ANY_JSON)
+def test_any_json_is_the_arguments_of_a_call_or_malformed(method: str, body: Any):
+    with suppress(InvalidBodyError, WeightSyncError):
+        _arguments(method, body)
+
+
+@given(st.sampled_from(["chat", "text"]), ANY_JSON)
+def test_any_json_is_a_completion_to_make_or_malformed(kind: str, body: Any):
+    with suppress(InvalidBodyError, DataError):
+        getattr(_TRANSLATOR, kind)(body, None)
+
+
+_TRANSLATOR = _translator()
+_GOOD_CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+_GOOD_CALLS: dict[str, Any] = {
+    "generate": {"requests": [_json(_request())]},
+    "score": {"token_ids": [[1, 2]]},
+    "connect_weights": {"route": "ipc", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5},
+    "begin_weights": {"manifest": _json(Manifest(1, (TensorSpec("w", (2, 2), "float32", -5),)))},
+    "receive_weights": {"bucket": _json(Bucket(0, ("w",), (-5,)))},
+}
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(deeper for key, item in items for deeper in _paths(item, (*path, key)))]
+
+
+def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[path[0]] = _with(value[path[0]], path[1:], new)
+    return changed
+
+
+@given(st.sampled_from(sorted(_GOOD_CALLS)), st.data())
+def test_a_good_call_with_anything_put_anywhere_is_a_call_or_malformed(method: str, data: Any):
+    body = _GOOD_CALLS[method]
+    path = data.draw(st.sampled_from(_paths(body)))
+    with suppress(InvalidBodyError, WeightSyncError):
+        _arguments(method, _with(body, path, data.draw(ANY_JSON)))
+
+
+@given(st.data())
+def test_a_good_chat_with_any_member_added_is_a_chat_or_malformed(data: Any):
+    body = _GOOD_CHAT | {data.draw(st.sampled_from(WORDS)): data.draw(ANY_JSON)}
+    with suppress(InvalidBodyError, DataError):
+        _TRANSLATOR.chat(body, None)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_json_or_malformed(body: bytes):
+    with suppress(InvalidBodyError):
+        read_json(body)
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "[1, NaN]", "9" * 5000, "[" * 100_000, '"\ud800'])
+def test_what_is_no_json_or_no_number_is_malformed(text: str):
+    with pytest.raises(InvalidBodyError):
+        read_json(text.encode(errors="surrogatepass"))
+
+
+def test_half_a_surrogate_pair_is_not_taken_for_text():
+    with pytest.raises(InvalidBodyError, match=r"content.*surrogate"):
+        _TRANSLATOR.chat(read_json(rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}'), None)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8), st.integers(0, 2**64 - 1))
+def test_what_is_written_is_read_back_to_the_bit(numbers: list[float], seed: int):
+    request = _request(
+        seed=seed,
+        sampling=SamplingParams(max_tokens=9, temperature=0.7, stop=("\n", "é"), stop_token_ids=(5,)),
+        session="s",
+        deadline_s=1.5,
+    )
+    ids = list(range(len(numbers)))
+    completion = completion_from("r0", ids, numbers, numbers, "stop", [VersionSpan(0, len(ids), 3)], "\n")
+    for value, kind in ((request, SampleRequest), (completion, Completion)):
+        assert _result(kind, value) == value
+    assert _arguments("generate", _json(Generate([request]))).requests == [request]
+
+
+def test_weights_announcements_are_read_back():
+    manifest = Manifest(3, (TensorSpec("a.b", (2, 3), "bfloat16", -(2**63)),), bucket_bytes=64, base_version=2)
+    assert _arguments("begin_weights", _json(BeginWeights(manifest))).manifest == manifest
+    bucket = Bucket(0, ("a.b",), (-1,), handles=(SharedHandle(0, 16, "/proc/1/fd/7"),))
+    assert _arguments("receive_weights", _json(ReceiveWeights(bucket))).bucket == bucket
+    served = ServerInfo("m", Capabilities("e", frozenset({"top_p"}), refusals={"lora": "no"}), LIMITS)
+    assert _result(ServerInfo, served) == served
+
+
+def test_numbers_that_are_not_finite_travel_as_null():
+    (scores,) = _result(list[NullableFloats], [[-1.5, math.nan, -math.inf]])
+    assert scores[0] == -1.5 and all(map(math.isnan, scores[1:]))
+    numbers = np.array([-1.5, math.nan], np.float32)
+    completion = Completion("r0", np.array([5, 6], np.int32), numbers, numbers, "stop", [])
+    assert np.array_equal(_result(Completion, completion).logprobs, numbers, equal_nan=True)
+
+
+@pytest.mark.parametrize("answer", ["", "{", '{"result": "\\ud800"}', "[" * 300 + "]" * 300, '{"result": NaN}', "null"])
+def test_an_answer_that_is_none_is_malformed(answer: str):
+    with pytest.raises(InvalidBodyError):
+        parse_body(REMOTE_METHODS["generate"].answer, answer.encode())
+
+
+def test_tensors_do_not_travel():
+    with pytest.raises(PydanticSerializationError, match="Tensor"):
+        write_json(Bucket(0, ("w",), (0,), payload=torch.zeros(4, dtype=torch.uint8)))
+    with pytest.raises(InvalidBodyError, match=r"bucket\.payload"):
+        _arguments("receive_weights", {"bucket": {"index": 0, "names": [], "fingerprints": [], "payload": [1]}})
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"token_ids": []}, "requests[0].token_ids"),
+        ({"token_ids": [1, -2]}, "requests[0].token_ids"),
+        ({"token_ids": [1, 2.0]}, "requests[0].token_ids[1]"),
+        ({"seed": 2**64}, "requests[0].seed"),
+        ({"seed": True}, "requests[0].seed"),
+        ({"deadline_s": 0}, "requests[0].deadline_s"),
+        ({"request_id": "x" * 2000}, "requests[0].request_id"),
+        ({"sampling": {}}, "requests[0].sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 10**9}}, "requests[0].sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 4, "temperature": -1}}, "requests[0].sampling.temperature"),
+        ({"sampling": {"max_tokens": 4, "temperature": "hot"}}, "requests[0].sampling.temperature"),
+        ({"sampling": {"max_tokens": 4, "stop": ["x"] * 17}}, "requests[0].sampling.stop"),
+        ({"sampling": {"max_tokens": 4, "stop": "x"}}, "requests[0].sampling.stop"),
+        ({"sampling": {"max_tokens": 4, "top_q": 1}}, "requests[0].sampling.top_q"),
+        ({"extra": 1}, "requests[0].extra"),
+    ],
+)
+def test_a_request_out_of_bounds_is_refused_with_its_path(change: dict[str, Any], param: str):
+    body = {"requests": [_json(_request()) | change]}
+    with pytest.raises(InvalidBodyError) as caught:
+        _arguments("generate", body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("bucket", "param"),
+    [
+        ({"handles": [{"slot": 0, "size": 16, "file": "/etc/passwd"}]}, "bucket.handles[0].file"),
+        ({"handles": [{"slot": 0, "size": 16}]}, "bucket.handles[0].file"),
+        ({"handles": [{"slot": 0, "size": 16, "file": "/proc/1/fd/2", "cuda": []}]}, "bucket.handles[0].cuda"),
+        ({"file": "weights.bin"}, "bucket.file"),
+        ({"fingerprints": [1]}, "bucket.fingerprints"),
+    ],
+)
+def test_a_bucket_names_memory_or_safetensors_and_nothing_else(bucket: dict[str, Any], param: str):
+    with pytest.raises(InvalidBodyError) as caught:
+        _arguments("receive_weights", {"bucket": {"index": 0, "names": [], "fingerprints": []} | bucket})
+    assert caught.value.param == param
+
+
+def test_a_request_id_cannot_be_given_twice():
+    with pytest.raises(InvalidBodyError, match="twice"):
+        _arguments("generate", {"requests": [_json(_request())] * 2})
+
+
+def test_the_route_that_hands_tensors_over_is_refused_by_name():
+    body = {"route": "in_process", "address": "", "rank": 1, "world_size": 2, "timeout_s": 5}
+    with pytest.raises(WeightSyncError, match=r"in_process.*broadcast"):
+        _arguments("connect_weights", body)
+
+
+@pytest.mark.parametrize("kind", [UnsupportedParameter, EngineError, WeightSyncError, WorkerDied])
+def test_an_error_is_raised_at_the_other_end_as_what_it_was(kind: type[SkyRLError]):
+    status, body = encode_error(kind("engine 'x' cannot"))
+    again = decode_error(status, json.loads(json.dumps(body)), "remote")
+    assert type(again) is kind and str(again) == "engine 'x' cannot"
+
+
+def test_a_deadline_keeps_who_was_waited_for():
+    again = decode_error(*encode_error(DeadlineExceeded("engine 3", 1.5)), "remote")
+    assert isinstance(again, DeadlineExceeded) and (again.waited_for, again.seconds) == ("engine 3", 1.5)
+
+
+@pytest.mark.parametrize("answer", [None, [], {"error": 3}, {"error": {"message": 3}}, "x"])
+def test_an_error_without_form_is_an_engine_error(answer: Any):
+    assert type(decode_error(500, answer, "remote")) is EngineError
+
+
+def test_chat_content_has_no_reasoning_between_special_tokens():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    translator = Translator(tokenizer, limits=LIMITS, default_max_tokens=16, deadline_s=5)
+    ids = np.array(tokenizer.encode("[THINK]a[/THINK]b", add_special_tokens=False), np.int32)
+    zeros = np.zeros(len(ids), np.float32)
+    done = Completion("0", ids, zeros, zeros, "stop", [])
+    chat = translator.chat({"model": "m", "messages": [{"role": "user", "content": "?"}]}, None)
+    assert translator.answer(chat, [done])["choices"][0]["message"]["content"] == "b"
+    text = translator.text({"model": "m", "prompt": "?"}, None)
+    assert translator.answer(text, [done])["choices"][0]["text"] == "[THINK]a[/THINK]b"

@@ -1,0 +1,27 @@
+"""docs/foreign_environments.md: its environment runs, and what it says of reasoning_gym is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.environments import registry
+from skyrl_train.environments.integrations.reasoning_gym import UNSUPPORTED_DATASETS, SAFE_ANSWERS_FOR_EVAL
+
+PAGE = (Path(__file__).parents[4] / "docs" / "foreign_environments.md").read_text()
+
+
+def test_the_environment_of_the_page_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry.environments, "loaded", dict(registry.environments.loaded))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {"__name__": "page"})
+    environment = registry.make("echo", {"bonus": 0.5}, {"max_turns": 2})
+    first, second = environment.step("a"), environment.step("b")
+    assert first["observations"] == [{"role": "user", "content": "a"}]
+    assert (second["reward"], second["done"]) == (0.5, True)
+
+
+def test_every_dataset_with_a_restriction_is_on_the_page():
+    assert all(f"`{task}`" in PAGE for task in (*UNSUPPORTED_DATASETS, *SAFE_ANSWERS_FOR_EVAL))

@@ -1,0 +1,246 @@
+"""What is chosen from a GPU's memory, and what is advised when none is left. Arithmetic only: no GPU is needed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from skyrl_train.algorithms.registry import policy_losses
+from skyrl_train.config.keys import get_value
+from skyrl_train.config.prepare import prepare_config
+from skyrl_train.config.schema import Config
+from skyrl_train.experiment import memory_tuning
+from skyrl_train.experiment.algorithm import build_policy_objective_spec, build_sft_objective_spec
+from skyrl_train.experiment.memory_tuning import MAX_MEMORY_FRACTION, MAX_MICRO_BATCH_TOKENS, memory_saving_advice, tune_and_report, tune_to_memory, as_out_of_memory
+from skyrl_train.experiment.memory_plan import memory_plan
+
+GIB = 1 << 30
+BUDGET = "trainer.max_tokens_per_microbatch"
+LONGEST = 512 + 1024
+"""Tokens of prompt and response by default."""
+RESHARD = "trainer.{}.fsdp_config.reshard_after_forward"
+ONCE = "trainer.{}.fsdp_config.reduce_once"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shapes of Qwen2.5-1.5B: nothing reads weights."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def config(path: str, *overrides: str, ranks: int = 1) -> Config:
+    keys = [
+        f"trainer.policy.model.path={path}",
+        "trainer.strategy=fsdp2",
+        f"trainer.placement.policy_num_gpus_per_node={ranks}",
+        f"generator.num_inference_engines={ranks}",
+    ]
+    cfg = prepared(*keys, *overrides)
+    trainer = replace(cfg.trainer, bf16=True, strategy="fsdp2")
+    return replace(cfg, device="cuda", trainer=trainer, generator=replace(cfg.generator, model_dtype="bfloat16"))
+
+
+@functools.cache
+def prepared(*overrides: str) -> Config:
+    return prepare_config(overrides, has_accelerator=False, has_user_code=True).config
+
+
+def fitted(cfg: Config, capacity: int) -> tuple[Config, list[str]]:
+    return tune_to_memory(cfg, capacity, build_policy_objective_spec(cfg))
+
+
+def peak(cfg: Config, capacity: int) -> int:
+    plans = memory_plan(cfg, capacity)
+    return max(plan.total(phase) for plan in plans for phase in ("scoring", "updating") if "policy" in plan.name)
+
+
+def test_with_room_micro_batches_are_large_and_nothing_is_gathered_or_reduced_twice(path: str):
+    cfg, notes = fitted(config(path), 80 * GIB)
+    wanted = {
+        BUDGET: MAX_MICRO_BATCH_TOKENS,
+        RESHARD.format("policy"): False,
+        RESHARD.format("ref"): False,
+        ONCE.format("policy"): True,
+    }
+    assert {key: get_value(cfg, key) for key in wanted} == wanted
+    reason = "the fastest that the plan fits into 85% of 80 GiB."
+    assert [note.split(": ")[0] for note in notes] == [
+        f"{BUDGET}=null -> 16384",
+        f"{RESHARD.format('policy')}=null -> false",
+        f"{RESHARD.format('ref')}=null -> false",
+        f"{ONCE.format('policy')}=null -> true",
+    ]
+    assert all(note.endswith(reason) for note in notes)
+    assert tune_to_memory(cfg, 80 * GIB, build_policy_objective_spec(cfg)) == (cfg, []), "what was chosen is kept"
+
+
+def test_a_layer_is_kept_only_by_a_rank_that_has_the_whole_model(path: str):
+    cfg, _ = fitted(config(path, ranks=4), 80 * GIB)
+    assert get_value(cfg, RESHARD.format("policy")) is None
+    assert get_value(cfg, ONCE.format("policy")) is True
+    each_its_own, _ = fitted(config(path, "trainer.policy.fsdp_config.fsdp_size=1", ranks=4), 80 * GIB)
+    assert get_value(each_its_own, RESHARD.format("policy")) is False
+    assert get_value(each_its_own, RESHARD.format("ref")) is None
+
+
+def test_with_less_room_a_way_is_chosen_that_fits_as_long_as_there_is_one(path: str):
+    chosen, sizes = [], range(30, 10, -1)
+    for gib in sizes:
+        cfg, notes = fitted(config(path, ranks=4), gib * GIB)
+        way = (get_value(cfg, BUDGET), get_value(cfg, ONCE.format("policy")))
+        if not any("no plan fits" in note for note in notes):
+            assert peak(cfg, gib * GIB) <= MAX_MEMORY_FRACTION * gib * GIB
+            chosen.append(way)
+        else:
+            assert way == (LONGEST, False), "the least of all: one longest sequence, nothing kept"
+    budgets = [tokens for tokens, _ in chosen]
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] == MAX_MICRO_BATCH_TOKENS and len(set(budgets)) > 2, chosen
+    assert (MAX_MICRO_BATCH_TOKENS, False) in chosen, "reducing more often costs less than small micro-batches"
+    assert len(chosen) < len(sizes), "some fit nowhere"
+
+
+def test_one_longest_sequence_is_the_least_even_where_it_is_no_half_of_a_half(path: str):
+    long = config(path, f"generator.sampling_params.max_generate_length={9000 - 512}")
+    budgets = {get_value(fitted(long, gib * GIB)[0], BUDGET) for gib in range(36, 46)}
+    assert budgets == {9000, MAX_MICRO_BATCH_TOKENS}
+
+
+def test_longer_sequences_run_alone_whatever_is_counted(path: str):
+    cfg, _ = fitted(config(path, "generator.sampling_params.max_generate_length=30000"), 80 * GIB)
+    assert get_value(cfg, BUDGET) == MAX_MICRO_BATCH_TOKENS
+
+
+def test_a_budget_is_of_all_ranks_that_share_a_sequence(path: str):
+    cfg = config(path, "trainer.policy.sequence_parallel_size=4", ranks=4)
+    assert get_value(fitted(cfg, 80 * GIB)[0], BUDGET) == 4 * MAX_MICRO_BATCH_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        (f"{BUDGET}=3000", BUDGET, 3000),
+        ("trainer.micro_train_batch_size_per_gpu=2", BUDGET, None),
+        ("trainer.micro_forward_batch_size_per_gpu=1", BUDGET, None),
+        (f"{ONCE.format('policy')}=false", ONCE.format("policy"), False),
+        (f"{RESHARD.format('policy')}=true", RESHARD.format("policy"), True),
+    ],
+)
+def test_what_is_given_is_kept(path: str, override: str, key: str, value: Any):
+    cfg, notes = fitted(config(path, override), 80 * GIB)
+    assert get_value(cfg, key) == value
+    assert not any(note.startswith(key) for note in notes)
+    assert notes, "what is not given is still chosen"
+
+
+@pytest.fixture
+def loss_like_skyrls() -> Iterator[str]:
+    @policy_losses.register("mean_of_a_micro_batch")
+    def mean(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):  # type: ignore[no-untyped-def]
+        return (log_probs * advantages).mean(), 0.0
+
+    yield "mean_of_a_micro_batch"
+    policy_losses.unregister("mean_of_a_micro_batch")
+
+
+def test_losses_that_depend_on_micro_batches_keep_theirs(path: str, loss_like_skyrls: str):
+    cfg, _ = fitted(config(path, f"trainer.algorithm.policy_loss_type={loss_like_skyrls}"), 80 * GIB)
+    assert get_value(cfg, BUDGET) is None
+    assert get_value(cfg, ONCE.format("policy")) is True
+
+
+def test_without_an_accelerator_or_its_memory_nothing_is_chosen(path: str):
+    cfg = config(path)
+    on_cpu = replace(cfg, device="cpu")
+    assert tune_to_memory(on_cpu, 80 * GIB, build_policy_objective_spec(cfg)) == (on_cpu, [])
+    same, (note,) = tune_to_memory(cfg, None, build_policy_objective_spec(cfg))
+    assert same is cfg
+    assert note.startswith(f"{BUDGET}=null: nothing is chosen by memory")
+
+
+def test_fine_tuning_is_fitted_too(path: str):
+    cfg = config(path)
+    cfg, _ = tune_to_memory(cfg, 80 * GIB, build_sft_objective_spec(cfg))
+    assert get_value(cfg, BUDGET) == MAX_MICRO_BATCH_TOKENS
+    assert get_value(cfg, ONCE.format("policy")) is True
+
+
+def test_a_run_says_what_was_chosen_and_runs_without_a_plan(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    cfg = config(path)
+    monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 80 * GIB)
+    assert get_value(tune_and_report(cfg, build_policy_objective_spec(cfg)), BUDGET) == MAX_MICRO_BATCH_TOKENS
+    assert f"note: {BUDGET}=null -> 16384: the fastest" in capsys.readouterr().err
+
+    def unreadable(*arguments: Any) -> Any:
+        raise OSError("no such model")
+
+    monkeypatch.setattr(memory_tuning, "model_ranks", unreadable)
+    assert tune_and_report(cfg, build_policy_objective_spec(cfg)) is cfg
+    assert f"note: {BUDGET}=null: not chosen, as there is no plan (OSError: no such model)" in capsys.readouterr().err
+
+
+def small(path: str, *overrides: str) -> Config:
+    keys = [f"trainer.policy.model.path={path}", "trainer.strategy=fsdp2", *overrides]
+    return prepared(*keys)
+
+
+@pytest.mark.fault("F34")
+def test_three_settings_are_named_with_what_each_saves(tiny_model_path: str):
+    cfg = small(tiny_model_path, "trainer.micro_train_batch_size_per_gpu=8", "trainer.gradient_checkpointing=false")
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(1 << 60)
+    failed.value.raised_in = "policy rank 1.update"  # type: ignore[attr-defined]
+    error = as_out_of_memory(failed.value, cfg)
+    assert error is not None
+    assert str(error).startswith("policy rank 1.update: ")
+    named = re.findall(r"([\w.]+=\w+) saves about ([\d.e-]+) GiB", str(error))
+    assert len(named) == 3
+    assert "trainer.micro_train_batch_size_per_gpu=4" in dict(named)
+    sizes = [float(size) for _, size in named]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["trainer.max_tokens_per_microbatch=4096"], "trainer.max_tokens_per_microbatch=2048"),
+        (["trainer.micro_train_batch_size_per_gpu=16"], "trainer.micro_train_batch_size_per_gpu=8"),
+    ],
+)
+def test_the_size_that_counts_is_halved(tiny_model_path: str, overrides: list[str], wanted: str):
+    assert wanted in memory_saving_advice(small(tiny_model_path, *overrides))
+
+
+def test_share_of_engines_elsewhere_is_not_lowered(tiny_model_path: str):
+    own = replace(small(tiny_model_path), device="cuda")
+    elsewhere = replace(own, generator=replace(own.generator, run_engines_locally=False))
+    key = "generator.gpu_memory_utilization"
+    assert key in dict(memory_tuning.smaller_settings(own))
+    assert key not in dict(memory_tuning.smaller_settings(elsewhere))
+
+
+def test_other_errors_are_left_alone(tiny_model_path: str):
+    cfg = small(tiny_model_path)
+    assert as_out_of_memory(ValueError("x"), cfg) is None
+    assert as_out_of_memory(RuntimeError("shapes do not match"), cfg) is None
+    assert as_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), cfg) is not None

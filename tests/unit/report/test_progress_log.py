@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from skyrl_train.report import progress_log
+from skyrl_train.report.progress_log import startup_phase, report_progress
+
+
+def test_a_phase_is_a_line_with_its_time(capsys: pytest.CaptureFixture[str]):
+    with startup_phase("Ray", "its processes"):
+        pass
+    assert re.fullmatch(r"Ray +0\.0 s\n", capsys.readouterr().out)
+
+
+def test_one_that_lasts_says_what_it_waits_for_less_and_less_often(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress_log, "FIRST_REPORT_S", 0.1)
+    monkeypatch.setattr(progress_log, "FREQUENT_REPORTS_S", 0.25)
+    with startup_phase("models", "ranks and engines that load"):
+        time.sleep(0.8)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert 2 <= len(lines) <= 3  # after 0.1, 0.2 and 0.3 s; fewer on a machine that is busy
+    assert all(line.endswith("so far: ranks and engines that load") for line in lines)
+    assert re.fullmatch(r"models +\d\.\d s", last)
+
+
+def test_one_that_fails_leaves_it_to_the_error(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyError), startup_phase("Ray", "its processes"):
+        raise KeyError("a bug")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stream_that_is_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch):
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    with startup_phase("Ray", "its processes"):
+        pass
+
+
+def test_a_step_that_lasts_says_how_far_it_is_and_one_that_does_not_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress_log, "FIRST_REPORT_S", 0.3)
+    begun = time.monotonic()
+
+    def doing() -> str:
+        lasts_s = time.monotonic() - begun
+        return f"generate, {5 * lasts_s:.0f} of 4 groups" if lasts_s < 1.05 else "score" if lasts_s < 1.2 else "update"
+
+    with report_progress("step 7", doing):
+        time.sleep(2.4)
+    lines = [line.split("so far: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) >= 4, lines  # every 0.3 s
+    assert lines[0].startswith("generate, ") and lines[-1] == "update", lines
+    with report_progress("step 8", "nothing"):
+        pass
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,249 @@
+"""What is known of a run from its files: numbers, diagnosis, how far it is, and in what runs differ."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.report.diagnosis import DIAGNOSIS_FILE
+from skyrl_train.report.jsonl import METRICS_FILE
+from skyrl_train.report.metric_catalog import metric_of
+from skyrl_train.report.run_reader import RunReader, differing_keys, open_runs, overview
+from skyrl_train.trainer.run_folder import RunFolder
+from tests.support.synthetic_run_folders import synthetic_metrics, write_synthetic_run, write_metrics
+
+OTHERS_LOCK = "process 1 on another-machine\n"
+
+
+def under_way(folder: Path) -> RunFolder:
+    return RunFolder(folder, {"project_name": "a project", "run_name": "a run"}, allow_resume=True)
+
+
+def states(folder: Path) -> str:
+    state: str = RunReader(folder).summary()["state"]
+    return state
+
+
+def test_a_summary_says_what_run_it_is_and_how_far(tmp_path: Path):
+    run = RunReader(write_synthetic_run(tmp_path, 3, total=8, name="first"))
+    assert run.summary() == {
+        "name": "first",
+        "folder": str(tmp_path),
+        "project": "a project",
+        "step": 3,
+        "total_steps": 8,
+        "state": "failed",
+        "has_rollouts": True,
+    }
+
+
+def test_a_run_is_under_way_while_its_process_holds_the_folder(tmp_path: Path):
+    write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
+    with under_way(tmp_path):
+        assert states(tmp_path) == "running"
+    assert states(tmp_path) == "failed"  # this process lives on, without the folder
+    write_metrics(tmp_path, [synthetic_metrics(4)], 4, after=3)
+    assert states(tmp_path) == "finished"
+
+
+def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
+    write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
+    code = (
+        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunDirectory\n"
+        "run = {'run_name': 'a run', 'project_name': 'a project'}\n"
+        "with RunDirectory(Path(sys.argv[1]), run, resuming=True): print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        assert states(tmp_path) == "running"
+        holder.kill()
+    assert states(tmp_path) == "failed"
+
+
+def test_of_a_run_on_another_machine_its_numbers_tell_whether_it_goes_on(tmp_path: Path):
+    write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
+    (tmp_path / ".lock").write_text(OTHERS_LOCK)
+    assert states(tmp_path) == "running"
+    quarter = time.time() - 900
+    os.utime(tmp_path / METRICS_FILE, (quarter, quarter))
+    assert states(tmp_path) == "failed"
+    rows = [{"step": step, "time": 400.0 * step} for step in range(1, 4)]  # they take so long
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(tmp_path / METRICS_FILE, (quarter, quarter))
+    assert states(tmp_path) == "running"
+    os.utime(tmp_path / METRICS_FILE, (1.0, 1.0))
+    assert states(tmp_path) == "failed"
+    (tmp_path / DIAGNOSIS_FILE).unlink()  # as an earlier version left it
+    assert states(tmp_path) == "unknown"
+
+
+def test_reading_a_run_leaves_its_folder_as_it_is(tmp_path: Path):
+    write_synthetic_run(tmp_path, 3)
+
+    def contents() -> dict[str, tuple[int, int]]:
+        return {str(file): (file.stat().st_mtime_ns, file.stat().st_size) for file in tmp_path.rglob("*")}
+
+    before = contents()
+    run = RunReader(tmp_path)
+    assert run.summary() and run.metrics(10) and run.diagnosis() == []
+    assert contents() == before
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_columns_over_steps_with_null_where_there_is_no_number(tmp_path: Path):
+    rows = [
+        synthetic_metrics(1),
+        synthetic_metrics(2, **{"eval/all/avg_score": 0.5, "my/own": 7.0}),
+        synthetic_metrics(3, **{"policy/kl": math.nan}),
+    ]
+    write_metrics(tmp_path, rows, 3)
+    found = RunReader(tmp_path).metrics(100)
+    assert found["steps"] == [1, 2, 3] and found["steps_per_point"] == 1
+    assert all(1e9 < time < 1e11 for time in found["times"])
+    assert found["columns"]["reward/mean"] == [0.01, 0.02, 0.03]
+    assert found["columns"]["eval/all/avg_score"] == [None, 0.5, None]
+    assert found["columns"]["policy/kl"] == [None, None, None]
+    metric = metric_of("reward/mean")
+    assert metric is not None and metric.description in found["described"]["reward/mean"]
+    assert found["described"]["my/own"] == "" and found["described"].keys() == found["columns"].keys()
+
+
+def test_a_growing_file_is_read_on_and_steps_that_are_taken_again_are_replaced(tmp_path: Path):
+    write_metrics(tmp_path, [synthetic_metrics(step) for step in (1, 2, 3)], 9)
+    run = RunReader(tmp_path)
+    assert run.metrics(9)["steps"] == [1, 2, 3]
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 4, "reward/mean"')
+        file.flush()
+        assert run.metrics(9)["steps"] == [1, 2, 3]  # half a line
+        file.write(': 0.75}\n{"step": 4, "reward/mean": 0.5}\n')
+    assert run.metrics(9)["columns"]["reward/mean"] == [0.01, 0.02, 0.03, 0.5]
+    write_metrics(tmp_path, [synthetic_metrics(3, **{"new/one": 1.0})], 9, after=2)  # a resumed run
+    assert run.metrics(9)["columns"] == RunReader(tmp_path).metrics(9)["columns"]
+    assert run.metrics(9)["columns"]["new/one"] == [None, None, 1.0]
+
+
+@pytest.mark.parametrize(("steps", "most"), [(10, 3), (7, 7), (8, 7), (1, 1), (100, 9), (0, 5)])
+def test_many_steps_are_thinned_to_means_and_maxima(tmp_path: Path, steps: int, most: int):
+    rows = [
+        {"reward/mean": float(step * step), "policy/ratio_max": float(step % 5), "eval/minimax/pass_at_1": step / 7}
+        | ({"eval/all/avg_score": step / 3} if step % 4 == 1 else {})
+        for step in range(steps)
+    ]
+    write_metrics(tmp_path, rows, steps)
+    (tmp_path / METRICS_FILE).touch()
+    found = RunReader(tmp_path).metrics(most)
+    width = found["steps_per_point"]
+    parts = [rows[begin : begin + width] for begin in range(0, steps, width)]
+    assert len(found["steps"]) == len(parts) <= most and (width == 1 or -(-steps // (width - 1)) > most)
+    assert found["steps"] == [min(begin + width, steps) for begin in range(0, steps, width)]
+    for name, column in found["columns"].items():
+        for part, value in zip(parts, column, strict=True):
+            there = [row[name] for row in part if name in row]
+            expected = (max(there) if name.endswith("_max") else sum(there) / len(there)) if there else None
+            assert value == (None if expected is None else pytest.approx(expected))
+
+
+def test_numbers_can_be_rounded(tmp_path: Path):
+    write_metrics(tmp_path, [{"a": 123456.789, "b": 1.23456789e-7}, {"a": 0.0, "b": -1.0}], 2)
+    assert RunReader(tmp_path).metrics(9, digits=4)["columns"] == {"a": [123500.0, 0.0], "b": [1.235e-07, -1.0]}
+
+
+# -- diagnosis ---------------------------------------------------------------------------------------------------------
+
+CUT = {"response/truncated_fraction": 0.8}
+
+
+def test_the_diagnosis_is_what_the_run_found_and_the_same_if_it_is_made_again(tmp_path: Path):
+    rows = [synthetic_metrics(step, **(CUT if 2 <= step <= 5 or step > 8 else {})) for step in range(1, 13)]
+    write_metrics(tmp_path, rows, 12)
+    found = RunReader(tmp_path).diagnosis()
+    assert [(one["step"], one["until"], one["level"], one["title"]) for one in found] == [
+        (11, None, "warning", "truncated"),
+        (4, 5, "past", "truncated"),
+    ]
+    assert "80% of the responses were cut in the last 3 steps" in found[0]["text"]
+    assert "generator.sampling_params.max_generate_length" in found[0]["text"]
+    assert found[1]["text"].endswith("It held until step 5.")
+    (tmp_path / DIAGNOSIS_FILE).unlink()
+    assert RunReader(tmp_path).diagnosis() == found
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"findings": 3}', '{"findings": [1, {"rule": 2}]}', ""])
+def test_a_diagnosis_that_cannot_be_read_is_no_diagnosis(tmp_path: Path, text: str):
+    write_metrics(tmp_path, [synthetic_metrics(1)], 1)
+    (tmp_path / DIAGNOSIS_FILE).write_text(text)
+    assert RunReader(tmp_path).diagnosis() == []
+
+
+# -- several runs ------------------------------------------------------------------------------------------------------
+
+
+def test_runs_have_ids_and_names_that_tell_them_apart(tmp_path: Path):
+    names = {"x/one": "same", "y/one": "same", "z": "other"}
+    runs = open_runs([write_synthetic_run(tmp_path / path, 1, name=name, rollouts=0) for path, name in names.items()])
+    found = overview(runs)["runs"]
+    assert [(run["id"], run["name"]) for run in found] == [("0", "same (x/one)"), ("1", "same (y/one)"), ("2", "other")]
+
+
+def test_the_keys_in_which_runs_differ_are_listed_with_their_values():
+    one: dict[str, Any] = {"trainer": {"seed": 1, "ckpt_path": "a", "logger": ["console"], "same": None}, "data": {}}
+    two = {"trainer": {"seed": 2, "ckpt_path": "b", "logger": "console", "same": None}, "new": True}
+    assert differing_keys([one, two]) == [
+        {"key": "data", "values": ["{}", ""]},
+        {"key": "new", "values": ["", "true"]},
+        {"key": "trainer.logger", "values": ['["console"]', "console"]},
+        {"key": "trainer.seed", "values": ["1", "2"]},
+    ]
+    assert differing_keys([one]) == []
+
+
+def test_a_folder_that_is_no_run_s_is_refused_and_one_that_is_given_twice(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no run's folder: it has neither metrics\.jsonl nor config\.yaml"):
+        open_runs([tmp_path])
+    write_synthetic_run(tmp_path / "run", 1, rollouts=0)
+    with pytest.raises(ConfigError, match="is given twice"):
+        open_runs([tmp_path / "run", tmp_path / "." / "run"])
+    with pytest.raises(ConfigError, match="at least one run"):
+        open_runs([])
+
+
+STALE = "trainer: {fully_async: {enabled: true, max_staleness_steps: %s}}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "- 1", "a: &a [*a]", "\xff", "trainer: 3", "trainer: {algorithm: x, fully_async: [1]}"),
+        *(STALE % value for value in ("many", "null", "[1]", "-1")),
+    ],
+)
+def test_a_run_whose_configuration_cannot_be_read_is_shown_without(tmp_path: Path, text: str):
+    write_synthetic_run(tmp_path, 1, rollouts=0)
+    (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))
+    (tmp_path / "run.json").write_text("[")
+    found = overview([RunReader(tmp_path)])
+    assert found["runs"][0]["name"] == tmp_path.name
+    assert json.dumps(found["differing"]) == "[]"
+    (tmp_path / DIAGNOSIS_FILE).unlink()
+    assert RunReader(tmp_path).diagnosis() == []
+
+
+def test_a_run_that_cannot_be_read_hides_no_others(tmp_path: Path):
+    runs = [RunReader(write_synthetic_run(tmp_path / name, 2, rollouts=0, name=name)) for name in ("a", "b")]
+    (tmp_path / "a" / METRICS_FILE).unlink()
+    (tmp_path / "a" / METRICS_FILE).mkdir()  # root may read everything, but no folder
+    first, second = overview(runs)["runs"]
+    assert (first["name"], first["state"], first["step"]) == ("a", "unknown", 0)
+    assert (second["name"], second["step"]) == ("b", 2) and first.keys() == second.keys()

@@ -1,0 +1,378 @@
+"""Whatever ends a run, its last whole step is recorded once and saved, unless nobody has its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.errors import (
+    ClusterLost,
+    DataError,
+    DeadlineExceeded,
+    EngineError,
+    EnginesLost,
+    NonFiniteUpdate,
+    NonFiniteWeights,
+    RewardModelLost,
+    RolloutsFailed,
+    WeightSyncError,
+    WorkerDied,
+)
+from skyrl_train.metrics import Metrics
+from skyrl_train.trainer.checkpoint_manager import PendingActions
+from tests.support.fake_trainer_parts import FakeTrainerParts, fails_at, sft_trainer_of, trainer_of
+
+ENDS = [
+    EnginesLost("none"),
+    EngineError("one"),
+    RewardModelLost("gone"),
+    RolloutsFailed("too many"),
+    WeightSyncError("torn"),
+    DataError("row 7"),
+    WorkerDied("rank 0"),
+    ClusterLost("gcs_server"),
+    DeadlineExceeded("it", 3.0),
+    KeyError("a bug"),
+    OSError(28, "no space"),
+    asyncio.CancelledError(),
+]
+
+
+@pytest.mark.defect("only-three-errors-saved")
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_whatever_ends_a_rollout_the_steps_before_it_are_saved(error: BaseException):
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "collector", "next_groups", 1, error)
+    with pytest.raises(type(error)):
+        asyncio.run(trainer.fit())
+    assert fakes.events[-1] == "save 1"
+    assert fakes.saved_with == PendingActions((), {})
+    assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("C1-step-saved-and-never-logged")
+def test_a_step_whose_publish_failed_is_recorded_once_and_completed_when_the_run_is_resumed():
+    fakes = FakeTrainerParts()
+    fakes.fail_at_version = 2
+    with pytest.raises(WeightSyncError):
+        asyncio.run(trainer_of(fakes).fit())
+    assert fakes.events[-1] == "save 2"
+    assert fakes.saved_with is not None
+    assert fakes.saved_with.actions == ("publish", "evaluate")
+    assert fakes.logged[2]["reward/mean"] == 0.5
+    assert "weights/version" not in fakes.logged[2]
+    again = FakeTrainerParts(resumed_at=2)
+    again.unfinished = fakes.saved_with
+    asyncio.run(trainer_of(again).fit())
+    assert again.events[:4] == ["publish 2", "begin 2/3", "evaluate 2", "save 2"]
+    assert set(again.logged) == {2, 3}
+    assert again.logged[2].items() >= {"reward/mean": 0.5, "weights/version": 2.0, "eval/x/avg_score": 0.5}.items()
+    assert again.saved_with is None or again.saved_with.actions == ()
+
+
+@pytest.mark.defect("C1-step-saved-and-never-logged")
+@pytest.mark.parametrize("step", [2, 3])
+def test_an_evaluation_that_failed_is_made_up_for_even_after_the_last_step(step: int):
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "evaluator", "run", step, EnginesLost("none"))
+    with pytest.raises(EnginesLost):
+        asyncio.run(trainer.fit())
+    assert (fakes.events[-1], set(fakes.logged)) == (f"save {step}", set(range(step + 1)))
+    again = FakeTrainerParts(resumed_at=step)
+    again.unfinished = fakes.saved_with or PendingActions((), {})
+    assert again.unfinished.actions == ("evaluate",)
+    asyncio.run(trainer_of(again).fit())
+    assert again.logged[step]["eval/x/avg_score"] == 0.5
+    assert again.logged[step]["weights/version"] == step
+    assert again.logged[step].keys() >= fakes.logged[step].keys()
+
+
+@pytest.mark.parametrize("error", [WorkerDied("rank 1"), NonFiniteUpdate("nan"), RuntimeError("out of memory")])
+def test_weights_between_two_steps_are_never_saved(error: Exception):
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "learner", "update", 1, error)
+    with pytest.raises(type(error)):
+        asyncio.run(trainer.fit())
+    assert not any(event.startswith("save") for event in fakes.events)
+    assert set(fakes.logged) == {0, 1}
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for():
+    fakes = FakeTrainerParts()
+    fakes.answering = False
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "learner", "add_logprobs_and_values", 1, DeadlineExceeded("rank 0.add_logprobs_and_values", 3.0))
+    with pytest.raises(
+        DeadlineExceeded, match=r"rank 0\.score did not finish within 3 s: policy rank 1 does not answer"
+    ):
+        asyncio.run(trainer.fit())
+    assert not any(event.startswith("save") for event in fakes.events)
+
+
+def test_a_save_that_fails_does_not_hide_what_ended_the_run(caplog: pytest.LogCaptureFixture):
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "collector", "next_groups", 1, EnginesLost("engine 0 died"))
+    fails_at(trainer, "checkpoint_manager", "save", 1, WorkerDied("rank 0"))
+    with pytest.raises(EnginesLost, match="engine 0 died"):
+        asyncio.run(trainer.fit())
+    assert "could not be saved: rank 0" in caplog.text
+
+
+def stopped_once(begun: asyncio.Event, work: Coroutine[Any, Any, Any]) -> None:
+    """Run `work`, and ask it to stop when something has begun."""
+
+    async def run() -> None:
+        working = asyncio.ensure_future(work)
+        await begun.wait()
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    asyncio.run(run())
+
+
+def stopped_in(
+    work: Coroutine[Any, Any, Any], owner: Any, method: str, after: Callable[[], bool] = lambda: True
+) -> None:
+    """Run `work`, and ask it to stop in the middle of the first call of a method that comes `after` something."""
+    original, begun = getattr(owner, method), asyncio.Event()
+
+    async def slow(*args: Any) -> Any:
+        if after():
+            begun.set()
+            await asyncio.sleep(0.05)
+        return await original(*args)
+
+    setattr(owner, method, slow)
+    stopped_once(begun, work)
+
+
+def test_a_run_asked_to_stop_in_an_update_takes_it_to_its_end_and_saves_it():
+    fakes = FakeTrainerParts()
+    stopped_in(trainer_of(fakes).fit(), fakes, "update")
+    assert fakes.events[-3:] == ["update 4", "release ranks", "save 1"]
+    assert fakes.saved_with is not None and fakes.saved_with.actions == ("publish",)
+    assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
+def test_a_run_asked_to_stop_while_a_rank_is_stopped_does_not_wait_for_it_to_save(caplog: pytest.LogCaptureFixture):
+    fakes = FakeTrainerParts()
+    fakes.answering = False
+    trainer = trainer_of(fakes)
+    stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
+    assert fakes.asked_within_s == [30.0]
+    assert not any(event.startswith("save") for event in fakes.events)
+    assert "Step 1 is not saved: a rank of the trainer does not answer" in caplog.text
+    assert set(fakes.logged) == {0, 1}
+
+
+@pytest.mark.defect("a-stopped-rank-holds-up-a-signal")
+def test_a_save_in_the_background_is_not_waited_for_if_a_rank_that_writes_it_is_stopped():
+    fakes = FakeTrainerParts()
+    fakes.answering, fakes.async_checkpoint = False, True
+    trainer = trainer_of(fakes)
+    written = asyncio.Event()
+
+    async def until_given_up() -> None:
+        await written.wait()
+
+    async def give_up() -> None:
+        fakes.events.append("give up")
+        written.set()
+
+    def hang() -> bool:
+        if trainer.step == 1:
+            fakes.wait_until_written = until_given_up  # type: ignore[method-assign]
+        return trainer.step == 1
+
+    fakes.abandon_pending_save = give_up  # type: ignore[method-assign]
+    stopped_in(trainer.fit(), trainer.collector, "next_groups", hang)
+    assert fakes.events[-2:] == ["release ranks", "give up"]
+
+
+def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+
+    async def answers(within_s: float) -> bool:
+        return "release ranks" in fakes.events
+
+    fakes.is_responsive = answers  # type: ignore[method-assign]
+    stopped_in(trainer.fit(), trainer.collector, "next_groups", lambda: trainer.step == 1)
+    assert fakes.events[-2:] == ["release ranks", "save 1"]
+
+
+def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
+    fakes, begun, busy = FakeTrainerParts(), asyncio.Event(), False
+    trainer = trainer_of(fakes)
+
+    async def compute(batch: Any) -> Any:
+        nonlocal busy
+        busy = True
+        if trainer.step == 1:
+            begun.set()
+        await asyncio.sleep(0.05)
+        busy = False
+        return batch
+
+    async def score(batch: Any) -> Any:
+        return await asyncio.shield(compute(batch))  # a rank goes on with a call that nobody waits for
+
+    async def answers(within_s: float) -> bool:
+        return not busy
+
+    fakes.add_logprobs_and_values, fakes.is_responsive = score, answers  # type: ignore[method-assign]
+    stopped_once(begun, trainer.fit())
+    assert fakes.events[-1] == "save 1"
+
+
+@pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
+def test_an_export_after_supervised_fine_tuning_is_taken_to_its_end():
+    fakes = FakeTrainerParts()
+    stopped_in(sft_trainer_of(fakes).fit_and_export(), fakes, "export")
+    assert fakes.events[-2:] == ["save 2", "export 2"]
+
+
+@pytest.mark.defect("half-an-export-of-a-run-that-was-told-to-end")
+def test_an_export_that_a_resumed_run_makes_up_for_is_taken_to_its_end():
+    fakes = FakeTrainerParts(resumed_at=2)
+    fakes.unfinished = PendingActions(("export",), {})
+    stopped_in(trainer_of(fakes).fit(), fakes, "export")
+    assert fakes.events[-1] == "export 2"
+
+
+@pytest.mark.defect("C9-destroyed-checkpoint-named-as-good")
+def test_an_update_that_is_not_finite_names_a_checkpoint_whose_weights_still_gave_a_finite_one():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "learner", "update", 2, NonFiniteUpdate("5 in a row"))
+    with pytest.raises(NonFiniteUpdate, match="no checkpoint from before"):  # that of step 2 is what gave no finite one
+        asyncio.run(trainer.fit())
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fakes.latest_before = lambda before: Path("global_step_1") if before > 1 else None  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "update", 2, NonFiniteUpdate("5 in a row"))
+    with pytest.raises(NonFiniteUpdate, match="global_step_1"):
+        asyncio.run(trainer.fit())
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_the_one_before_is_named():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "publisher", "publish", 3, NonFiniteWeights("NaN in lm_head"))
+    with pytest.raises(NonFiniteWeights, match=r"NaN in lm_head.*global_step_2"):
+        asyncio.run(trainer.fit())
+    assert fakes.saved_step == 2
+    assert set(fakes.logged) == {0, 1, 2, 3}
+
+
+@pytest.mark.defect("state-of-the-next-step-saved")
+def test_controllers_are_noted_at_the_end_of_a_step_not_when_it_is_saved():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    marked: list[int] = []
+    fakes.capture_state = lambda: marked.append(trainer.collector.consumed)  # type: ignore[method-assign]
+    fails_at(trainer, "learner", "add_logprobs_and_values", 1, EnginesLost("none"))
+    with pytest.raises(EnginesLost):
+        asyncio.run(trainer.fit())
+    assert (marked, trainer.collector.consumed) == ([2], 4)
+
+
+@pytest.mark.defect("first-probe-gap-thrown-away")
+def test_what_the_first_publish_measured_is_in_the_row_of_step_0():
+    fakes = FakeTrainerParts()
+    asyncio.run(trainer_of(fakes, evaluator=None).fit())
+    assert fakes.logged[0].items() >= {"weights/version": 0.0}.items()
+
+
+def test_metrics_of_a_step_that_never_ended_are_in_no_row():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+
+    async def half(step: int, metrics: Metrics) -> Any:
+        metrics.add("reward/mean", 99.0)
+        raise RolloutsFailed("none")
+
+    trainer.collector.next_groups = half  # type: ignore[method-assign]
+    with pytest.raises(RolloutsFailed):
+        asyncio.run(trainer.fit())
+    assert fakes.logged.keys() == {0}
+
+
+def test_a_run_that_is_asked_to_stop_while_it_saves_for_another_reason_still_saves():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    fails_at(trainer, "collector", "next_groups", 1, EnginesLost("none"))
+    original, begun = fakes.save, asyncio.Event()
+
+    async def slow(step: int, unfinished: PendingActions | None = None) -> None:
+        begun.set()
+        await asyncio.sleep(0.05)
+        await original(step, unfinished)
+
+    fakes.save = slow  # type: ignore[method-assign]
+
+    async def run() -> None:
+        fit = asyncio.ensure_future(trainer.fit())
+        await begun.wait()
+        fit.cancel()
+        await asyncio.wait([fit])
+
+    asyncio.run(run())
+    assert fakes.events[-1] == "save 1"
+
+
+def test_a_reference_that_could_not_be_copied_is_copied_first_when_the_run_is_resumed():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+
+    async def full() -> None:
+        raise OSError(28, "no space")
+
+    fakes.update_reference = full  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space"):
+        asyncio.run(trainer.fit())
+    assert fakes.saved_with is not None
+    assert fakes.saved_with.actions == ("reference", "publish", "evaluate")
+    again = FakeTrainerParts(resumed_at=3)
+    again.unfinished = fakes.saved_with
+
+    async def copied() -> None:
+        again.events.append("reference")
+
+    again.update_reference = copied  # type: ignore[method-assign]
+    asyncio.run(trainer_of(again).fit())
+    assert again.events == ["publish 3", "begin 3/3", "reference", "evaluate 3", "save 3"]
+
+
+def test_a_metric_that_is_a_tensor_does_not_keep_a_step_from_being_saved():
+    fakes = FakeTrainerParts()
+    trainer = trainer_of(fakes)
+    original = fakes.update
+
+    async def update(batch: Any) -> dict[str, Any]:
+        return await original(batch) | {"mine": torch.tensor(2.0)}
+
+    fakes.update = update  # type: ignore[method-assign]
+    fakes.fail_at_version = 1
+    with pytest.raises(WeightSyncError):
+        asyncio.run(trainer.fit())
+    assert fakes.saved_with is not None
+    assert type(fakes.saved_with.row["mine"]) is float
+
+
+def test_pending_export_of_a_supervised_run_is_written_on_resume():
+    fakes = FakeTrainerParts(resumed_at=2)
+    fakes.unfinished = PendingActions(("export",), {})
+    asyncio.run(sft_trainer_of(fakes).fit())
+    assert "export 2" in fakes.events

@@ -1,0 +1,343 @@
+"""Engines that join and leave: weights before traffic, no request lost, and never none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.client import EngineClient
+from skyrl_train.engines.target_count import ENGINES_FILE, fixed_count_reason, write_target
+from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.testing.scripted_engine import ScriptedEngine
+from skyrl_train.trainer import engine_scaler
+from skyrl_train.trainer.engine_scaler import EngineScaler
+from tests.support.publishers import publisher_of
+
+
+class JoiningEngine(ScriptedEngine):
+    """Fails a request that comes before its weights, and all requests under way when it is closed."""
+
+    def __init__(self, name: str, delay_s: float = 0.0, synced: bool = False):
+        super().__init__(name=name, delay_s=delay_s)
+        self.synced = synced
+        self._closing = asyncio.Event()
+
+    async def generate(self, requests: Any) -> list[Completion]:
+        assert self.synced, "traffic before the current weights"
+        answers = asyncio.ensure_future(super().generate(requests))
+        closing = asyncio.ensure_future(self._closing.wait())
+        await asyncio.wait({answers, closing}, return_when=asyncio.FIRST_COMPLETED)
+        closing.cancel()
+        if not answers.done():
+            answers.cancel()
+            raise EngineError(f"{self.name} was closed")
+        return answers.result()
+
+    async def health(self) -> Any:
+        if self._closing.is_set():
+            raise EngineError(f"{self.name} was closed")
+        return await super().health()
+
+    async def close(self) -> None:
+        self._closing.set()
+        await super().close()
+
+
+class ScalerHarness:
+    """A client with `first` engines, and what changes their number."""
+
+    def __init__(self, first: int = 1, *, drain_s: float = 5.0, delay_s: float = 0.0, folder: Path = Path()):
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.no_room = False
+        self.said: list[str] = []
+        self.gone: list[str] = []
+        self.delay_s = delay_s
+        made = [JoiningEngine(f"engine {index}", delay_s, synced=True) for index in range(first)]
+        self.client = EngineClient(made, deadline_s=5)
+        self.publisher = publisher_of(self.client, self.restart, self.sync, max_engine_restarts=9)
+        self.scaler = EngineScaler(
+            self.client,
+            self.publisher,
+            start=self.start,
+            stop=self.stop,
+            folder=folder,
+            drain_s=drain_s,
+            report=self.said.append,
+        )
+
+    async def restart(self, name: str, wait_for_node: bool) -> JoiningEngine:
+        return await self.start(name)
+
+    async def start(self, name: str) -> JoiningEngine:
+        await self.may_start.wait()
+        if self.no_room:
+            raise ConfigError("no slot is free")
+        return JoiningEngine(name, self.delay_s)
+
+    async def sync(self, engine: JoiningEngine) -> None:
+        await asyncio.sleep(0)
+        engine.synced = True
+
+    async def stop(self, name: str, engine: JoiningEngine) -> None:
+        self.gone.append(name)
+        await engine.close()
+
+    async def to(self, number: int) -> list[str]:
+        self.scaler.set_target(number)
+        await self.scaler.wait_until_settled()
+        return self.client.engine_names
+
+
+def request(name: str, session: str = "") -> SampleRequest:
+    return SampleRequest(name, to_token_array((1, 2, 3)), SamplingParams(max_tokens=4), 0, session=session)
+
+
+def scaled(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that is a coroutine."""
+
+    def test() -> None:
+        asyncio.run(check())
+
+    test.__name__ = check.__name__
+    return test
+
+
+@scaled
+async def test_newcomers_get_weights_before_requests_and_those_that_came_last_leave_first():
+    run = ScalerHarness(1)
+    assert await run.to(3) == ["engine 0", "engine 1", "engine 2"]
+    await run.client.generate([request(str(number)) for number in range(9)])
+    assert all(engine.batches for engine in run.client.engines), "a newcomer gets its share"
+    assert await run.to(1) == ["engine 0"]
+    assert sorted(run.gone) == ["engine 1", "engine 2"]
+    assert await run.to(2) == ["engine 0", "engine 1"]
+    assert (await run.client.metrics())["engines/count"] == 2
+    await run.scaler.stop()
+
+
+@scaled
+async def test_who_leaves_answers_what_it_has_and_gets_nothing_more_even_of_its_sessions():
+    run = ScalerHarness(2, delay_s=0.3)
+    first = [asyncio.ensure_future(run.client.generate([request(f"a{n}", f"s{n}")])) for n in range(2)]
+    await asyncio.sleep(0.05)
+    leaver: Any = run.client.engines[1]
+    run.scaler.set_target(1)
+    assert leaver in run.client.engines, "it takes part in syncs until it is empty"
+    assert (await run.client.metrics())["engines/count"] == 1
+    later = await asyncio.gather(*(run.client.generate([request(f"b{n}", f"s{n}")]) for n in range(2)))
+    await asyncio.gather(*first)
+    await run.scaler.wait_until_settled()
+    assert run.client.engine_names == ["engine 0"]
+    assert len(leaver.batches) == 1
+    assert [one.request_id for (one,) in later] == ["b0", "b1"]
+    assert "with all requests answered" in run.said[-1]
+
+
+@scaled
+async def test_what_a_leaver_has_not_answered_at_its_deadline_others_answer_and_it_counts_as_no_loss():
+    run = ScalerHarness(3, drain_s=0.1, delay_s=0.4)
+    waiting = [asyncio.ensure_future(run.client.generate([request(str(number))])) for number in range(3)]
+    await asyncio.sleep(0.05)
+    run.scaler.set_target(2)
+    await run.scaler.wait_until_settled()
+    assert run.gone == ["engine 2"]
+    assert "before all requests were answered" in run.said[0]
+    await asyncio.sleep(0.05)
+    second: Any = run.client.engines[0]
+    assert [len(one) for one in second.batches] == [1, 1], "it has what the leaver had"
+    await second.close()
+    assert [one.request_id for (one,) in await asyncio.gather(*waiting)] == ["0", "1", "2"]
+
+
+@scaled
+async def test_whoever_is_wanted_again_before_it_is_gone_stays():
+    run = ScalerHarness(2, delay_s=0.3)
+    waiting = asyncio.ensure_future(run.client.generate([request("a"), request("b")]))
+    await asyncio.sleep(0.05)
+    run.scaler.set_target(1)
+    run.scaler.set_target(2)
+    await run.scaler.wait_until_settled()
+    await waiting
+    assert run.client.engine_names == ["engine 0", "engine 1"]
+    assert run.gone == run.client.retired_names == []
+    await run.client.generate([request("c"), request("d")])
+    assert all(len(engine.batches) == 2 for engine in run.client.engines)
+
+
+@scaled
+async def test_sessions_stay_where_they_are_when_an_engine_before_theirs_leaves():
+    run = ScalerHarness(3)
+    await run.client.generate([request(f"a{n}", f"s{n}") for n in range(3)])
+    last: Any = run.client.engines[2]
+    run.client.retire("engine 1")
+    run.client.remove("engine 1")
+    await run.client.generate([request("b2", "s2")])
+    await run.client.generate([request("b1", "s1")])
+    assert [one.request_id for batch in last.batches for one in batch] == ["a2", "b2"]
+
+
+@scaled
+async def test_a_newcomer_that_finds_no_room_is_told_of_and_asked_for_again_only_when_somebody_asks():
+    run = ScalerHarness(1)
+    run.no_room = True
+    assert await run.to(2) == ["engine 0"]
+    assert run.said == ["engine 1 did not join, and 1 go on: ConfigError: no slot is free"]
+    await run.client.generate([request("a")])
+    run.no_room = False
+    assert await run.to(2) == ["engine 0", "engine 1"]
+
+
+@scaled
+async def test_whoever_is_no_longer_wanted_before_it_has_started_never_comes():
+    run = ScalerHarness(1)
+    run.may_start.clear()
+    run.scaler.set_target(3)
+    await asyncio.sleep(0)
+    assert run.scaler.expected_count == 3
+    run.scaler.set_target(2)
+    run.may_start.set()
+    await run.scaler.wait_until_settled()
+    assert run.client.engine_names == ["engine 0", "engine 1"]
+
+
+@scaled
+async def test_a_dead_engine_that_is_to_leave_is_not_restarted():
+    run = ScalerHarness(2)
+    await run.client.engines[1].close()
+    await run.client.health()
+    assert list(run.client.dead_engines) == ["engine 1"]
+    run.client.retire("engine 1")
+    await run.publisher.restart_dead_engines()
+    assert run.publisher.restarts == 0
+    run.client.unretire("engine 1")
+    assert await run.to(1) == ["engine 0"]
+    assert run.gone == ["engine 1"]
+
+
+@scaled
+async def test_a_dead_engine_leaves_before_one_that_lives():
+    run = ScalerHarness(2)
+    run.no_room = True
+    await run.client.engines[0].close()
+    await run.client.health()
+    assert await run.to(1) == ["engine 1"]
+    assert run.gone == ["engine 0"]
+
+
+@scaled
+async def test_one_that_is_being_restarted_when_it_is_to_leave_leaves_afterwards():
+    run = ScalerHarness(2)
+    await run.client.engines[1].close()
+    await run.client.health()
+    run.may_start.clear()
+    reviving = asyncio.ensure_future(run.publisher.restart_dead_engines())
+    await asyncio.sleep(0.01)
+    run.scaler.set_target(1)
+    await asyncio.sleep(0.01)
+    assert run.gone == [], "its slots are not given back while it starts in them"
+    run.may_start.set()
+    await reviving
+    await run.scaler.wait_until_settled()
+    assert run.client.engine_names == ["engine 0"]
+    assert run.gone == ["engine 1"]
+
+
+@scaled
+async def test_what_is_under_way_when_the_run_ends_is_given_up():
+    run = ScalerHarness(1)
+    run.may_start.clear()
+    run.scaler.set_target(2)
+    await asyncio.sleep(0)
+    await run.scaler.stop()
+    run.scaler.set_target(4)
+    run.may_start.set()
+    await run.scaler.wait_until_settled()
+    assert run.client.engine_names == ["engine 0"]
+
+
+@scaled
+async def test_engines_that_were_not_there_yet_were_not_idle():
+    run = ScalerHarness(1, delay_s=0.2)
+    await run.client.metrics()
+    await run.client.generate([request("a")])
+    await run.to(4)
+    assert (await run.client.metrics())["engines/idle"] < 0.5
+
+
+def test_none_is_not_a_number_of_engines():
+    async def check() -> None:
+        with pytest.raises(AssertionError, match="at least one"):
+            ScalerHarness(1).scaler.set_target(0)
+
+    asyncio.run(check())
+
+
+# -- the file in the run's folder
+
+
+@pytest.fixture
+def checks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_scaler, "CHECK_INTERVAL_S", 0.01)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not done():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("checks_often")
+def test_file_is_followed_from_begin_until_end(tmp_path: Path):
+    async def check() -> None:
+        run = ScalerHarness(1, folder=tmp_path)
+        write_target(tmp_path, 3)
+        await asyncio.sleep(0.05)
+        assert run.client.engine_names == ["engine 0"], "nobody may join before it begins"
+        for _ in range(2):
+            run.scaler.start()
+        await until(lambda: len(run.client.engine_names) == 3)
+        (tmp_path / ENGINES_FILE).write_text("three")
+        await until(lambda: "their number stays as it is" in run.said[-1])
+        assert "'three'" in run.said[-1]
+        write_target(tmp_path, 2)
+        await until(lambda: len(run.client.engine_names) == 2)
+        run.no_room = True
+        write_target(tmp_path, 3)
+        await until(lambda: "engine 2 did not join" in run.said[-1])
+        run.no_room = False
+        write_target(tmp_path, 3)  # the same again: one that found no room is tried again
+        await until(lambda: len(run.client.engine_names) == 3)
+        await run.scaler.stop()
+        write_target(tmp_path, 5)
+        await asyncio.sleep(0.05)
+        assert len(run.client.engine_names) == 3
+        wanted = [line for line in run.said if "are wanted" in line]
+        assert wanted == ["3 are wanted, there are 1", "2 are wanted, there are 3", *["3 are wanted, there are 2"] * 2]
+
+    asyncio.run(check())
+
+
+@pytest.mark.usefixtures("checks_often")
+def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async def check() -> None:
+        client = EngineClient([ScriptedEngine(name="engine 0")], deadline_s=5)
+        nothing: Any = None
+        reason = fixed_count_reason(colocate_all=True, run_engines_locally=True)
+        fixed = EngineScaler(client, nothing, start=nothing, stop=nothing, folder=tmp_path, drain_s=5, fixed_reason=reason)
+        fixed.start()
+        await asyncio.sleep(0.05)
+        assert capsys.readouterr().out == ""
+        write_target(tmp_path, 3)
+        await asyncio.sleep(0.1)
+        await fixed.stop()
+
+    asyncio.run(check())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "engines.json changes nothing: its engines take turns with the trainer" in line

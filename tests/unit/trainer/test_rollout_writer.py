@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.data.batch import TrainBatch, collate
+from skyrl_train.data.trajectory import OK, TrajectoryGroup
+from skyrl_train.report.rollout_files import RolloutReader, step_file, write_rollouts
+from skyrl_train.report.rollout_views import RolloutViews
+from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts
+from skyrl_train.trainer import rollout_writer
+from skyrl_train.trainer.rollout_writer import RolloutWriter
+from tests.support.disk_limits import limit_file_size
+from tests.support.rollout_examples import CALLED, ODD, assert_rollouts_match_batch, groups_of_all_kinds, scored_batch
+
+
+def keep(kept: RolloutWriter, step: int, groups: list[TrajectoryGroup], batch: TrainBatch) -> None:
+    async def step_of_a_run() -> None:
+        async with kept.writing(step, groups, batch):
+            await asyncio.sleep(0)
+
+    asyncio.run(step_of_a_run())
+
+
+def rows_of(run: Path, *steps: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = RolloutReader(run).table(steps or None).to_pylist()
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1, 1_000_000])
+def test_values_of_tokens_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int):
+    monkeypatch.setattr(rollout_writer, "CHUNK_TOKENS", at_once)
+    groups = groups_of_all_kinds(more=3)
+    batch = scored_batch(groups)
+    keep(RolloutWriter(tmp_path), 4, groups, batch)
+    uids = [row["uid"] for row in rows_of(tmp_path) for _ in range(1 + len(row["restarts"]))]
+    assert_rollouts_match_batch(RolloutReader(tmp_path).table(), batch, uids)
+
+
+def test_what_is_said_of_a_rollout(tmp_path: Path):
+    groups = groups_of_all_kinds()
+    keep(RolloutWriter(tmp_path), 5, groups, scored_batch(groups, with_reference=False))
+    one, two, several, failed, empty = rows_of(tmp_path)
+    item = groups[0].trajectories[0]
+    assert (one["step"], one["uid"], one["group"], one["sample"]) == (5, "7", 0, 0)
+    assert (one["data_source"], one["env_class"], one["temperature"]) == ("made/up", "toy", 0.7)
+    assert (one["reward"], one["raw_reward"], one["min_version"], one["max_version"]) == (1.0, 1.5, 3, 4)
+    (turn,) = item.turns
+    known = {name: getattr(turn, name) for name in one["turns"][0]}
+    assert one["turns"] == [known | {"tool_calls": None}] and len(known) == 11
+    assert [turn["environment_s"] for turn in two["turns"]] == [0.5, None]
+    assert json.loads(two["turns"][0]["tool_calls"]) == [CALLED] and two["turns"][1]["tool_calls"] is None
+    assert (one["prompt_tokens"], one["response_tokens"]) == (2, 3)
+    assert one["ref_logprobs"] is None
+    assert json.loads(one["env_metrics"]) == {"exact": 1.0}
+    assert json.loads(one["env_extras"]) == {"answer": "five", "weight": None}
+    for row, source in zip((one, two), groups[0].trajectories, strict=True):
+        assert json.loads(row["messages"]) == source.messages and row["text"] == source.text
+    assert (two["group"], two["sample"], several["group"], several["sample"]) == (0, 1, 1, 0)
+    assert (failed["status"], failed["error"], failed["reward"]) == ("failed", "timeout", 0.0)
+    assert failed["detail"] == "It took more than a second." and failed["loss_spans"] == []
+    assert empty["response_ids"] == [] and json.loads(empty["messages"]) == [ODD]
+
+
+def test_any_text_is_text(tmp_path: Path):
+    groups = groups_of_all_kinds()
+    keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
+    row = rows_of(tmp_path)[2]
+    assert row["uid"] == "a \ufffd\0\x1b[31m"
+    assert row["text"] == "half of a pair \ufffd, a NUL \0 and an escape \x1b[31m"
+    assert json.loads(row["messages"]) == groups[1].trajectories[0].messages, "JSON can say it exactly"
+
+
+@pytest.mark.defect("a-deep-call-hid-the-rollouts-of-its-step")
+def test_secrets_of_the_environment_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret, written = "hunter2-hunter2", 'a "password" with \\'
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    monkeypatch.setenv("SOME_PASSWORD", written)
+    groups = groups_of_all_kinds()
+    item = groups[0].trajectories[0]
+    item.text = f"the key is {secret}, he said"
+    item.messages[1]["content"] = item.text
+    item.messages[1]["tool_calls"] = [{"arguments": {"key": secret}}]
+    item.env_metrics[f"used_{secret}"] = 1.0
+    deep = "[" * 600 + "]" * 600  # which JSON's reader takes
+    arguments = [secret, json.dumps({"key": written}), '{"query":  "as it was"}', f'{{"{secret}": {deep}}}']
+    calls = tuple({"name": "login", "arguments": text} for text in arguments)
+    item.turns[0] = replace(item.turns[0], tool_calls=calls)
+    item.prompt.env_extras["login"] = secret
+    groups[1].trajectories[1].detail = f"could not log in as {secret}"
+    keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
+    read = json.dumps(rows_of(tmp_path))
+    texts = [call["arguments"] for call in json.loads(rows_of(tmp_path)[0]["turns"][0]["tool_calls"])]
+    assert texts == ["<SOME_API_KEY>", '{"key": "<SOME_PASSWORD>"}', arguments[2], f'{{"<SOME_API_KEY>": {deep}}}']
+    assert secret not in read and read.count("<SOME_API_KEY>") == 9, "extras come with both samples"
+    assert item.text.count(secret) == 1, "what the run goes on with is as it was"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ids_of_tokens_that_spell_a_secret_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
+    groups = groups_of_all_kinds()
+    item = groups[0].trajectories[0]
+    assert (item.prompt_ids.tolist(), item.response_ids.tolist()) == ([5, 6], [7, 8, 2])
+    item.text = "hunter2-hunter2."
+    item.messages[1]["content"] = item.text
+    texts = ["", "", ".", "", "", "It", " is", "hunter2", "-hunter2", ""]
+    batch = scored_batch(groups)
+    keep(RolloutWriter(tmp_path, vocabulary=(lambda: texts) if known else None), 1, groups, batch)
+    hidden, *others = rows_of(tmp_path)
+    assert hidden["prompt_ids"] == ([5, 6] if known else [-1, -1])
+    assert hidden["response_ids"] == ([-1, -1, 2] if known else [-1, -1, -1])
+    assert others[0]["response_ids"] == [9, 9, 1, 1, 4] and others[1]["response_ids"] == [7, 8, 9, 3, 2]
+    assert batch.input_ids[:5].tolist() == [5, 6, 7, 8, 2], "what the run goes on with is as it was"
+    tokens = RolloutViews(tmp_path).rollout(1, "7", 0)["tokens"]
+    shown = ["It", " is", "<secret>", "<secret>", "."] if known else ["<secret>"] * 5
+    assert tokens["texts"] == shown and tokens["ids"] == [*hidden["prompt_ids"], *hidden["response_ids"]]
+
+
+def test_token_view_hides_what_the_file_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    groups = groups_of_all_kinds()
+    texts = ["", "", ".", "", "", "It", " is", "hunter2", "-hunter2", ""]
+    keep(RolloutWriter(tmp_path, vocabulary=lambda: texts), 1, groups, scored_batch(groups))
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
+    tokens = RolloutViews(tmp_path).rollout(1, "7", 0)["tokens"]
+    assert tokens["texts"] == ["It", " is", "<secret>", "<secret>", "."] and tokens["ids"] == [5, 6, -1, -1, 2]
+
+
+def test_a_sample_has_the_first_groups(tmp_path: Path):
+    groups = groups_of_all_kinds(more=2)
+    batch = scored_batch(groups)
+    keep(RolloutWriter(tmp_path / "sample", max_groups=3), 1, groups, batch)
+    keep(RolloutWriter(tmp_path / "all"), 1, groups, batch)
+    keep(RolloutWriter(tmp_path / "none", max_groups=0), 1, groups, batch)
+    every, sample = rows_of(tmp_path / "all"), rows_of(tmp_path / "sample")
+    assert [row["uid"] for row in sample] == ["7"] * 2 + ["a \ufffd\0\x1b[31m"] * 3 + ["plain 0"] * 2
+    assert repr(sample) == repr(every[: len(sample)]) and len(every) == 9
+    assert not (tmp_path / "none").exists()
+
+
+def test_engines_that_tell_no_log_probs(tmp_path: Path):
+    groups = groups_of_all_kinds()[:1]
+    for item in groups[0].trajectories:
+        item.logprobs = item.logprobs[:0]
+    keep(RolloutWriter(tmp_path), 1, groups, collate(groups))
+    assert [row["rollout_logprobs"] for row in rows_of(tmp_path)] == [None, None]
+    assert [row["response_ids"] for row in rows_of(tmp_path)] == [[7, 8, 2], [9, 9, 1, 1, 4]]
+
+
+def test_the_oldest_steps_make_room(tmp_path: Path):
+    groups = groups_of_all_kinds(more=30)
+    batch = scored_batch(groups)
+    keep(RolloutWriter(tmp_path / "one"), 1, groups, batch)
+    size = step_file(tmp_path / "one", 1).stat().st_size
+    kept = RolloutWriter(tmp_path / "run", max_bytes=3.5 * size, vocabulary=lambda: ["a"])
+    for step in range(1, 8):
+        keep(kept, step, groups, batch)
+        files = [*(tmp_path / "run" / "rollouts").iterdir()]
+        assert sum(file.stat().st_size for file in files) <= 3.5 * size
+    assert RolloutReader(tmp_path / "run").steps() == [5, 6, 7]
+
+
+def test_a_run_that_goes_on_within_a_bound_has_the_files_of_one_that_never_ended(tmp_path: Path):
+    groups = groups_of_all_kinds(more=30)
+    batch = scored_batch(groups)
+    keep(RolloutWriter(tmp_path / "one"), 1, groups, batch)
+    bound = 4.5 * step_file(tmp_path / "one", 1).stat().st_size
+    for name, attempts in (("straight", [(0, 9)]), ("killed", [(0, 6), (4, 9)])):
+        for begin, end in attempts:
+            kept = RolloutWriter(tmp_path / name, max_bytes=bound)
+            kept.begin(begin)
+            for step in range(begin + 1, end + 1):
+                keep(kept, step, groups, batch)
+    files = [
+        {file.name: file.read_bytes() for file in (tmp_path / name / "rollouts").iterdir()}
+        for name in ("straight", "killed")
+    ]
+    assert files[0] == files[1] and len(files[0]) == 4
+
+
+def test_a_step_for_which_there_is_no_room_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    write_rollouts(tmp_path, 1, synthetic_rollouts(4))
+    kept = RolloutWriter(tmp_path, max_bytes=step_file(tmp_path, 1).stat().st_size + 10)
+    groups = groups_of_all_kinds(more=300)
+    for step in (2, 3):
+        keep(kept, step, groups, scored_batch(groups))
+    assert RolloutReader(tmp_path).steps() == [1]
+    assert caplog.text.count("trainer.keep_rollouts_gb has no room") == 1
+
+
+def test_files_that_somebody_deletes_meanwhile_take_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    groups = groups_of_all_kinds()
+    kept, steps = RolloutWriter(tmp_path, max_bytes=1e9), RolloutReader.steps
+    keep(kept, 1, groups, scored_batch(groups))
+    monkeypatch.setattr(RolloutReader, "steps", lambda files: [1, *steps(files)])  # as it was a moment ago
+    step_file(tmp_path, 1).unlink()
+    keep(kept, 2, groups, scored_batch(groups))
+    assert steps(RolloutReader(tmp_path)) == [2] and caplog.text == ""
+
+
+def test_a_full_disk_costs_one_warning_and_those_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    groups = groups_of_all_kinds(more=30)
+    batch, kept = scored_batch(groups), RolloutWriter(tmp_path, vocabulary=lambda: ["a"])
+    with limit_file_size(None, 100):
+        for step in (1, 2):
+            keep(kept, step, groups, batch)
+    assert caplog.text.count("trainer.keep_rollouts: those of step 1 are not kept") == 1
+    assert "step 2" not in caplog.text and not [*(tmp_path / "rollouts").iterdir()]
+    keep(kept, 3, groups, batch)
+    assert RolloutReader(tmp_path).steps() == [3] and RolloutReader(tmp_path).vocabulary() == {0: "a"}
+
+
+def test_messages_that_nobody_can_write_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    groups = groups_of_all_kinds()
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    groups[0].trajectories[0].messages[1]["content"] = deep
+    keep(RolloutWriter(tmp_path), 1, groups, scored_batch(groups))
+    assert "those of step 1 are not kept (RecursionError" in caplog.text
+    while deep:  # Python frees it by recursion
+        deep = deep[0]
+
+
+def test_a_tokenizer_that_cannot_tell_its_texts_costs_those_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def vocabulary() -> list[str]:
+        raise KeyError("no such token")
+
+    groups, kept = groups_of_all_kinds(), RolloutWriter(tmp_path, vocabulary=vocabulary)
+    for step in (1, 2):
+        keep(kept, step, groups, scored_batch(groups))
+    assert RolloutReader(tmp_path).steps() == [1, 2] and RolloutReader(tmp_path).vocabulary() == {}
+    assert caplog.text.count("texts of token ids cannot be told (KeyError") == 1
+
+
+def test_what_was_in_the_loss_before_a_correction_is_kept(tmp_path: Path):
+    groups = groups_of_all_kinds()
+    batch = scored_batch(groups)
+    keep(RolloutWriter(tmp_path), 1, groups, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    for row, item in zip(rows_of(tmp_path), (one for group in groups for one in group.trajectories), strict=True):
+        spans = [(span["start"], span["stop"]) for span in row["scored_spans"]]
+        assert spans == (item.loss_spans if item.status == OK else []) and row["loss_spans"] == []
+
+
+def test_a_run_that_goes_on_forgets_later_steps(tmp_path: Path):
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, synthetic_rollouts(4, step))
+    deleted: list[Path] = []
+    RolloutWriter(tmp_path, max_groups=0, on_delete=deleted.append).begin(1)
+    assert RolloutReader(tmp_path).steps() == [1]
+    assert deleted == [step_file(tmp_path, step) for step in (2, 3)]
+    RolloutWriter(tmp_path / "new").begin(0)
+
+
+def test_the_step_waits_for_its_file_also_when_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    groups = groups_of_all_kinds()
+    batch, kept = scored_batch(groups), RolloutWriter(tmp_path)
+
+    async def cancelled() -> None:
+        async with kept.writing(1, groups, batch):
+            await asyncio.sleep(60)
+
+    async def run() -> None:
+        task = asyncio.create_task(cancelled())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert step_file(tmp_path, 1).exists()
+
+    write = rollout_writer.write_rollouts
+
+    def slowly(*arguments: Any) -> Path:
+        import time
+
+        time.sleep(0.2)
+        return write(*arguments)
+
+    monkeypatch.setattr(rollout_writer, "write_rollouts", slowly)
+    asyncio.run(run())

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import CheckpointMismatch, RunFolderError
+from skyrl_train.trainer.checkpoints import CheckpointStore
+from skyrl_train.trainer.run_folder import RunFolder, check_same_run
+
+IDENTITY: dict[str, Any] = {"run_name": "a", "model": "tiny", "train_data": "f00d"}
+
+
+def save_one(path: Path, step: int) -> None:
+    checkpoints = CheckpointStore(path)
+    checkpoints.begin(step)
+    checkpoints.commit(step, {})
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Root may write everywhere; nobody may not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_new_folder_is_made_and_the_same_run_may_enter_again(tmp_path: Path):
+    for resuming in (False, True):
+        with RunFolder(tmp_path / "runs" / "a", IDENTITY, resuming) as run:
+            assert (run.path / "run.json").is_file()
+
+
+@pytest.mark.fault("F06")
+def test_a_folder_in_use_is_refused_and_free_again_after_kill_9(tmp_path: Path):
+    code = (
+        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunDirectory\n"
+        f"with RunDirectory(Path(sys.argv[1]), {IDENTITY!r}, True): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunFolderError, match=rf"in use by process {holder.pid} on "):
+            RunFolder(tmp_path, IDENTITY, True).__enter__()
+    finally:
+        holder.kill()
+        holder.communicate()
+    with RunFolder(tmp_path, IDENTITY, True):
+        pass
+
+
+@pytest.mark.fault("F06")
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o555)
+    with unprivileged(), pytest.raises(RunFolderError, match="cannot be written"):
+        RunFolder(folder, IDENTITY, False).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        RunFolder(tmp_path / "file" / "run", IDENTITY, False).__enter__()
+
+
+@pytest.mark.fault("F06")
+@pytest.mark.parametrize("resuming", [True, False])
+def test_another_run_is_refused_and_what_differs_is_named(tmp_path: Path, resuming: bool):
+    with RunFolder(tmp_path, IDENTITY, False):
+        pass
+    with pytest.raises(
+        RunFolderError, match=r"another run: trainer\.run_name was .a., is .b.; data\.train_data had other rows"
+    ):
+        RunFolder(tmp_path, {**IDENTITY, "train_data": "beef", "run_name": "b"}, resuming).__enter__()
+    with RunFolder(tmp_path, IDENTITY, False):
+        pass
+
+
+@pytest.mark.fault("F06")
+def test_what_is_known_before_anything_starts_is_enough_to_refuse_another_run(tmp_path: Path):
+    adapted = {**IDENTITY, "adapters": {"rank": 8, "alpha": 16}}
+    known = {key: value for key, value in IDENTITY.items() if key != "train_data"}
+    check_same_run(tmp_path, known)
+    with RunFolder(tmp_path, IDENTITY, False):
+        pass
+    check_same_run(tmp_path, known)
+    check_same_run(tmp_path, known | {"model": "large"})  # it may have moved
+    with pytest.raises(RunFolderError, match=r"trainer\.policy\.model\.lora was None, is \{'rank': 8"):
+        check_same_run(tmp_path, adapted)
+    with RunFolder(tmp_path / "adapted", adapted, False):
+        pass
+    with pytest.raises(RunFolderError, match=r"trainer\.policy\.model\.lora\.rank was 8, is 4\. "):
+        check_same_run(tmp_path / "adapted", known | {"adapters": {"rank": 4, "alpha": 16}})
+    with pytest.raises(RunFolderError, match=r"trainer\.policy\.model\.lora was \{"):
+        check_same_run(tmp_path / "adapted", known)
+
+
+@pytest.mark.fault("F06")
+def test_checkpoints_are_only_continued_when_resuming(tmp_path: Path):
+    with RunFolder(tmp_path, IDENTITY, False):
+        save_one(tmp_path, 3)
+    with pytest.raises(RunFolderError, match=r"steps \[3\].*resume_mode"):
+        RunFolder(tmp_path, IDENTITY, False).__enter__()
+    with RunFolder(tmp_path, IDENTITY, True):
+        pass
+
+
+@pytest.mark.fault("F06")
+def test_model_may_move_once_there_are_checkpoints(tmp_path: Path):
+    with RunFolder(tmp_path, IDENTITY, True):
+        pass
+    with pytest.raises(RunFolderError, match=r"trainer\.policy\.model\.path was 'tiny', is 'large'"):
+        RunFolder(tmp_path, IDENTITY | {"model": "large"}, True).__enter__()
+    save_one(tmp_path, 3)
+    with RunFolder(tmp_path, IDENTITY | {"model": "large"}, True):
+        pass
+
+
+@pytest.mark.parametrize("before", [None, b"right", b"damaged \xff\x00"])
+def test_refused_checkpoint_leaves_the_folder_as_it_was(before: bytes | None, tmp_path: Path):
+    if before is not None:
+        with RunFolder(tmp_path, IDENTITY, True):
+            (tmp_path / "config.yaml").write_bytes(before)
+            save_one(tmp_path, 3)
+
+    def refused() -> None:
+        with RunFolder(tmp_path, IDENTITY | {"model": "large"}, True) as run, run.restored_on_mismatch():
+            (tmp_path / "config.yaml").write_text("wrong")
+            raise CheckpointMismatch("from another model")
+
+    with pytest.raises(CheckpointMismatch):
+        refused()
+    assert (tmp_path / "config.yaml").exists() == (before is not None)
+    if before is not None:
+        assert (tmp_path / "config.yaml").read_bytes() == before
+        assert json.loads((tmp_path / "run.json").read_text())["model"] == "tiny"
+    with RunFolder(tmp_path, IDENTITY, True):
+        pass
+
+
+@pytest.mark.fault("F06")
+@pytest.mark.parametrize("resuming", [True, False])
+def test_checkpoints_of_nobody_knows_whom_are_refused(tmp_path: Path, resuming: bool):
+    save_one(tmp_path, 3)
+    with pytest.raises(RunFolderError, match=r"no run\.json"):
+        RunFolder(tmp_path, IDENTITY, resuming).__enter__()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_an_unreadable_identity_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RunFolderError, match=r"run\.json"):
+        RunFolder(tmp_path, IDENTITY, True).__enter__()
