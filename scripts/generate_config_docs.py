@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.config.value_parsing import PUBLIC_VARIABLE_SUFFIXES, PUBLIC_VARIABLES
-from skyrl_train.config.key_help import default_text, field_docs, describe_constraints
-from skyrl_train.config.keys import Key, key_aliases, all_keys, union_members
+from skyrl_train.config.key_help import default_text, describe_constraints, field_docs
+from skyrl_train.config.keys import Key, all_keys, key_aliases, union_members
 from skyrl_train.config.problems import format_value
 from skyrl_train.config.schema import Config
 from skyrl_train.config.skyrl_keys import SKYRL_KEYS
 from skyrl_train.config.validate import PLUGIN_KEYS
+from skyrl_train.config.value_parsing import PUBLIC_VARIABLE_SUFFIXES, PUBLIC_VARIABLES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -91,7 +91,10 @@ def render() -> str:
         if not key.is_section:
             continue
         direct = [item for item in all_keys().values() if item.name.rpartition(".")[0] == key.name]
-        parts += [f"## {key.name}\n" if "." not in key.name else f"### {key.name}\n", f"{inspect.getdoc(key.type_hint)}\n"]
+        parts += [
+            f"## {key.name}\n" if "." not in key.name else f"### {key.name}\n",
+            f"{inspect.getdoc(key.type_hint)}\n",
+        ]
         if rows := [item for item in direct if not item.is_section]:
             parts.append(_table(rows, field_docs(key.type_hint)))
     parts.append(_without_counterpart())
@@ -109,7 +112,9 @@ def _without_counterpart() -> str:
         "| keys | accepted | what is there instead |",
         "| --- | --- | --- |",
     ]
-    for advice, group in itertools.groupby(SKYRL_KEYS.items(), key=lambda item: (item[1].advice, item[1].accepted_values)):
+    for advice, group in itertools.groupby(
+        SKYRL_KEYS.items(), key=lambda item: (item[1].advice, item[1].accepted_values)
+    ):
         accepted = "any value" if advice[1] is None else " or ".join(f"`{format_value(value)}`" for value in advice[1])
         lines.append(f"| {', '.join(f'`{name}`' for name, _ in group)} | {accepted} | {advice[0]} |")
     return "\n".join([*lines, ""])
@@ -149,7 +154,10 @@ def _other_forms(key: Key) -> Iterator[str]:
 
 
 def _type(key: Key) -> str:
-    names = [getattr(arm, "__name__", str(arm)) if not hasattr(arm, "__args__") else str(arm) for arm in union_members(key.type_hint)]
+    names = [
+        getattr(arm, "__name__", str(arm)) if not hasattr(arm, "__args__") else str(arm)
+        for arm in union_members(key.type_hint)
+    ]
     text = _cell(" or ".join(names).replace("NoneType", "null").replace("typing.", ""))
     return f"{text}, {key.metadata.range}" if key.metadata.range else text
 

@@ -32,7 +32,10 @@ def _table() -> Iterator[str]:
     yield f"| `generator.sampling_params.`, or a request's field | allowed | {engines} |"
     yield "| --- | --- | --- | --- | --- |"
     for name, (allowed, _) in SAMPLING_RULES.items():
-        honoured = (name in (own | {"max_tokens"}) for own in (SAMPLING_PARAM_NAMES, VLLMServer.SUPPORTED_SAMPLING, SGLangServer.SUPPORTED_SAMPLING))
+        honoured = (
+            name in (own | {"max_tokens"})
+            for own in (SAMPLING_PARAM_NAMES, VLLMServer.SUPPORTED_SAMPLING, SGLangServer.SUPPORTED_SAMPLING)
+        )
         key = "max_generate_length" if name == "max_tokens" else name
         yield _row(f"`{key}`" + ("" if key in KEYS else " (requests only)"), allowed, *honoured)
     seeds = ("yes" if own else "no" for own in (True, VLLMServer.seeds, SGLangServer.seeds))

@@ -31,7 +31,13 @@ def _metrics() -> list[str]:
 
 def _rules() -> list[str]:
     head = ["| rule | what to change |", "| --- | --- |"]
-    every = [NO_DIFFERENCE, gradient_rule(uses_group_baseline=True), *async_rules(1), *RULES, memory_rule(0.0, "memory")]
+    every = [
+        NO_DIFFERENCE,
+        gradient_rule(uses_group_baseline=True),
+        *async_rules(1),
+        *RULES,
+        memory_rule(0.0, "memory"),
+    ]
     return head + [f"| `{rule.name}` | {rule.advice} |" for rule in every]
 
 

@@ -16,8 +16,8 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
 from skyrl_train.models.parallel_group import make_meta_group
+from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
 from skyrl_train.models.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).resolve().parent.parent

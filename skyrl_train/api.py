@@ -113,7 +113,9 @@ def load_config(
         if not isinstance(override, str) or override.startswith("-"):
             raise ConfigError(f"{override!r}: must be text, key=value; flags are arguments here: preset, config_dir.")
     flags = {"--config-name": preset, "--config-dir": config_dir}
-    prepared = prepare_config([*overrides, *(f"{flag}={value}" for flag, value in flags.items() if value)], has_user_code=True)
+    prepared = prepare_config(
+        [*overrides, *(f"{flag}={value}" for flag, value in flags.items() if value)], has_user_code=True
+    )
     for note in prepared.notes:
         log.info(note)
     for warning in prepared.warnings:

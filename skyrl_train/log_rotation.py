@@ -62,7 +62,7 @@ def rotate(path: Path) -> None:
     with suppress(OSError):  # not there yet, or no room for a copy: next time
         if path.stat().st_size < MAX_LOG_BYTES:
             return
-        with atomic_write(path.with_name(f"{path.name}.1"), sync=False) as copy:
+        with atomic_write(path.with_name(f"{path.name}.1"), fsync=False) as copy:
             with path.open("rb") as source:
                 shutil.copyfileobj(source, copy)
             for number in range(BACKUP_COUNT, 1, -1):

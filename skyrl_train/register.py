@@ -27,8 +27,8 @@ def reward(name: str) -> Callable[[T], T]:
     these keywords that it names: `prompt` (the row's messages), `extras` (the row's other columns), `ground_truth` (of
     extras["reward_spec"]). It returns one finite number.
     """
-    from skyrl_train.environments.registry import environments
     from skyrl_train.environments.function_env import RewardFunction
+    from skyrl_train.environments.registry import environments
 
     def add(function: T) -> T:
         environments.register(name)(RewardFunction(function))  # type: ignore[arg-type]

@@ -48,4 +48,6 @@ def escape_control_chars(text: str) -> str:
 
 def escape_multiline(text: str) -> str:
     """The same for a text of several lines, which stay lines; tabs become spaces."""
-    return text if text.isprintable() else "\n".join(escape_control_chars(line.expandtabs()) for line in text.split("\n"))
+    return (
+        text if text.isprintable() else "\n".join(escape_control_chars(line.expandtabs()) for line in text.split("\n"))
+    )

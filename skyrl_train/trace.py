@@ -52,7 +52,9 @@ def is_enabled() -> bool:
     return _note is not None
 
 
-def add_span(name: str, begin: float, *, track: str, process: str = DRIVER, overlaps: bool = False, **details: Any) -> None:
+def add_span(
+    name: str, begin: float, *, track: str, process: str = DRIVER, overlaps: bool = False, **details: Any
+) -> None:
     """Note a span from `begin` (Unix time) until now."""
     if _note is not None:
         _note([Span(name, begin, time.time(), track, process, overlaps, details)])

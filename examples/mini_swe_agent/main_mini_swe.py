@@ -39,7 +39,9 @@ def with_settings(config: Config) -> Config:
     for name, value in _settings(own.get("miniswe_config_path")).items():
         config = replace_value(config, f"{SECTION}.{name}", value)
     config = replace_value(config, "environment.env_class", "mini_swe")
-    raise_problems(validate(config, allow_unregistered_names=True))  # what a file says is checked like what a command line says
+    raise_problems(
+        validate(config, allow_unregistered_names=True)
+    )  # what a file says is checked like what a command line says
     return config
 
 

@@ -199,7 +199,9 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if options.schedules[0] != BASE:
         parser.error(f"--schedules: {BASE} comes first, as the others are compared with it")
-    report = environment_info(*(name for name in options.backends if name != "transformers")) | {"cores": os.cpu_count()}
+    report = environment_info(*(name for name in options.backends if name != "transformers")) | {
+        "cores": os.cpu_count()
+    }
     print(format_environment_info(report), flush=True)
     results = []
     with tempfile.TemporaryDirectory(prefix="async-") as name:

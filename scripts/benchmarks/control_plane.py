@@ -106,7 +106,9 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
     from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 
     # Beyond the machine's cores: they have nothing to do.
-    slots = reserve_pool(cluster, count=1, actors_per_slot=RANKS, device="cpu", total_slots=1, deadline_s=60, key="ranks")
+    slots = reserve_pool(
+        cluster, count=1, actors_per_slot=RANKS, device="cpu", total_slots=1, deadline_s=60, key="ranks"
+    )
     ranks = [
         spawn(
             cluster,
@@ -125,7 +127,9 @@ def idle_learner(cluster: Any, scores: bool) -> Any:
     return Learner(group, group if scores else None, sizes, needs_old_logprobs=True if scores else None)
 
 
-async def run_update(learner: Any, groups: list[Any], with_arrays: bool, watch: PeakMemoryMonitor | None = None) -> dict[str, float]:
+async def run_update(
+    learner: Any, groups: list[Any], with_arrays: bool, watch: PeakMemoryMonitor | None = None
+) -> dict[str, float]:
     """From rollouts to an update, as a run does it.
 
     `until advantages`: the most memory until they are there, bytes; `scored`: of these log-probs of the learner;
@@ -145,7 +149,7 @@ async def run_update(learner: Any, groups: list[Any], with_arrays: bool, watch: 
         found = await in_thread(partial(module.collate, **without), groups)
         collated = time.process_time()
         groups.clear()  # as a run does, which has written them by then
-        found = await learner.score(found)
+        found = await learner.add_logprobs_and_values(found)
         taken = {"collate": collated - begun, "score": time.process_time() - collated}
         log_probs = [one for one in (found.old_logprobs, found.ref_logprobs) if one is not None]
         taken["scored"] = sum(one.nbytes for one in log_probs)
@@ -213,7 +217,7 @@ def rollouts(sequences: int, tokens: int, with_arrays: bool) -> list[Any]:
 
 def shards(sequences: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data import batch as module
-    from skyrl_train.learner.batch_sharding import MicroBatchLimits, split_into_micro_batches, should_share_prompts
+    from skyrl_train.learner.batch_sharding import MicroBatchLimits, should_share_prompts, split_into_micro_batches
 
     with_arrays = hasattr(module, "rewards_by_token")
     groups = rollouts(sequences, tokens, with_arrays)

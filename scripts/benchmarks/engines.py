@@ -73,7 +73,9 @@ def requests_of(run: int) -> list[SampleRequest]:
     """The requests of the `run`-th run."""
     ids = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(run)).tolist()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    return [SampleRequest(f"{run}.{i}", to_token_array(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)]
+    return [
+        SampleRequest(f"{run}.{i}", to_token_array(row), sampling, seed=1000 * run + i) for i, row in enumerate(ids)
+    ]
 
 
 def lengths(completions: Sequence[Completion]) -> list[int]:
@@ -272,7 +274,10 @@ async def compare(kind: str, model: str, repeats: int) -> EngineThroughput:
             return seconds
 
         async with HttpEndpoint(engines[0], None, model_name="tiny") as endpoint:
-            others = [GenerateProcess(BARE[kind], model, threads), GenerateProcess(remote, endpoint.url, endpoint.token)]
+            others = [
+                GenerateProcess(BARE[kind], model, threads),
+                GenerateProcess(remote, endpoint.url, endpoint.token),
+            ]
             try:
                 for other in others:
                     await other.started()

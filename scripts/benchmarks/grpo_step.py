@@ -40,7 +40,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure import HERE, PASSIVE, BenchmarkProcess, Step, environment_info, interleave_steps, format_environment_info, median, medians_by_role
+from measure import (
+    HERE,
+    PASSIVE,
+    BenchmarkProcess,
+    Step,
+    environment_info,
+    format_environment_info,
+    interleave_steps,
+    median,
+    medians_by_role,
+)
 from workload import SMALL, Work, assert_did, prompt_texts, run_command, save_model, write_prompts
 from worktrees import trees
 
@@ -67,7 +77,10 @@ def compare(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
             side = OURS if commit == "now" else commit
             run = run_command(folder, model, work, total, options.strategy, options.overrides, side, tree)
             starts[side] = (run, {"PYTHONPATH": str(tree)})
-        sides = [stack.enter_context(BenchmarkProcess(side, starts[side][0], folder, starts[side][1])) for side in options.sides]
+        sides = [
+            stack.enter_context(BenchmarkProcess(side, starts[side][0], folder, starts[side][1]))
+            for side in options.sides
+        ]
         found = interleave_steps(sides, options.warm_up, options.steps, WATCHED)
         peaks = {
             side.name: {
@@ -154,7 +167,11 @@ def main() -> None:
     options.sides = list(options.sides or ([OURS] if options.against else SIDES))
     if options.against:
         options.sides.append(options.against)
-    report = environment_info("trl") | {"threads": os.cpu_count(), "strategy": options.strategy, "overrides": options.overrides}
+    report = environment_info("trl") | {
+        "threads": os.cpu_count(),
+        "strategy": options.strategy,
+        "overrides": options.overrides,
+    }
     print(f"{format_environment_info(report)}; {options.strategy}, {report['threads']} threads a process")
     report["results"] = []
     for vocabulary in options.vocabulary:

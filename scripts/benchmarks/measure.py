@@ -241,7 +241,9 @@ _ROLES = {
 """Part of a command line -> whose it is; the first that fits."""
 
 
-def interleave_steps(sides: Sequence[BenchmarkProcess], warm_up: int, steps: int, watched: int = 0) -> dict[str, list[Step]]:
+def interleave_steps(
+    sides: Sequence[BenchmarkProcess], warm_up: int, steps: int, watched: int = 0
+) -> dict[str, list[Step]]:
     """`steps` of every side after `warm_up` that do not count, one side at a time.
 
     After them come `watched` ones, which are not returned: their memory is looked at, for `Side.peak`.

@@ -13,8 +13,8 @@ import random
 import sys
 from typing import Any
 
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import Experiment, run_experiment

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import runs
-from workshop import RecordingWorkspace
+from workspace import RecordingWorkspace
 
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.experiment.base import launch_experiment

@@ -12,7 +12,7 @@ from skyrl_train.experiment.base import Experiment
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 
 import quickstart
-from illnesses import MisreportedLogprobs, Outliers
+from unhealthy_parts import MisreportedLogprobs, Outliers
 
 PRESETS = Path(__file__).parents[2] / "examples" / "algorithms"
 Keys = Mapping[str, object]
@@ -41,7 +41,7 @@ HEALTHY: Keys = {
     "trainer.ckpt_interval": -1,
     "trainer.algorithm.use_kl_loss": "true",
     "generator.weight_sync_check": "off",
-    "trainer.plugins": "[illnesses]",
+    "trainer.plugins": "[unhealthy_parts]",
 }
 ASYNC: Keys = {
     "trainer.placement.colocate_all": "false",

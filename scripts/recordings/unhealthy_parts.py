@@ -55,7 +55,7 @@ class Raises(ArithmeticEnv):
 
 
 for cls in (SameReward, Fours, EndsInFour, Letters, Raises):
-    register(cls.__name__.lower(), f"illnesses:{cls.__name__}")
+    register(cls.__name__.lower(), f"unhealthy_parts:{cls.__name__}")
 
 
 class WithAlteredGroups(Experiment):

@@ -29,7 +29,13 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
-from skyrl_train.algorithms.registry import AdvantageEstimator, KLEstimator, TokenAdvantages, select_keyword_arguments, get_keyword_parameters
+from skyrl_train.algorithms.registry import (
+    AdvantageEstimator,
+    KLEstimator,
+    TokenAdvantages,
+    get_keyword_parameters,
+    select_keyword_arguments,
+)
 from skyrl_train.data.batch import TrainBatch, pack
 from skyrl_train.metrics import Metrics
 
@@ -332,7 +338,9 @@ class AdvantageCalculator:
             batch.old_logprobs,
             batch.ref_logprobs,
             batch.loss_mask,
-            **select_keyword_arguments(kl.estimator, {"frozen_logprobs": batch.old_logprobs, "old_logprobs": batch.rollout_logprobs}),
+            **select_keyword_arguments(
+                kl.estimator, {"frozen_logprobs": batch.old_logprobs, "old_logprobs": batch.rollout_logprobs}
+            ),
         )
         episodes = batch.episodes
         tokens = episodes.sum_per_episode(batch.loss_mask.float())
@@ -367,7 +375,11 @@ def record_advantage_metrics(batch: TrainBatch, metrics: Metrics) -> None:
 def _iterate_advantages(batch: TrainBatch) -> Iterator[Tensor]:
     """The advantages of the tokens that count, in order, some at a time: float64."""
     if batch.advantages is not None:
-        for values, counts in zip(batch.advantages.split(_STATISTICS_CHUNK_TOKENS), batch.loss_mask.split(_STATISTICS_CHUNK_TOKENS), strict=True):
+        for values, counts in zip(
+            batch.advantages.split(_STATISTICS_CHUNK_TOKENS),
+            batch.loss_mask.split(_STATISTICS_CHUNK_TOKENS),
+            strict=True,
+        ):
             yield values[counts].double()
     elif batch.sequence_advantages is not None:
         tokens = batch.num_loss_tokens

@@ -98,7 +98,9 @@ class OffPolicyCorrection:
         elif self.settings.tis_ratio_type == "sequence":
             high = self.settings.sequence_tis_ratio_clip_high
             episodes = batch.episodes
-            of_sequences = sequence_ratios(old, rollout, batch.loss_mask, episodes.token_to_episode, episodes.num_episodes)
+            of_sequences = sequence_ratios(
+                old, rollout, batch.loss_mask, episodes.token_to_episode, episodes.num_episodes
+            )
             weights = truncate_ratios(of_sequences, high)[episodes.token_to_episode].to(old.dtype)
             _record_fraction(metrics, "correction/truncated_sequences", (of_sequences > high)[_has_loss_tokens(batch)])
         return batch.with_tokens(loss_mask=mask, importance_weights=weights)
@@ -109,7 +111,9 @@ class OffPolicyCorrection:
         low, high = settings.outlier_token_is_threshold_low, settings.outlier_token_is_threshold_high
         keep = torch.ones(episodes.num_episodes, dtype=torch.bool)
         if low is not None or high is not None:
-            kept = all_tokens_within_bounds(within_bounds(ratios, low, high), batch.loss_mask, episodes.token_to_episode, episodes.num_episodes)
+            kept = all_tokens_within_bounds(
+                within_bounds(ratios, low, high), batch.loss_mask, episodes.token_to_episode, episodes.num_episodes
+            )
             _record_fraction(metrics, "correction/outlier_sequences", ~kept[counting])
             keep &= kept
         if (metric := settings.sequence_mask_metric) is not None:
@@ -170,7 +174,9 @@ def _record_mismatch_metrics(batch: TrainBatch, ratios: Tensor, metrics: Metrics
     inside_mask = ratios[mask].double()
     kl = k3(batch.rollout_logprobs, batch.old_logprobs, mask)[mask].double()
     episodes = batch.episodes
-    of_sequences = sequence_ratios(batch.old_logprobs, batch.rollout_logprobs, mask, episodes.token_to_episode, episodes.num_episodes)
+    of_sequences = sequence_ratios(
+        batch.old_logprobs, batch.rollout_logprobs, mask, episodes.token_to_episode, episodes.num_episodes
+    )
     metrics.add("mismatch/ratio_mean", float(inside_mask.mean()))
     metrics.add("mismatch/ratio_std", float(inside_mask.std(correction=0)))
     metrics.update_max("mismatch/ratio_max", float(inside_mask.max()))

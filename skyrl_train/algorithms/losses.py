@@ -10,7 +10,7 @@ needs as keywords: numbers come from the configuration, and the available tensor
     frozen_logprobs   [T] the values of `logprobs` without gradient, for terms under a stop-gradient
     rollout_logprobs  [T] the engine's, at the sampling temperature and before top-p and top-k
     sequence_ids      [T] int64, the sequence (0 to B-1) to which a token belongs
-    selected          [T] bool, chosen over the whole mini-batch (selections.py)
+    selected          [T] bool, chosen over the whole mini-batch (token_selection.py)
 
 Below, r = exp(logprobs - old_logprobs), A = advantages, sg[] is the stop-gradient, clip(x, a, b) = min(max(x, a), b).
 """
@@ -230,7 +230,9 @@ def dppo_kl(
     """Like `dppo_tv` with the binary KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (eq. 14)."""
     p, q = (x.exp().clamp(1e-7, 1 - 1e-7) for x in (frozen_logprobs, rollout_logprobs))
     divergence = q * (q.log() - p.log()) + (1 - q) * ((-q).log1p() - (-p).log1p())
-    return _mask_outside_trust_region(logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > kl_threshold)
+    return _mask_outside_trust_region(
+        logprobs, frozen_logprobs, rollout_logprobs, advantages, mask, divergence > kl_threshold
+    )
 
 
 @selects_tokens_with(select_clip_cov_tokens)

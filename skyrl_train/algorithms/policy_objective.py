@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.ratios import importance_ratios
-from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, select_keyword_arguments, get_keyword_parameters
+from skyrl_train.algorithms.registry import KLEstimator, PolicyLoss, get_keyword_parameters, select_keyword_arguments
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 
@@ -44,7 +44,10 @@ class PolicyObjective:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the objective needs the policy's log-probs from before the step's first update."""
-        asks = get_keyword_parameters(self.policy_loss), get_keyword_parameters(self.kl_estimator) if self.kl_estimator else {}
+        asks = (
+            get_keyword_parameters(self.policy_loss),
+            get_keyword_parameters(self.kl_estimator) if self.kl_estimator else {},
+        )
         return any("old_logprobs" in keywords for keywords in asks)
 
     def __call__(
@@ -68,7 +71,9 @@ class PolicyObjective:
         token_sums = {"policy/clip_ratio": clipped}
         if self.kl_estimator is not None:
             assert batch.ref_logprobs is not None, "KL in the loss needs the reference's log-probs"
-            kl = self.kl_estimator(logprobs, batch.ref_logprobs, mask, **select_keyword_arguments(self.kl_estimator, tensors))
+            kl = self.kl_estimator(
+                logprobs, batch.ref_logprobs, mask, **select_keyword_arguments(self.kl_estimator, tensors)
+            )
             terms.append(self.kl_loss_coef * (kl * weights).sum())
             token_sums["policy/kl"] = kl.detach()
         if entropy is not None:

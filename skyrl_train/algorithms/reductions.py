@@ -53,10 +53,14 @@ def assign_loss_weights(mini_batch: TrainBatch, reduction: Callable[..., Tensor]
     inner, settings = (reduction.func, reduction.keywords) if isinstance(reduction, partial) else (reduction, {})
     if isinstance(inner, SequenceReduction):
         ids = mini_batch.sequence_to_episode, mini_batch.group_ids
-        return replace(mini_batch, sequence_weights=inner.compute_sequence_weights(mini_batch.num_loss_tokens, *ids, **settings))
+        return replace(
+            mini_batch, sequence_weights=inner.compute_sequence_weights(mini_batch.num_loss_tokens, *ids, **settings)
+        )
     return mini_batch.with_tokens(
         loss_weights=reduction(
-            mini_batch.loss_mask, mini_batch.episodes.token_to_episode, mini_batch.expand_to_tokens(mini_batch.group_ids)
+            mini_batch.loss_mask,
+            mini_batch.episodes.token_to_episode,
+            mini_batch.expand_to_tokens(mini_batch.group_ids),
         )
     )
 

@@ -20,7 +20,7 @@ def selects_tokens_with(select: Callable[..., Tensor]) -> Callable[[F], F]:
     """Decorator of a loss that takes `selected`: choose(logprobs, old_logprobs, advantages, mask, *, ...) -> [T]."""
 
     def declare(loss: F) -> F:
-        loss.choose_tokens = select  # type: ignore[attr-defined]
+        loss.select_tokens = select  # type: ignore[attr-defined]
         return loss
 
     return declare
@@ -28,7 +28,7 @@ def selects_tokens_with(select: Callable[..., Tensor]) -> Callable[[F], F]:
 
 def get_token_selector(loss: Callable[..., Any]) -> Callable[..., Tensor] | None:
     """The selection that a loss declared; None if it treats all tokens alike."""
-    found: Callable[..., Tensor] | None = getattr(loss, "choose_tokens", None)
+    found: Callable[..., Tensor] | None = getattr(loss, "select_tokens", None)
     return found
 
 

@@ -17,10 +17,10 @@ from typing import Any
 from ray._private import worker as ray_worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as printers
 
+from skyrl_train.aio import RefCountedContext
 from skyrl_train.config.redaction import redact, secret_variables
 from skyrl_train.log_rotation import LogRotator
 from skyrl_train.terminal import escape_control_chars, escape_multiline
-from skyrl_train.aio import RefCountedContext
 
 log = logging.getLogger(__name__)
 _RAYLET = "raylet"

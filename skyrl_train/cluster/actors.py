@@ -19,16 +19,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from skyrl_train import trace
-from skyrl_train.cluster.node_loss import describe_lost_node
+from skyrl_train.aio import with_timeout
 from skyrl_train.cluster.actor_logs import redirect_output
+from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS
+from skyrl_train.cluster.node_loss import describe_lost_node
 from skyrl_train.cluster.placement import ResourcePool, slot_scheduling_strategy
 from skyrl_train.cluster.ray_cluster import Cluster
-from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS
 from skyrl_train.cluster.stack_dumps import dump_stacks_on_signal
 from skyrl_train.errors import DeadlineExceeded, SkyRLError, WorkerDied
 from skyrl_train.imports import import_without_gc
 from skyrl_train.registry import load_object
-from skyrl_train.aio import with_timeout
 
 _log = logging.getLogger(__name__)
 _TRACE_ROW = "calls"
@@ -63,7 +63,7 @@ class _WorkerActor:
         os.environ[BIND_ADDRESS] = LOOPBACK if is_single_node else os.environ[NODE_ADDRESS]
         import_without_gc([*plugins, target.partition(":")[0]])
         gc.freeze()  # what they define is never garbage, and half a million objects to look through
-        with trace.span("start", row=_TRACE_ROW):
+        with trace.span("start", track=_TRACE_ROW):
             self._object = load_object(target)(**kwargs)
 
     def __repr__(self) -> str:
@@ -72,11 +72,13 @@ class _WorkerActor:
 
     def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         """Call a method. `args`: its arguments, or the plan that makes them of what is `stored`."""
-        return getattr(self._object, method)(*(args if isinstance(args, tuple) else args.arguments(*stored)), **kwargs)
+        return getattr(self._object, method)(
+            *(args if isinstance(args, tuple) else args.build_arguments(*stored)), **kwargs
+        )
 
     def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
         """The result of `call`, and the spans that were noted here since the last answer."""
-        with trace.span(method, row=_TRACE_ROW):
+        with trace.span(method, track=_TRACE_ROW):
             result = self.call(method, args, kwargs, *stored)
         return result, trace.drain_spans()
 
@@ -96,7 +98,7 @@ class _AsyncWorkerActor(_WorkerActor):
         await asyncio.Event().wait()
 
     async def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *stored: Any) -> Any:
-        with trace.span(method, row=_TRACE_ROW, overlaps=True):
+        with trace.span(method, track=_TRACE_ROW, overlaps=True):
             result = await self.call(method, args, kwargs, *stored)
         return result, trace.drain_spans()
 
@@ -163,7 +165,7 @@ class ActorProxy:
         return ray.put(value)
 
     async def call_with_refs(self, method: str, plan: Any, refs: Sequence[ObjectRef[Any]]) -> Any:
-        """Call a method with `plan.arguments(*values)`, made there of what `store` has stored."""
+        """Call a method with `plan.build_arguments(*values)`, made there of what `store` has stored."""
         return await self._call(self._deadlines.get(method, self._deadline_s), method, plan, {}, *refs)
 
     async def get_attribute(self, attribute: str, deadline_s: float) -> Any:
@@ -278,7 +280,9 @@ def spawn(
     shell = ray.remote(_AsyncWorkerActor if is_async else _WorkerActor)
     share = pool.slots_per_bundle / pool.actors_per_slot  # of a slot, or of all slots of a bundle
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    if pool.gpus_per_slot:  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
+    if (
+        pool.gpus_per_slot
+    ):  # for an actor that reserves no CPU Ray sets one thread, which the engines' ranks would inherit
         environment["OMP_NUM_THREADS"] = str(pool.min_cores_per_slot)
     log, plugins = (None, ()) if runs_user_code else (cluster.actor_log_path(name), cluster.plugins)
     handle: Any = shell.options(
@@ -303,6 +307,8 @@ def spawn_unpinned(
 ) -> ActorProxy:
     """Like `spawn` with concurrent=True, but not in a slot: Ray places it according to `options` (num_cpus, ...)."""
     shell: Any = ray.remote(_AsyncWorkerActor).options(**options)
-    handle = shell.remote(name, target, dict(kwargs), cluster.plugins, {}, cluster.is_single_node, None, trace.is_enabled())
+    handle = shell.remote(
+        name, target, dict(kwargs), cluster.plugins, {}, cluster.is_single_node, None, trace.is_enabled()
+    )
     cluster.register_actor(handle)
     return ActorProxy(handle, name, deadline_s, is_multi_node=not cluster.is_single_node)

@@ -25,7 +25,9 @@ class ResourceDemand:
     @property
     def difficulty(self) -> tuple[int, float]:
         """How hard it is to place: by what a node must have, then by size."""
-        return len(self.labels) + len(self.resources_per_slot), self.slots_per_bundle * self.resources_per_slot.get("CPU", 0.0)
+        return len(self.labels) + len(self.resources_per_slot), self.slots_per_bundle * self.resources_per_slot.get(
+            "CPU", 0.0
+        )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,11 @@ def external_cluster_has_gpus() -> bool | None:
         return None
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _QUERY_SCRIPT, address], capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False
+            [sys.executable, "-c", _QUERY_SCRIPT, address],
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return None

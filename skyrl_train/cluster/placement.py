@@ -19,10 +19,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_train.cluster.ray_cluster import Cluster
-from skyrl_train.cluster.addresses import LOOPBACK, free_address
-from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, InsufficientResources
 from skyrl_train.aio import with_timeout
+from skyrl_train.cluster.addresses import LOOPBACK, free_address
+from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.errors import ClusterLost, ConfigError, DeadlineExceeded, InsufficientResources
 
 T = TypeVar("T")
 CHECK_INTERVAL_S = 2.0
@@ -92,7 +92,9 @@ def reserve_pool(
     either: then it is not that they are too many.
     """
     gpus = 1.0 if device == "cuda" else 0.0
-    if reserved_cpus >= cluster.num_cpus and not gpus:  # also where nodes may come: CPU slots are shares of what is there
+    if (
+        reserved_cpus >= cluster.num_cpus and not gpus
+    ):  # also where nodes may come: CPU slots are shares of what is there
         raise ConfigError(
             f"environment.hosts: they take {reserved_cpus:g} CPUs, which leaves none for ranks and engines; "
             f"{_describe_cluster(cluster)}. Ask for fewer hosts, or set environment.host_cpus lower."
@@ -110,12 +112,16 @@ def reserve_pool(
     return _build_pool(group, count, cpus, gpus, actors_per_slot, slots_per_bundle)
 
 
-def _build_pool(group: PlacementGroup, count: int, cpus: float, gpus: float, actors_per_slot: int, slots_per_bundle: int) -> ResourcePool:
+def _build_pool(
+    group: PlacementGroup, count: int, cpus: float, gpus: float, actors_per_slot: int, slots_per_bundle: int
+) -> ResourcePool:
     """The slots of a group that has its nodes."""
     table: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     order = order_by_node([table[index] for index in range(count // slots_per_bundle)])
     nodes = tuple(table[index] for index in order for _ in range(slots_per_bundle))
-    return ResourcePool(group, count, cpus, gpus, actors_per_slot, _query_min_cores_per_slot(nodes), slots_per_bundle, order, nodes)
+    return ResourcePool(
+        group, count, cpus, gpus, actors_per_slot, _query_min_cores_per_slot(nodes), slots_per_bundle, order, nodes
+    )
 
 
 def order_by_node(nodes: Sequence[str]) -> tuple[int, ...]:
@@ -143,9 +149,15 @@ async def reserve_additional_pool(
     that waits for room is what makes an autoscaler add nodes. Raises ConfigError if there is none within `deadline_s`
     seconds.
     """
-    cpus = existing_pool.cpus_per_slot if existing_pool.gpus_per_slot else min(existing_pool.cpus_per_slot, cpus_per_slot(cluster.num_cpus - reserved_cpus, total_slots))
+    cpus = (
+        existing_pool.cpus_per_slot
+        if existing_pool.gpus_per_slot
+        else min(existing_pool.cpus_per_slot, cpus_per_slot(cluster.num_cpus - reserved_cpus, total_slots))
+    )
     together = existing_pool.slots_per_bundle
-    bundle = {"CPU": cpus * together} | ({"GPU": existing_pool.gpus_per_slot * together} if existing_pool.gpus_per_slot else {})
+    bundle = {"CPU": cpus * together} | (
+        {"GPU": existing_pool.gpus_per_slot * together} if existing_pool.gpus_per_slot else {}
+    )
     bundles = count // together
     selector = [dict(labels)] * bundles if labels else None
     group = placement_group([bundle] * bundles, strategy="PACK", bundle_label_selector=selector)
@@ -159,7 +171,9 @@ async def reserve_additional_pool(
         cluster.release_placement_group(group)
         free = await asyncio.to_thread(ray.available_resources)
         raise ConfigError(
-            f"{count} slots more of {cpus:g} CPU" + (f" and {existing_pool.gpus_per_slot:g} GPU" if existing_pool.gpus_per_slot else "") + " were not free "
+            f"{count} slots more of {cpus:g} CPU"
+            + (f" and {existing_pool.gpus_per_slot:g} GPU" if existing_pool.gpus_per_slot else "")
+            + " were not free "
             f"within {deadline_s:g} s ({free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are now). Add "
             "nodes to the Ray cluster, or end what uses them, and ask again."
         ) from None

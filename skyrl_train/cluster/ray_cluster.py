@@ -33,10 +33,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.ray_reaper import RayReaper, exit_now
-from skyrl_train.cluster.node_loss import NODE_LOSS_DETECTION_S
 from skyrl_train.cluster.actor_logs import log_raylet_output
-from skyrl_train.errors import ClusterLost, ConfigError, SkyRLError, RunInterrupted
+from skyrl_train.cluster.node_loss import NODE_LOSS_DETECTION_S
+from skyrl_train.cluster.ray_reaper import RayReaper, exit_now
+from skyrl_train.errors import ClusterLost, ConfigError, RunInterrupted, SkyRLError
 from skyrl_train.imports import PRELOAD_ENV, import_without_gc
 from skyrl_train.terminal import print_stderr
 
@@ -167,7 +167,9 @@ def _connect(address: str, settings: Mapping[str, Any]) -> None:
                     "RAY_AUTH_MODE=token."
                 )
                 raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). {advice}") from error
-        log.warning("The head's server for this Ray client died; asking for another, %d of %d.", attempt + 1, MAX_START_ATTEMPTS)
+        log.warning(
+            "The head's server for this Ray client died; asking for another, %d of %d.", attempt + 1, MAX_START_ATTEMPTS
+        )
 
 
 def _keep_token_private() -> None:
@@ -301,7 +303,9 @@ def _kill_if_stuck(seconds: float, error: BaseException | None) -> Iterator[None
     cause = "" if error is None else f" The run ended with {type(error).__name__}: {error}"
 
     def kill() -> None:
-        if not _reapers:  # a cluster that was joined: its raylet is not ours, and Ray's code waits for it without an end
+        if (
+            not _reapers
+        ):  # a cluster that was joined: its raylet is not ours, and Ray's code waits for it without an end
             print_stderr(f"The cluster's raylet on this node does not answer: left after {seconds:g} s.{cause}")
             exit_now(1)
         log.warning("Ray's processes do not answer: killed after %g s.%s", seconds, cause)
@@ -415,7 +419,11 @@ class Cluster:
         """
         cpus = psutil.cpu_count() or 1
         if self._preload and cpus <= 2 * self._num_actors:
-            return {_PRELOAD: "skyrl_train.cluster.preload", PRELOAD_ENV: ",".join(self._preload), _IDLE_WORKERS_VARIABLE: str(cpus)}
+            return {
+                _PRELOAD: "skyrl_train.cluster.preload",
+                PRELOAD_ENV: ",".join(self._preload),
+                _IDLE_WORKERS_VARIABLE: str(cpus),
+            }
         return {_PRESTART: "0"}
 
     def _join(self, address: str, settings: Mapping[str, Any]) -> None:

@@ -69,7 +69,9 @@ class RayReaper:
             yield
         finally:
             del os.environ[_TAG_VARIABLE]
-        self._ray_processes = [child for child in psutil.Process().children() if child.name() in ESSENTIAL_RAY_PROCESSES]
+        self._ray_processes = [
+            child for child in psutil.Process().children() if child.name() in ESSENTIAL_RAY_PROCESSES
+        ]
         self._names = {head.pid: head.name() for head in self._ray_processes}
         self._send_lines("".join(f"{pid} {name}\n" for pid, name in self._names.items()))
 
@@ -229,7 +231,9 @@ class _DriverMonitor:
         if self._starting:
             self._tagged_processes.scan()
             if time.monotonic() > self._until:
-                print_stderr(f"Ray did not start within {self._start_s:g} s: its processes do not answer, and are killed.")
+                print_stderr(
+                    f"Ray did not start within {self._start_s:g} s: its processes do not answer, and are killed."
+                )
                 self._tagged_processes.kill()
                 self._until = time.monotonic() + self._start_s
         ended = any(self._watched.get(descriptor) == "" for descriptor in ready)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
 from skyrl_train.config.section import (
+    AT_LEAST_MINUS_ONE,
     AT_LEAST_ONE,
     FRACTION,
-    AT_LEAST_MINUS_ONE,
     NON_NEGATIVE,
     POSITIVE,
     Range,
@@ -45,7 +45,9 @@ class OffPolicyCorrectionConfig(Section):
     """Upper bound of the ratio of a token."""
     sequence_tis_ratio_clip_high: float = config_field(5.0, range=POSITIVE)
     """Upper bound of the ratio of a sequence."""
-    sequence_mask_metric: str | None = config_field(None, choices=(None, "product", "geometric"), spellings={"none": None})
+    sequence_mask_metric: str | None = config_field(
+        None, choices=(None, "product", "geometric"), spellings={"none": None}
+    )
     """Mask whole sequences by the `product` or by the `geometric` mean of the ratios of their tokens; null turns it
     off."""
     geo_mask_high: float = config_field(1.01, range=POSITIVE)
@@ -154,7 +156,9 @@ class OverlongBufferConfig(Section):
     len: int = config_field(0, range=NON_NEGATIVE, aliases="trainer.algorithm.overlong_buffer_len")
     """Length (tokens) of the zone before the limit in which the penalty grows from 0 to `penalty_factor`; 0 turns the
     penalty off. A conversation is penalised for its longest turn."""
-    penalty_factor: float = config_field(1.0, range=NON_NEGATIVE, aliases="trainer.algorithm.overlong_buffer_penalty_factor")
+    penalty_factor: float = config_field(
+        1.0, range=NON_NEGATIVE, aliases="trainer.algorithm.overlong_buffer_penalty_factor"
+    )
     """The full penalty. It is subtracted from the reward of a response that reaches the limit, and of every response
     that was cut off by length."""
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS, TOOLS
-from skyrl_train.config.section import AT_LEAST_ONE, FRACTION, NON_NEGATIVE, POSITIVE, OpenSection, Range, Section, config_field
+from skyrl_train.config.section import (
+    AT_LEAST_ONE,
+    FRACTION,
+    NON_NEGATIVE,
+    POSITIVE,
+    OpenSection,
+    Range,
+    Section,
+    config_field,
+)
 
 
 @dataclass

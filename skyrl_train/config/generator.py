@@ -7,9 +7,9 @@ from typing import Any
 
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.config.section import (
+    AT_LEAST_MINUS_ONE,
     AT_LEAST_ONE,
     FRACTION,
-    AT_LEAST_MINUS_ONE,
     NON_NEGATIVE,
     POSITIVE,
     POSITIVE_FRACTION,
@@ -18,8 +18,8 @@ from skyrl_train.config.section import (
     OpenSection,
     Range,
     Section,
-    interpolation,
     config_field,
+    interpolation,
 )
 
 INFERENCE_ENGINE_ALIAS = "generator.inference_engine.{name}"
@@ -88,7 +88,9 @@ class GeneratorConfig(OpenSection):
 
     model_name: str = interpolation("trainer.policy.model.path")
     """Name of the model for tokenizers and engines. By default it follows the policy."""
-    model_dtype: str = config_field("bfloat16", choices=("bfloat16", "float16", "float32"), aliases=INFERENCE_ENGINE_ALIAS)
+    model_dtype: str = config_field(
+        "bfloat16", choices=("bfloat16", "float16", "float32"), aliases=INFERENCE_ENGINE_ALIAS
+    )
     """Data type of the engines' weights."""
     run_engines_locally: bool = config_field(True, aliases=INFERENCE_ENGINE_ALIAS)
     """Start engines in this cluster. false uses servers, each of which is one engine: those of
@@ -100,7 +102,9 @@ class GeneratorConfig(OpenSection):
     stops."""
     backend: str = config_field("vllm", choices=ENGINES, aliases=INFERENCE_ENGINE_ALIAS)
     """Which engine generates."""
-    weight_sync_backend: str = config_field("nccl", choices=("nccl", "gloo"), aliases=INFERENCE_ENGINE_ALIAS, spellings={"delta": "nccl"})
+    weight_sync_backend: str = config_field(
+        "nccl", choices=("nccl", "gloo"), aliases=INFERENCE_ENGINE_ALIAS, spellings={"delta": "nccl"}
+    )
     """Collectives that carry weights to the engines."""
     weight_sync_check: str = config_field("fingerprint", choices=("off", "fingerprint", "probe"))
     """How it is verified that weights arrived: `fingerprint` compares sums of bit patterns, and in half precision the
@@ -170,7 +174,9 @@ class GeneratorConfig(OpenSection):
     """Shard adapters over tensor-parallel ranks."""
     enable_ray_prometheus_stats: bool = config_field(False, aliases=INFERENCE_ENGINE_ALIAS)
     """Export vLLM's statistics through Ray."""
-    gpu_memory_utilization: float = config_field(0.8, range=POSITIVE_FRACTION, usual=Range(0.1, 0.98), aliases=INFERENCE_ENGINE_ALIAS)
+    gpu_memory_utilization: float = config_field(
+        0.8, range=POSITIVE_FRACTION, usual=Range(0.1, 0.98), aliases=INFERENCE_ENGINE_ALIAS
+    )
     """Share of an accelerator's memory that an engine may use."""
     max_num_seqs: int = config_field(1024, range=AT_LEAST_ONE, aliases=INFERENCE_ENGINE_ALIAS)
     """Maximum number of sequences in an engine's batch; what vLLM's and SGLang's own servers are sent at a time."""
@@ -195,7 +201,10 @@ class GeneratorConfig(OpenSection):
     engine_init_kwargs: dict[str, Any] = config_field(factory=dict, aliases=INFERENCE_ENGINE_ALIAS)
     """Arguments that are passed to the engine unchanged."""
     override_existing_update_group: str = config_field(
-        "auto", choices=("auto", "enable", "disable"), spellings={True: "enable", False: "disable"}, aliases=INFERENCE_ENGINE_ALIAS
+        "auto",
+        choices=("auto", "enable", "disable"),
+        spellings={True: "enable", False: "disable"},
+        aliases=INFERENCE_ENGINE_ALIAS,
     )
     """Replace the weight-update group of a remote server."""
     sampling_params: SamplingConfig = config_field(factory=SamplingConfig)

@@ -37,14 +37,26 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import skyrl_train
-from skyrl_train.config.value_parsing import InvalidValue, build_section, find_hydra_targets, find_value_problems, is_interpolation, parse_value
-from skyrl_train.config.keys import key_aliases, all_keys, canonical_key, value_keys, canonical_value
-from skyrl_train.config.problems import Problem, raise_problems
-from skyrl_train.config.schema import Config
-from skyrl_train.config.redaction import redact
-from skyrl_train.config.section import Section, freeze
-from skyrl_train.config.skyrl_keys import describe_ignored_skyrl_keys, find_skyrl_key_problems, find_skyrl_key, pop_skyrl_keys
 from skyrl_train.atomic_files import atomic_write_text
+from skyrl_train.config.keys import all_keys, canonical_key, canonical_value, key_aliases, value_keys
+from skyrl_train.config.problems import Problem, raise_problems
+from skyrl_train.config.redaction import redact
+from skyrl_train.config.schema import Config
+from skyrl_train.config.section import Section, freeze
+from skyrl_train.config.skyrl_keys import (
+    describe_ignored_skyrl_keys,
+    find_skyrl_key,
+    find_skyrl_key_problems,
+    pop_skyrl_keys,
+)
+from skyrl_train.config.value_parsing import (
+    InvalidValue,
+    build_section,
+    find_hydra_targets,
+    find_value_problems,
+    is_interpolation,
+    parse_value,
+)
 from skyrl_train.errors import ConfigError
 
 BASE_PRESET = "ppo_base_config"
@@ -59,7 +71,9 @@ def presets_folder() -> Path:
     for folder in (package / "presets", package.parent / "config"):
         if (folder / f"{BASE_PRESET}.yaml").is_file():
             return folder
-    raise ConfigError(f"{BASE_PRESET}.yaml was not found next to {package}: the installation is incomplete; reinstall it.")
+    raise ConfigError(
+        f"{BASE_PRESET}.yaml was not found next to {package}: the installation is incomplete; reinstall it."
+    )
 
 
 def to_dict(section: Section) -> dict[str, Any]:
@@ -423,7 +437,9 @@ def save_resolved(config: Config, path: Path) -> None:
 
     `--config-dir FOLDER --config-name NAME` starts from it again.
     """
-    text = yaml.safe_dump({"defaults": [BASE_PRESET, "_self_"], **redact(to_dict(config))}, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(
+        {"defaults": [BASE_PRESET, "_self_"], **redact(to_dict(config))}, sort_keys=False, allow_unicode=True
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, text)
 

@@ -9,9 +9,9 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from skyrl_train.config.keys import Key, key_aliases, all_keys, canonical_key, find_key, suggest_key
-from skyrl_train.config.sanity_warnings import IGNORED_KEYS
+from skyrl_train.config.keys import Key, all_keys, canonical_key, find_key, key_aliases, suggest_key
 from skyrl_train.config.problems import format_value
+from skyrl_train.config.sanity_warnings import IGNORED_KEYS
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Section
 from skyrl_train.config.skyrl_keys import find_skyrl_key
@@ -88,7 +88,11 @@ def _format_overview(width: int) -> Iterator[str]:
         left = [f"{key.name.rpartition('.')[2]}={_shorten(default_text(key), 30)}" for key in rows]
         column = min(46, max(map(len, left)))
         for key, text in zip(rows, left, strict=True):
-            choices = f"[{'|'.join(format_value(choice) for choice in key.metadata.choices)}] " if key.metadata.choices else ""
+            choices = (
+                f"[{'|'.join(format_value(choice) for choice in key.metadata.choices)}] "
+                if key.metadata.choices
+                else ""
+            )
             yield _shorten(f"  {text.ljust(column)}  {choices}{key_description(key)}", width)
 
 
@@ -99,7 +103,9 @@ def _format_topic(topic: str, width: int) -> Iterator[str]:
         return
     if key is None:
         close = suggest_key(topic)
-        raise ConfigError(f"--help {topic}: no key or section. {f'Did you mean {close}?' if close else SECTION_HELP_HINT}")
+        raise ConfigError(
+            f"--help {topic}: no key or section. {f'Did you mean {close}?' if close else SECTION_HELP_HINT}"
+        )
     if not key.is_section:
         yield from _format_key(key, width)
         return
@@ -116,7 +122,11 @@ def _format_key(key: Key, width: int) -> Iterator[str]:
     yield ""
     yield f"  {key.name}={default_text(key)}{f'  ({key.metadata.range})' if key.metadata.range else ''}"
     other = [alias for alias, name in key_aliases().items() if name == key.name]
-    words = [key_description(key), *describe_constraints(key), *([f"Other names: {', '.join(other)}."] if other else [])]
+    words = [
+        key_description(key),
+        *describe_constraints(key),
+        *([f"Other names: {', '.join(other)}."] if other else []),
+    ]
     yield from textwrap.wrap(" ".join(words), width, initial_indent="      ", subsequent_indent="      ")
 
 

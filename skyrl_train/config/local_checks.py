@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.keys import all_keys, get_value, replace_value
-from skyrl_train.config.predicates import RunComponents, environment_host_cpus, has_evaluation, count_run_slots
-from skyrl_train.config.problems import Problem, format_value
-from skyrl_train.config.schema import Config
 from skyrl_train.config.locations import (
-    UNSUPPORTED_SUFFIXES,
     DATASET_SUFFIXES,
-    list_uris,
-    is_uri,
+    UNSUPPORTED_SUFFIXES,
     is_dataset_file,
-    strip_file_scheme,
+    is_uri,
+    list_uris,
     may_be_hub_name,
     parse_split,
+    strip_file_scheme,
 )
+from skyrl_train.config.predicates import RunComponents, count_run_slots, environment_host_cpus, has_evaluation
+from skyrl_train.config.problems import Problem, format_value
+from skyrl_train.config.schema import Config
 from skyrl_train.listeners import API_KEY_ENV
 
 _CPU_DEFAULTS: dict[str, Any] = {
@@ -71,7 +71,9 @@ def _count_listed_devices() -> int:
     return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
 
 
-def resolve_device(config: Config, has_accelerator: bool, explicit_keys: Collection[str] = ()) -> tuple[Config, list[str]]:
+def resolve_device(
+    config: Config, has_accelerator: bool, explicit_keys: Collection[str] = ()
+) -> tuple[Config, list[str]]:
     """The configuration with `device` cpu or cuda and its untouched defaults fitted to it; one note of all changes.
 
     A value that equals the default counts as untouched even when it was written out: SkyRL's recipes spell theirs out.
@@ -147,7 +149,9 @@ def find_missing_resources(config: Config, components: RunComponents) -> Iterato
     backend = config.generator.backend
     local_engines = components.engines and config.generator.run_engines_locally
     if local_engines and backend in INSTALL_COMMANDS and importlib.util.find_spec(backend) is None:
-        yield Problem("generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL_COMMANDS[backend]}.")
+        yield Problem(
+            "generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL_COMMANDS[backend]}."
+        )
     if _starts_local_ray():  # else nobody knows the nodes yet
         yield from _slots(config, components)
 
@@ -165,7 +169,10 @@ def _is_ray_initialized() -> bool:
 
 def list_data_sources(config: Config, components: RunComponents) -> Iterator[tuple[str, str]]:
     """(key, value) of all data that is read."""
-    for name, used in (("train_data", components.train_data), ("val_data", components.val_data and has_evaluation(config.trainer))):
+    for name, used in (
+        ("train_data", components.train_data),
+        ("val_data", components.val_data and has_evaluation(config.trainer)),
+    ):
         yield from ((f"data.{name}", source) for source in getattr(config.data, name) if used)
 
 
@@ -244,7 +251,9 @@ def _other_files(config: Config, components: RunComponents) -> Iterator[Problem]
     template, trainer = config.generator.chat_template, config.trainer
     if template.source == "file" and template.name_or_path and not os.path.isfile(template.name_or_path):
         key = "generator.chat_template.name_or_path"
-        yield Problem(key, template.name_or_path, "a file with source=file", _suggest_existing_paths(template.name_or_path))
+        yield Problem(
+            key, template.name_or_path, "a file with source=file", _suggest_existing_paths(template.name_or_path)
+        )
     resumes = components.learner and trainer.resume_mode == "from_path" and trainer.resume_path
     if resumes and not is_uri(trainer.resume_path) and not os.path.isdir(str(trainer.resume_path)):
         allowed, advice = "a checkpoint's folder", _suggest_existing_paths(str(trainer.resume_path))

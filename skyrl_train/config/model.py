@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.choices import SCHEDULES
-from skyrl_train.config.section import AT_LEAST_ONE, AT_LEAST_MINUS_ONE, NON_NEGATIVE, Range, Section, interpolation, config_field
+from skyrl_train.config.section import (
+    AT_LEAST_MINUS_ONE,
+    AT_LEAST_ONE,
+    NON_NEGATIVE,
+    Range,
+    Section,
+    config_field,
+    interpolation,
+)
 
 UNSUPPORTED_INIT_METHOD = "{} is not available in this version: it changes the frozen weights, or reads data first."
 
@@ -34,7 +42,10 @@ class LoraConfig(Section):
     init_method: str = config_field(
         "kaiming",
         choices=("kaiming", "gaussian"),
-        unavailable={name: UNSUPPORTED_INIT_METHOD.format(name) for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")},
+        unavailable={
+            name: UNSUPPORTED_INIT_METHOD.format(name)
+            for name in ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+        },
     )
     """How the first of an adapter's two matrices is initialised. The second one starts at 0."""
 

@@ -53,7 +53,9 @@ def _values_use(algorithm: AlgorithmConfig) -> ArgumentUse:
     return _get_argument_use("advantage estimator", name, "values", ADVANTAGE_ESTIMATORS, CRITIC_ESTIMATORS)
 
 
-def _get_argument_use(kind: str, name: str, argument: str, table: dict[str, str], readers: frozenset[str]) -> ArgumentUse:
+def _get_argument_use(
+    kind: str, name: str, argument: str, table: dict[str, str], readers: frozenset[str]
+) -> ArgumentUse:
     function = find_registered(kind, name)
     if function is None:
         if name in table:

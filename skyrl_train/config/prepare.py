@@ -14,34 +14,40 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config.value_parsing import find_value_problems, unknown_key_advice, find_unsafe_values
-from skyrl_train.config.key_help import format_help
 from skyrl_train.config.hydra import (
     Override,
-    non_default_keys,
     compose,
-    to_config,
-    preset_keys,
+    non_default_keys,
     parse_flags,
     parse_override,
     preset_file,
+    preset_keys,
     presets_folder,
-    resolve_interpolations,
     print_hydra_info,
+    resolve_interpolations,
+    to_config,
     to_unresolved_dict,
 )
-from skyrl_train.config.keys import canonical_key, find_key, suggest_sibling_key, alias_sections
-from skyrl_train.config.local_checks import is_accelerator_available, find_cpu_oversubscription, find_device_problems, find_missing_resources, resolve_device
-from skyrl_train.config.sanity_warnings import find_evaluation_warnings, find_stop_string_warnings, find_sanity_warnings
+from skyrl_train.config.key_help import format_help
+from skyrl_train.config.keys import alias_sections, canonical_key, find_key, suggest_sibling_key
+from skyrl_train.config.local_checks import (
+    find_cpu_oversubscription,
+    find_device_problems,
+    find_missing_resources,
+    is_accelerator_available,
+    resolve_device,
+)
 from skyrl_train.config.predicates import RunComponents
-from skyrl_train.config.problems import Problem, UnknownKey, one_line, raise_problems, format_value
-from skyrl_train.config.run_folder import set_default_run_folders
-from skyrl_train.config.untrusted_run import find_untrusted_code, find_hydra_section, find_run_folder
-from skyrl_train.config.schema import Config
+from skyrl_train.config.problems import Problem, UnknownKey, format_value, one_line, raise_problems
 from skyrl_train.config.redaction import redact
+from skyrl_train.config.run_folder import set_default_run_folders
+from skyrl_train.config.sanity_warnings import find_evaluation_warnings, find_sanity_warnings, find_stop_string_warnings
+from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
-from skyrl_train.config.skyrl_keys import resolve_engine_data_parallel, resolve_megatron, find_skyrl_key
+from skyrl_train.config.skyrl_keys import find_skyrl_key, resolve_engine_data_parallel, resolve_megatron
+from skyrl_train.config.untrusted_run import find_hydra_section, find_run_folder, find_untrusted_code
 from skyrl_train.config.validate import validate
+from skyrl_train.config.value_parsing import find_unsafe_values, find_value_problems, unknown_key_advice
 from skyrl_train.errors import ConfigError
 from skyrl_train.terminal import escape_last_resort_warnings, print_stderr
 
@@ -91,7 +97,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if _is_group(override, folders):
             line.overrides.append(text)
         elif own := custom_key_path(override):
-            line.custom_keys.append(UnknownKey(override.key, override.value, "a known key", unknown_key_advice(override.key)))
+            line.custom_keys.append(
+                UnknownKey(override.key, override.value, "a known key", unknown_key_advice(override.key))
+            )
             line.problems += find_unsafe_values(override.key, override.value)
             line.overrides.append(f"++{own}={override.text.partition('=')[2]}")
             line.explicit_keys.add(own)
@@ -269,7 +277,14 @@ def prepare_composed(
     """
     content, custom_keys = move_custom_keys(to_unresolved_dict(cfg))
     explicit_keys = set(non_default_keys(content))
-    return _check(OmegaConf.create(content), CommandLine({}, custom_keys=custom_keys), explicit_keys, has_accelerator, True, components)
+    return _check(
+        OmegaConf.create(content),
+        CommandLine({}, custom_keys=custom_keys),
+        explicit_keys,
+        has_accelerator,
+        True,
+        components,
+    )
 
 
 def _check(
@@ -292,13 +307,22 @@ def _check(
         notes += moved
     absent = [] if components is None else find_missing_resources(config, components)
     for problem in (*find_device_problems(config, present), *validate(config, allow_unregistered_names), *absent):
-        if not any(key in str(problem) for key in problem_keys):  # else it may only follow from a default that stands in
+        if not any(
+            key in str(problem) for key in problem_keys
+        ):  # else it may only follow from a default that stands in
             problems.append(problem)
     raise_problems(problems)
-    notes += [one_line(f"{own.key}={format_value(own.value)} is a key of your own. {_suggest_for_custom_key(own)}") for own in line.custom_keys]
+    notes += [
+        one_line(f"{own.key}={format_value(own.value)} is a key of your own. {_suggest_for_custom_key(own)}")
+        for own in line.custom_keys
+    ]
     defaults, _ = resolve_device(_resolved_defaults(os.environ.get("HOME")), present)
     frozen = freeze(set_default_run_folders(config, explicit_keys))
-    found = [*find_sanity_warnings(frozen, freeze(defaults)), *find_evaluation_warnings(frozen), *find_stop_string_warnings(frozen)]
+    found = [
+        *find_sanity_warnings(frozen, freeze(defaults)),
+        *find_evaluation_warnings(frozen),
+        *find_stop_string_warnings(frozen),
+    ]
     if components is not None:
         found += find_cpu_oversubscription(frozen, components)
     return PreparedConfig(frozen, found, notes)
@@ -347,7 +371,13 @@ def run_entrypoint(
             prepare_config(line, has_accelerator(), has_user_code=has_user_code, trust_run_folder=trust_run_folder)
             print_hydra_info(arguments, line.overrides)
             return
-        prepared = prepare_config(line, has_accelerator(), has_user_code=has_user_code, components=components, trust_run_folder=trust_run_folder)
+        prepared = prepare_config(
+            line,
+            has_accelerator(),
+            has_user_code=has_user_code,
+            components=components,
+            trust_run_folder=trust_run_folder,
+        )
         for text in prepared.notes:
             print_stderr(f"note: {text}")
         for text in prepared.warnings:

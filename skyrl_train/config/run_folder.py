@@ -14,10 +14,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from skyrl_train.config.hydra import CONFIG_FILE, to_config, to_dict
-from skyrl_train.config.keys import value_keys, get_value, replace_value
+from skyrl_train.config.keys import get_value, replace_value, value_keys
 from skyrl_train.config.problems import UnknownKey, raise_problems
-from skyrl_train.config.schema import Config
 from skyrl_train.config.redaction import redact
+from skyrl_train.config.schema import Config
 from skyrl_train.config.section import freeze
 from skyrl_train.errors import ConfigError
 
@@ -73,7 +73,10 @@ def set_default_run_folders(config: Config, explicit_keys: Collection[str]) -> C
 
     PROJECT/NAME-DIGEST: the digest is of what decides what is learnt, so the same command finds its folder again.
     """
-    own = Path(_to_path_component(config.trainer.project_name)) / f"{_to_path_component(config.trainer.run_name)}-{config_digest(config)}"
+    own = (
+        Path(_to_path_component(config.trainer.project_name))
+        / f"{_to_path_component(config.trainer.run_name)}-{config_digest(config)}"
+    )
     changed: Config = config
     for key in FOLDER_KEYS:
         if key not in explicit_keys:

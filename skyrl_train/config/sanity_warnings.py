@@ -12,15 +12,15 @@ from functools import cache
 from typing import Any
 
 from skyrl_train.config.choices import ENVIRONMENTS
-from skyrl_train.config.keys import Key, all_keys, value_keys, get_value
+from skyrl_train.config.keys import Key, all_keys, get_value, value_keys
 from skyrl_train.config.predicates import (
     has_off_policy_correction,
-    may_use_estimator,
     is_colocated,
     kl_in_reward,
-    may_use_loss,
-    may_need_reference,
     may_need_critic,
+    may_need_reference,
+    may_use_estimator,
+    may_use_loss,
     measures_kl,
     needs_critic,
     runs_groups_independently,
@@ -47,7 +47,9 @@ def _condition(keys: str, advice: str, is_met: Callable[[Config], bool]) -> Effe
 
 def _when_equal(keys: str, other: str, value: Any) -> EffectCondition:
     """Another key has this value."""
-    return _condition(keys, f"It belongs to {other}={format_value(value)}.", lambda config: get_value(config, other) == value)
+    return _condition(
+        keys, f"It belongs to {other}={format_value(value)}.", lambda config: get_value(config, other) == value
+    )
 
 
 def _when_set(keys: str, other: str) -> EffectCondition:
@@ -165,7 +167,9 @@ EFFECT_CONDITIONS = (
         lambda algorithm: algorithm.off_policy_correction.sequence_mask_metric == "product",
     ),
     _when_set("trainer.algorithm.dynamic_sampling", "trainer.algorithm.dynamic_sampling.type"),
-    _when_equal("trainer.algorithm.dynamic_sampling.min_replace_ratio", "trainer.algorithm.dynamic_sampling.type", "replace"),
+    _when_equal(
+        "trainer.algorithm.dynamic_sampling.min_replace_ratio", "trainer.algorithm.dynamic_sampling.type", "replace"
+    ),
     _when_above("trainer.algorithm.overlong_buffer.penalty_factor", "trainer.algorithm.overlong_buffer.len", 0),
     # -- models and where they are
     _condition(
@@ -215,7 +219,9 @@ EFFECT_CONDITIONS = (
         lambda config: config.device != "cpu",
     ),
     _when_equal("trainer.*.deepspeed_config", "trainer.strategy", "deepspeed"),
-    _condition("trainer.ref.deepspeed_config.offload_optimizer", "The reference has no optimizer.", lambda config: False),
+    _condition(
+        "trainer.ref.deepspeed_config.offload_optimizer", "The reference has no optimizer.", lambda config: False
+    ),
     _when_above("trainer.policy.model.lora", "trainer.policy.model.lora.rank", 0),
     _when_above("trainer.critic.model.lora", "trainer.critic.model.lora.rank", 0),
     # -- the loop

@@ -20,9 +20,9 @@ from skyrl_train.config.model import (
     RewardConfig,
 )
 from skyrl_train.config.section import (
+    AT_LEAST_MINUS_ONE,
     AT_LEAST_ONE,
     FRACTION,
-    AT_LEAST_MINUS_ONE,
     NON_NEGATIVE,
     POSITIVE,
     Range,
@@ -308,7 +308,9 @@ class TrainerConfig(Section):
     """Name of the project in trackers."""
     run_name: str = "test_run"
     """Name of the run."""
-    logger: str | list[str] = config_field("wandb", choices=TRACKERS, plugins=True, spellings={None: [], "": [], "none": []})
+    logger: str | list[str] = config_field(
+        "wandb", choices=TRACKERS, plugins=True, spellings={None: [], "": [], "none": []}
+    )
     """Trackers in addition to the console and the JSONL files, which are always on: `wandb`, `tensorboard`, `mlflow`,
     `trackio`, one or a list. null, `console` or an empty list adds none."""
     console_samples: int = config_field(1, range=NON_NEGATIVE)

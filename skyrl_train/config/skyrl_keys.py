@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.keys import get_value, replace_value
-from skyrl_train.config.problems import Problem, one_line, format_value
+from skyrl_train.config.problems import Problem, format_value, one_line
 from skyrl_train.config.schema import Config
 
 

@@ -22,7 +22,9 @@ def find_run_folder(preset_folder: str | None, name: str | None) -> Path | None:
     """
     if preset_folder is None:
         return None
-    return next((folder for folder in (Path(preset_folder), Path(preset_folder, name or "").parent) if _is_run(folder)), None)
+    return next(
+        (folder for folder in (Path(preset_folder), Path(preset_folder, name or "").parent) if _is_run(folder)), None
+    )
 
 
 def find_hydra_section(run: Path, preset: Path) -> Iterator[Problem]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import CHAT_TEMPLATES
-from skyrl_train.config.value_parsing import InvalidValue, convert_value
-from skyrl_train.config.keys import value_keys, get_value
+from skyrl_train.config.keys import get_value, value_keys
+from skyrl_train.config.locations import find_uri_problem, list_uris, redact_uri
 from skyrl_train.config.predicates import (
     GROUP_ESTIMATORS,
     is_colocated,
@@ -20,10 +20,10 @@ from skyrl_train.config.predicates import (
     num_ranks,
 )
 from skyrl_train.config.problems import Problem, format_value
-from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
 from skyrl_train.config.redaction import contains_password
+from skyrl_train.config.schema import Config, DPPOConfig, TrainerConfig
 from skyrl_train.config.section import KeyMetadata
-from skyrl_train.config.locations import find_uri_problem, list_uris, redact_uri
+from skyrl_train.config.value_parsing import InvalidValue, convert_value
 from skyrl_train.registry import unknown_name_message
 
 PLUGIN_KEYS = frozenset(name for name, key in value_keys().items() if key.metadata.plugins)
@@ -164,7 +164,9 @@ def _environment_deadlines(config: Config) -> Iterator[Problem]:
             value = settings.get(name) if isinstance(settings, Mapping) else None
             if isinstance(value, int | float) and value >= limit:
                 key = f"environment.skyrl_gym.tool_use.tool_settings.{tool}.{name}"
-                yield Problem(key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", STEP_DEADLINE_ADVICE)
+                yield Problem(
+                    key, value, f"less than trainer.timeouts.environment_step_s={limit:g}", STEP_DEADLINE_ADVICE
+                )
 
 
 def _deepspeed(config: Config) -> Iterator[Problem]:
@@ -353,7 +355,9 @@ def _environment(config: Config) -> Iterator[Problem]:
             yield Problem("environment.skyrl_gym.lcb.test_timeout_s", lcb.test_timeout_s, allowed)
         if lcb.timeout_s + SANDBOX_SHUTDOWN_S > step:
             allowed = f"at most {step - SANDBOX_SHUTDOWN_S:g} with trainer.timeouts.environment_step_s={step:g}"
-            advice = f"Its sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end; then the step is killed, and nothing is scored."
+            advice = (
+                f"Its sandbox may take {SANDBOX_SHUTDOWN_S:g} s to end; then the step is killed, and nothing is scored."
+            )
             yield Problem("environment.skyrl_gym.lcb.timeout_s", lcb.timeout_s, allowed, advice)
     if config.environment.env_class == "mini_swe":
         yield from _mini_swe(config)

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from skyrl_train.config.keys import union_members, canonical_key, find_key, field_types, suggest_key, canonical_value
+from skyrl_train.config.keys import canonical_key, canonical_value, field_types, find_key, suggest_key, union_members
 from skyrl_train.config.problems import Problem, UnknownKey
 from skyrl_train.config.redaction import is_credential_name
 from skyrl_train.config.section import Section
@@ -163,7 +163,9 @@ def convert_value(value: Any, hint: Any) -> Any:
         return str(value)
     if isinstance(value, str) and list[str] in union_members(hint):
         if value.startswith("["):
-            raise InvalidValue(describe_type(hint), "It is quoted text now: write \"key=['a','b']\" with the quotes around it all.")
+            raise InvalidValue(
+                describe_type(hint), "It is quoted text now: write \"key=['a','b']\" with the quotes around it all."
+            )
         return [value]
     raise InvalidValue(describe_type(hint), _advice(value, hint))
 

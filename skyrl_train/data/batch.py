@@ -259,7 +259,9 @@ class TrainBatch:
         same = [False, *(all(torch.equal(x[one], x[other]) for x in read) for one, other in pairwise(places))]
         return torch.where(torch.tensor(same[: len(self)]), self.prompt_lengths, 0)
 
-    def split_micro_batches(self, *, max_sequences: int | None = None, token_budget: int | None = None) -> list[TrainBatch]:
+    def split_micro_batches(
+        self, *, max_sequences: int | None = None, token_budget: int | None = None
+    ) -> list[TrainBatch]:
         """Consecutive micro-batches within both bounds; a sequence longer than the budget gets its own micro-batch."""
         return [self.select(rows) for rows in pack(self.lengths.tolist(), max_sequences, token_budget)]
 
@@ -312,7 +314,9 @@ class EpisodeIndex:
     @property
     def num_loss_tokens(self) -> Tensor:
         """[E] int64: how many tokens of each sample are in the loss mask."""
-        return self.sequence_to_episode.new_zeros(self.num_episodes).index_add(0, self.sequence_to_episode, self.batch.num_loss_tokens)
+        return self.sequence_to_episode.new_zeros(self.num_episodes).index_add(
+            0, self.sequence_to_episode, self.batch.num_loss_tokens
+        )
 
     def first_per_episode(self, per_sequence: Tensor) -> Tensor:
         """[B] -> [E], for a value that all sequences of an episode share."""

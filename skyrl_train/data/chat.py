@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.content_check import REASONING_FIELDS, ContentCheck, remove_whitespace
 from skyrl_train.data.control_tokens import ASSISTANT_PLACEHOLDER, MarkingTemplate, get_marking_template
 from skyrl_train.data.messages import Message, continues_last_message, normalize_message
-from skyrl_train.data.reasoning import CLOSE_MARKERS, CLOSE_MARKER_PATTERN, final_answer, find_trailing_opening
+from skyrl_train.data.reasoning import CLOSE_MARKER_PATTERN, CLOSE_MARKERS, final_answer, find_trailing_opening
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.token_texts import decode_continuation
 from skyrl_train.errors import DataError
 
@@ -112,7 +112,8 @@ def render_continuation(
     if not verbatim:
         own = set(assistant_indices)
         messages = [
-            {**message, "content": ASSISTANT_PLACEHOLDER} if place in own else message for place, message in enumerate(messages)
+            {**message, "content": ASSISTANT_PLACEHOLDER} if place in own else message
+            for place, message in enumerate(messages)
         ]
     chat = _Chat.from_messages(tokenizer, messages, chat_template_kwargs)
     between = chat.after_answer(assistant_indices[-1], prefix)
@@ -190,7 +191,11 @@ def message_content(tokenizer: Any, text: str, reasoning_opening: str = "") -> s
         opened: What `opened_reasoning` returned for the answer's prompt.
     """
     markers = get_marking_template(tokenizer).controls.reasoning.values()
-    return final_answer(reasoning_opening + text) if any(marker in reasoning_opening + text for marker in markers) else text
+    return (
+        final_answer(reasoning_opening + text)
+        if any(marker in reasoning_opening + text for marker in markers)
+        else text
+    )
 
 
 def get_message_text(message: Message) -> str:
@@ -355,7 +360,9 @@ class _Chat:
 
     def find_missing_text(self, mode: str, text: str, reasoning_indices: Collection[int] = ()) -> str | None:
         """Describe what `text` lacks; None if it is complete."""
-        return ContentCheck(self.template, mode, self._render_messages).find_missing_text(self.messages, self.options, text, reasoning_indices)
+        return ContentCheck(self.template, mode, self._render_messages).find_missing_text(
+            self.messages, self.options, text, reasoning_indices
+        )
 
     def _render_messages(self, mode: str, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         return replace(self, messages=list(messages), options=dict(options)).render(mode)
@@ -394,7 +401,9 @@ class _Chat:
             return self.text(place, add_generation_prompt=True)
         question = [{"role": "user", "content": "?"}]
         closed, opened = self._render(question, False), self._render(question, True)
-        before, found, _ = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False).partition(ASSISTANT_PLACEHOLDER)
+        before, found, _ = self._render([{**self.messages[0], "content": ASSISTANT_PLACEHOLDER}], False).partition(
+            ASSISTANT_PLACEHOLDER
+        )
         if not found:
             raise DataError("the chat template does not render the answer with which the conversation begins.")
         header = opened[len(closed) :]
@@ -454,7 +463,9 @@ class _Chat:
             raise DataError(f"messages[{place}] is a message of role {message['role']!r}, not an answer.")
         before, after = self.before_answer(place), self.text(place + 1)
         thought = CLOSE_MARKER_PATTERN.search(message["content"])
-        if after.startswith(before) and (not thought or remove_whitespace(message["content"]) in remove_whitespace(after[len(before) :])):
+        if after.startswith(before) and (
+            not thought or remove_whitespace(message["content"]) in remove_whitespace(after[len(before) :])
+        ):
             return before, after[len(before) :]
         if field := next((name for name in REASONING_FIELDS if message.get(name)), None):
             raise DataError(
@@ -484,7 +495,11 @@ class _Chat:
             return content
         if content.lstrip().startswith(marker):
             return content.lstrip()[len(marker) :].removeprefix(opening[len(marker) :])
-        return content if CLOSE_MARKER_PATTERN.search(content) else f"\n{controls.mark(CLOSE_MARKERS[marker])}\n\n{content}"
+        return (
+            content
+            if CLOSE_MARKER_PATTERN.search(content)
+            else f"\n{controls.mark(CLOSE_MARKERS[marker])}\n\n{content}"
+        )
 
 
 _NAME, _ARGUMENT = "call" + ASSISTANT_PLACEHOLDER, "argument" + ASSISTANT_PLACEHOLDER
@@ -549,7 +564,10 @@ def detect_message_format(tokenizer: Any, template: MarkingTemplate, messages: S
 def _detect_text_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:
     messages: list[Message] = [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]
     forms = [MessageFormat(content_as_parts=as_parts) for as_parts in (False, True)]
-    return next((form for form in forms if ASSISTANT_PLACEHOLDER in _try_render(tokenizer, template, form, messages, {})), forms[0])
+    return next(
+        (form for form in forms if ASSISTANT_PLACEHOLDER in _try_render(tokenizer, template, form, messages, {})),
+        forms[0],
+    )
 
 
 def _detect_call_format(tokenizer: Any, template: MarkingTemplate) -> MessageFormat:

@@ -45,7 +45,11 @@ class ContentCheck:
     render: Render
 
     def find_missing_text(
-        self, messages: Sequence[Message], options: Mapping[str, Any], text: str, reasoning_indices: Collection[int] = ()
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        text: str,
+        reasoning_indices: Collection[int] = (),
     ) -> str | None:
         """Describe the first thing that `text` lacks; None if it is complete.
 
@@ -74,7 +78,9 @@ class ContentCheck:
             kept.clear()
         return kept
 
-    def _shape(self, messages: Sequence[Message], options: Mapping[str, Any], reasoning_indices: Collection[int]) -> _RenderedShape | None:
+    def _shape(
+        self, messages: Sequence[Message], options: Mapping[str, Any], reasoning_indices: Collection[int]
+    ) -> _RenderedShape | None:
         """Render markers; None if some are missing, out of order, or under no role of their own."""
         markers: list[str] = []
 
@@ -87,7 +93,9 @@ class ContentCheck:
         try:
             raw = self.render(self.mode, marked, marked_options)
             text = remove_whitespace(raw)
-            complete = self._find_missing_leaf(text, markers, walk.leaves, marked, marked_options, reasoning_indices) is None
+            complete = (
+                self._find_missing_leaf(text, markers, walk.leaves, marked, marked_options, reasoning_indices) is None
+            )
             if not complete or self._find_confused_role(walk, marked, marked_options, text) is not None:
                 return None
         except DataError:
@@ -127,7 +135,11 @@ class ContentCheck:
             )
         for leaf, marker in zip(walk.leaves, markers, strict=True):
             text = text.replace(marker, leaf.text if leaf.is_number else "") if marker else text
-        return None if text == real else self._find_missing_by_comparison(messages, options, real, walk.leaves, reasoning_indices)
+        return (
+            None
+            if text == real
+            else self._find_missing_by_comparison(messages, options, real, walk.leaves, reasoning_indices)
+        )
 
     def _find_missing_by_comparison(
         self,
@@ -204,7 +216,9 @@ class ContentCheck:
         except DataError:  # the template does not take a conversation that ends with this turn
             return True
 
-    def _find_confused_role(self, walk: ConversationWalker, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> int | None:
+    def _find_confused_role(
+        self, walk: ConversationWalker, messages: Sequence[Message], options: Mapping[str, Any], text: str
+    ) -> int | None:
         """Return the index of a message that is rendered no differently as the user's, or under a more common role of
         the conversation.
 
@@ -369,9 +383,7 @@ class ConversationWalker:
         self._index = TOOLS_INDEX
         self._ids: dict[str, str] = {}
 
-    def walk(
-        self, messages: Sequence[Message], options: Mapping[str, Any]
-    ) -> tuple[list[Message], dict[str, Any]]:
+    def walk(self, messages: Sequence[Message], options: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
         """Read messages and the tools among the template's variables; return copies."""
         options = dict(options)
         tools = options.pop("tools", None)

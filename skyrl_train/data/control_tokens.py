@@ -22,9 +22,9 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import MARKER_PATTERN, reasoning_tokens
+from skyrl_train.data.token_arrays import Tokens
 from skyrl_train.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,9 @@ class ControlTokens:
         found |= {id: token.content for id, token in added.items() if token.special}
         markers = {id: added[id].content for id in written if id in added and id not in found}
         found |= {
-            id: name for id, name in markers.items() if BRACKETED_PATTERN.fullmatch(name) and not ANSWER_TAG_PATTERN.fullmatch(name)
+            id: name
+            for id, name in markers.items()
+            if BRACKETED_PATTERN.fullmatch(name) and not ANSWER_TAG_PATTERN.fullmatch(name)
         }
         names = dict(sorted(found.items(), key=lambda item: len(item[1]), reverse=True))
         ids = set(names)
@@ -281,7 +283,9 @@ class MarkingTemplate:
     cache: dict[str, Any] = field(default_factory=dict, compare=False)
     """Results of the modules that examine this template, kept for as long as it is."""
 
-    def render(self, tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+    def render(
+        self, tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> str:
         """`messages` as text with marks. Raises DataError if the template does not take them."""
         try:
             return self._render_marked(tokenizer, messages, add_generation_prompt, options)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.data.dataset import DATASET_SUFFIXES, DatasetRow, read_hub_dataset, read_rows
 from skyrl_train.atomic_files import atomic_write
+from skyrl_train.data.dataset import DATASET_SUFFIXES, DatasetRow, read_hub_dataset, read_rows
 from skyrl_train.errors import DataError
 from skyrl_train.terminal import print_stdout
 
@@ -111,7 +111,7 @@ def write_split(folder: Path, name: str, rows: list[DatasetRow], left_out: int =
     columns = list(dict.fromkeys(column for row in rows for column in row))
     try:
         table = pa.table({column: pa.array([row.get(column) for row in rows]) for column in columns})
-        with atomic_write(path, sync=False) as handle:
+        with atomic_write(path, fsync=False) as handle:
             pq.write_table(table, handle)
     except PARQUET_ERRORS as error:
         raise DataError(f"{path}: {error}; every row needs the same types in the same columns.") from error

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.config.locations import DATASET_SUFFIXES, is_uri, is_dataset_file, may_be_hub_name, parse_split
+from skyrl_train.config.locations import DATASET_SUFFIXES, is_dataset_file, is_uri, may_be_hub_name, parse_split
 from skyrl_train.data.messages import Prompt, check_json, parse_messages
 from skyrl_train.errors import DataError
 from skyrl_train.storage.download_cache import local_copy
@@ -186,7 +186,9 @@ def read_rows(source: str) -> Iterator[tuple[str, DatasetRow]]:
 def read_hub_dataset(name: str, split: str, config: str | None = None) -> Iterator[tuple[str, DatasetRow]]:
     """(where, row) for every row of a split, or a part of one, of a dataset on the hub."""
     if not may_be_hub_name(name):
-        raise DataError(f"{name}: not a {', '.join(DATASET_SUFFIXES)} file, not a folder, not a dataset's name on the hub.")
+        raise DataError(
+            f"{name}: not a {', '.join(DATASET_SUFFIXES)} file, not a folder, not a dataset's name on the hub."
+        )
     return _load_dataset(name if split == "train" else f"{name}:{split}", name, split, config)
 
 

@@ -64,7 +64,9 @@ def parse_messages(where: str, column: str, value: Any) -> list[Message]:
 def check_json(where: str, column: str, value: Any) -> None:
     """Raise DataError if JSON cannot carry `value`: rows reach environments as JSON."""
     if why := find_non_json_value(value):
-        raise DataError(f"{where}: column {column!r} holds {why}; rows hold {ALLOWED_TYPES_TEXT}. Remove it, or store it as text.")
+        raise DataError(
+            f"{where}: column {column!r} holds {why}; rows hold {ALLOWED_TYPES_TEXT}. Remove it, or store it as text."
+        )
 
 
 def _message(where: str, field: str, message: Any) -> Message:

@@ -55,7 +55,9 @@ CLOSE_MARKERS = {entry.open_marker: entry.close_marker for entry in REASONING_FO
 CLOSE_MARKER_PATTERN = re.compile("|".join(re.escape(entry.close_marker) for entry in REASONING_FORMATS))
 """Finds the end of a block of reasoning."""
 _OPENING = "|".join(re.escape(entry.open_marker) for entry in REASONING_FORMATS)
-MARKER_PATTERN = re.compile("|".join(re.escape(marker) for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker)))
+MARKER_PATTERN = re.compile(
+    "|".join(re.escape(marker) for entry in REASONING_FORMATS for marker in (entry.open_marker, entry.close_marker))
+)
 _HARMONY = re.compile(r"\s*+(?:<\|start\|>)?(?:assistant)?\s*+(?:to=\S+?\s*+)?<\|channel\|>")
 """The beginning of an answer of gpt-oss; "<|channel|>" in the middle of another model's answer means nothing."""
 _CHANNEL_NAME = re.compile(r"\s*\w+")

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.data.token_arrays import LogProbs, Span, Tokens, to_logprob_array, spans_to_mask, fields_equal, to_token_array
 from skyrl_train.data.messages import Message, Prompt, ToolCallRecord
+from skyrl_train.data.token_arrays import (
+    LogProbs,
+    Span,
+    Tokens,
+    fields_equal,
+    spans_to_mask,
+    to_logprob_array,
+    to_token_array,
+)
 
 OK = "ok"
 FAILED = "failed"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from skyrl_train.data.token_arrays import LogProbs, Tokens, to_logprob_array, fields_equal, to_token_array
+from skyrl_train.data.token_arrays import LogProbs, Tokens, fields_equal, to_logprob_array, to_token_array
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 

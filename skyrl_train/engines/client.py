@@ -19,11 +19,11 @@ from itertools import count
 from typing import Any, TypeGuard, TypeVar
 
 from skyrl_train import trace
+from skyrl_train.aio import mark_exception_retrieved, with_timeout
 from skyrl_train.clock import now
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
 from skyrl_train.errors import DeadlineExceeded, EngineError, UnsupportedParameter, WorkerDied
-from skyrl_train.aio import mark_exception_retrieved, with_timeout
 
 HEALTH_TIMEOUT_S = 30.0
 """Seconds that an engine may take to answer a health check."""
@@ -60,7 +60,12 @@ class EngineClient:
     """
 
     def __init__(
-        self, engines: Sequence[Any], *, deadline_s: float, health_check_interval_s: float = HEALTH_CHECK_INTERVAL_S, max_calls: int | None = None
+        self,
+        engines: Sequence[Any],
+        *,
+        deadline_s: float,
+        health_check_interval_s: float = HEALTH_CHECK_INTERVAL_S,
+        max_calls: int | None = None,
     ):
         """Create the client of these engines.
 
@@ -71,7 +76,9 @@ class EngineClient:
             max_calls: The largest number of calls of `generate` that an engine has at a time; None for no limit.
         """
         self._health_check_interval_s = health_check_interval_s
-        self._all = [self._new_record(one, getattr(one, "name", engine_name(index))) for index, one in enumerate(engines)]
+        self._all = [
+            self._new_record(one, getattr(one, "name", engine_name(index))) for index, one in enumerate(engines)
+        ]
         self._deadline_s = deadline_s
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
         """The routing table: ("session" or "group", its name) -> its engine."""
@@ -198,7 +205,9 @@ class EngineClient:
         self._removed_alive_s += now() - record.created_at
 
     def _new_record(self, engine: Any, name: str) -> EngineRecord:
-        return EngineRecord(engine, name, ProgressWatchdog(name, lambda: engine.health(), self._health_check_interval_s), BusyClock())
+        return EngineRecord(
+            engine, name, ProgressWatchdog(name, lambda: engine.health(), self._health_check_interval_s), BusyClock()
+        )
 
     def _find_record(self, name: str) -> EngineRecord:
         return next(record for record in self._all if record.name == name)
@@ -222,7 +231,9 @@ class EngineClient:
         try:
             while call.missing:
                 await self._admit(call, lost_at, bounded=not skip_limit)
-                if call.missing and (self.has_live_engine or self.restart_dead_engines is None or not self.dead_engines):
+                if call.missing and (
+                    self.has_live_engine or self.restart_dead_engines is None or not self.dead_engines
+                ):
                     await self._attempt(call, lost_at)
         finally:
             self._change_open(-len(requests))
@@ -269,7 +280,9 @@ class EngineClient:
             raise EngineError(f"{lost}{last} {self._describe_deaths()}".rstrip()) from error
         failed_engines.update(died)
 
-    async def _dispatch(self, call: _GenerateCall, avoid: Collection[EngineRecord]) -> dict[EngineRecord, BaseException]:
+    async def _dispatch(
+        self, call: _GenerateCall, avoid: Collection[EngineRecord]
+    ) -> dict[EngineRecord, BaseException]:
         """Send the missing requests and fill in their completions; returns the engines that failed, with errors."""
         parts: dict[EngineRecord, dict[int, SampleRequest]] = defaultdict(dict)
         for number, request in call.missing.items():
@@ -452,7 +465,7 @@ class EngineClient:
         async with self.hold_requests():
             if mode == "abort":
                 self._aborts += 1
-            with trace.span(f"paused: {mode}", row="engines", overlaps=True):
+            with trace.span(f"paused: {mode}", track="engines", overlaps=True):
                 await self.pause(mode)
                 try:
                     yield
@@ -476,7 +489,7 @@ class EngineClient:
         self._num_holds += 1
         self._update_serving()
         try:
-            with trace.span("requests are held", row="engines", overlaps=True):
+            with trace.span("requests are held", track="engines", overlaps=True):
                 yield
         finally:
             self._num_holds -= 1
@@ -582,7 +595,9 @@ class EngineClient:
             if _is_death(result):
                 self._mark_dead(record, result)
         for result in results:
-            if isinstance(result, BaseException) and not (_is_death(result) and (self.has_live_engine or self.restart_dead_engines)):
+            if isinstance(result, BaseException) and not (
+                _is_death(result) and (self.has_live_engine or self.restart_dead_engines)
+            ):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
@@ -638,7 +653,12 @@ class ProgressWatchdog:
     health checks, and one that works counts tokens.
     """
 
-    def __init__(self, name: str, health: Callable[[], Awaitable[EngineHealth]], health_check_interval_s: float = HEALTH_CHECK_INTERVAL_S):
+    def __init__(
+        self,
+        name: str,
+        health: Callable[[], Awaitable[EngineHealth]],
+        health_check_interval_s: float = HEALTH_CHECK_INTERVAL_S,
+    ):
         self._name = name
         self._health_check_interval_s = health_check_interval_s
         self._health = health
@@ -735,7 +755,9 @@ class _ConcurrencyLimiter:
         """The waiting calls, in no order."""
         return [call for queue in self._queues.values() for _, call in queue if call.is_waiting]
 
-    async def acquire(self, call: _GenerateCall, sticky_engine: EngineRecord | None, engines: Sequence[EngineRecord]) -> None:
+    async def acquire(
+        self, call: _GenerateCall, sticky_engine: EngineRecord | None, engines: Sequence[EngineRecord]
+    ) -> None:
         """Give the call a place on `home`, or if that is None on any engine; waits until there is one.
 
         The call has no place on return if it has to look for an engine again.

@@ -22,9 +22,9 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from skyrl_train import trace
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.engines.base import EngineHealth
 from skyrl_train.errors import EngineError, WeightSyncError
-from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.weight_sync.protocol import Manifest
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from skyrl_train.errors import EngineError
-from skyrl_train.models.lora import build_peft_config, get_peft_defaults, filter_targeted
+from skyrl_train.models.lora import build_peft_config, filter_targeted, get_peft_defaults
 
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")

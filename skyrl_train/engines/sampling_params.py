@@ -125,7 +125,10 @@ _FLOATS = {"temperature", "top_p", "min_p", "repetition_penalty"}
 SAMPLING_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     # Allowed values, in words and as a predicate.
     "max_tokens": ("a whole number of at least 1", _integer(1)),
-    "temperature": (f"0, which is greedy, or a finite number of at least {TEMPERATURE_RANGE.low}", _number(TEMPERATURE_RANGE)),
+    "temperature": (
+        f"0, which is greedy, or a finite number of at least {TEMPERATURE_RANGE.low}",
+        _number(TEMPERATURE_RANGE),
+    ),
     "top_p": ("more than 0 and at most 1; 1 is off", _number(POSITIVE_FRACTION)),
     "top_k": ("a whole number of at least 1; -1 or 0 is off", _integer(0)),
     "min_p": ("from 0 to 1; 0 is off", _number(FRACTION)),
@@ -183,7 +186,9 @@ class RequestValidator:
     def check_score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[tuple[int, ...]]:
         """Check the arguments of `score`; returns the ids as Python's integers."""
         if temperature != 1.0 and not self.capabilities.score_temperature:
-            raise self._unsupported(f"score(temperature={temperature})", self.capabilities.refusals["score.temperature"])
+            raise self._unsupported(
+                f"score(temperature={temperature})", self.capabilities.refusals["score.temperature"]
+            )
         plain = [to_int_tuple(ids) for ids in token_ids]
         for ids in plain:
             self._check_token_ids("score", ids)
@@ -212,7 +217,9 @@ class RequestValidator:
     def _check_stop_token_ids(self, sampling: SamplingParams) -> None:
         ids = sampling.stop_token_ids
         if beyond := [one for one in ids if not 0 <= one < self.vocab_size]:
-            raise self._unsupported(f"stop_token_ids with {beyond[0]}", f"token ids must be in 0..{self.vocab_size - 1}")
+            raise self._unsupported(
+                f"stop_token_ids with {beyond[0]}", f"token ids must be in 0..{self.vocab_size - 1}"
+            )
         if sampling.min_tokens and 2 * len(set(ids)) > self.vocab_size:
             allowed = f"they forbid at most half of the {self.vocab_size} tokens, or there may be none to sample"
             raise self._unsupported(f"{len(set(ids))} stop_token_ids with min_tokens={sampling.min_tokens}", allowed)

@@ -19,8 +19,8 @@ from skyrl_train.engines.base import Capabilities
 from skyrl_train.engines.lifecycle import EngineState, Lifecycle, RequestDeadlines, await_thread_future
 from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
-from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
+from skyrl_train.weight_sync.receiver import WeightReceiver
 
 T = TypeVar("T")
 
@@ -293,7 +293,9 @@ class DeviceMonitor:
     new process helps. But such an engine still answers questions about its queue: so its device is asked.
     """
 
-    def __init__(self, lifecycle: Lifecycle, check_device: Callable[[], Any], poll_device_error: Callable[[], Any] = lambda: None):
+    def __init__(
+        self, lifecycle: Lifecycle, check_device: Callable[[], Any], poll_device_error: Callable[[], Any] = lambda: None
+    ):
         """`compute` and `query` raise if the device of any of the engine's ranks does not compute, as the functions."""
         self._lifecycle = lifecycle
         self.check_device = check_device

@@ -29,8 +29,8 @@ from skyrl_train.errors import ConfigError, StorageError
 from skyrl_train.experiment.base import Experiment, exit_on_failure, required_components
 from skyrl_train.experiment.driver import exit_with_signal_status
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.terminal import print_stdout
 from skyrl_train.registry import load_object
+from skyrl_train.terminal import print_stdout
 
 if TYPE_CHECKING:
     from skyrl_train.experiment.memory_plan import SlotMemoryPlan
@@ -103,8 +103,8 @@ def report_with_plan(prepared: PreparedConfig, here: bool, probes: bool) -> None
     `here`: whether the data may be read; `probes`: whether a probe follows.
     """
     from skyrl_train.experiment.algorithm import build_policy_objective_spec
-    from skyrl_train.experiment.memory_tuning import tune_and_report
     from skyrl_train.experiment.memory_plan import memory_capacity, memory_plan
+    from skyrl_train.experiment.memory_tuning import tune_and_report
 
     learning = build_policy_objective_spec(prepared.config)
     config = tune_and_report(prepared.config, learning)

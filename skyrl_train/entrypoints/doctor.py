@@ -29,7 +29,7 @@ from urllib.request import Request, urlopen
 
 from packaging.requirements import Requirement
 
-from skyrl_train.terminal import print_stderr, escape_control_chars
+from skyrl_train.terminal import escape_control_chars, print_stderr
 
 TIMEOUT_S = 9.0
 """Until everything is answered: what has not is said to be so."""
@@ -118,7 +118,9 @@ def accelerators() -> Iterator[CheckResult]:
     yield CheckResult("accelerators", OK if boards else NOTE, "; ".join(boards) or "none", "Runs use device=cpu.")
     found = _output([sys.executable, "-c", _TORCH])
     if found is None:
-        yield CheckResult("torch", PROBLEM, "cannot be imported", "Install the package: `uv sync`, or `pip install -e .`")
+        yield CheckResult(
+            "torch", PROBLEM, "cannot be imported", "Install the package: `uv sync`, or `pip install -e .`"
+        )
         return
     torch = json.loads(found.splitlines()[-1])
     yield CheckResult("torch", OK, f"{torch['version']}, CUDA {torch['cuda'] or 'not built in'}")
@@ -228,7 +230,10 @@ def sandbox() -> Iterator[CheckResult]:
         )
         return
     done = subprocess.run(
-        [program, "--unshare-all", "--ro-bind", "/", "/", "true"], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S
+        [program, "--unshare-all", "--ro-bind", "/", "/", "true"],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_S,
     )
     said = done.stderr.strip().splitlines()
     advice = "User namespaces are off here: see docs/tools.md."

@@ -18,10 +18,16 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.engines.target_count import ENGINES_FILE, lock_target_file, read_target, fixed_count_reason, write_target
+from skyrl_train.engines.target_count import (
+    ENGINES_FILE,
+    fixed_count_reason,
+    lock_target_file,
+    read_target,
+    write_target,
+)
 from skyrl_train.errors import ConfigError
-from skyrl_train.terminal import print_stderr
 from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.terminal import print_stderr
 
 _LOCK_FILE, _CONFIG_FILE = ".lock", "config.yaml"
 

@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.prepare import prepare_config
-from skyrl_train.config.schema import Config
 from skyrl_train.config.redaction import redact
+from skyrl_train.config.schema import Config
 from skyrl_train.data.dataset import load_prompts
-from skyrl_train.data.messages import Message, Prompt, get_chat_template_kwargs, append_assistant_text
+from skyrl_train.data.messages import Message, Prompt, append_assistant_text, get_chat_template_kwargs
 from skyrl_train.environments import registry
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.experiment.environments import environment_settings, pool_settings
-from skyrl_train.terminal import print_stderr, print_stdout, escape_control_chars
 from skyrl_train.registry import import_plugins
+from skyrl_train.terminal import escape_control_chars, print_stderr, print_stdout
 
 NO_LIMIT = 2**40
 """Tokens; a prompt too long for training can still be looked at."""

@@ -18,7 +18,7 @@ from skyrl_train.terminal import print_stderr, print_stdout
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
-    from skyrl_train.experiment.export import ExportRequest, export, describe_verification
+    from skyrl_train.experiment.export import ExportRequest, describe_verification, export
 
     try:
         where, agreement = export(ExportRequest(**vars(given)))

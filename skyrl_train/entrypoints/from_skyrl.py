@@ -19,15 +19,23 @@ from pathlib import Path
 import yaml
 
 import skyrl_train
-from skyrl_train.config.hydra import Override, to_override_literal, parse_override
+from skyrl_train.config.hydra import Override, parse_override, to_override_literal
 from skyrl_train.config.keys import canonical_key, canonical_value
 from skyrl_train.config.prepare import custom_key_path, prepare_config
 from skyrl_train.config.problems import format_value
 from skyrl_train.config.schema import Config
 from skyrl_train.config.skyrl_keys import find_skyrl_key
 from skyrl_train.errors import ConfigError
+from skyrl_train.skyrl.shell_parser import (
+    UNEXPANDED_MARKERS,
+    ShellCommand,
+    ShellScript,
+    display_word,
+    parse_commands,
+    quote_word,
+    unexpanded_parts,
+)
 from skyrl_train.terminal import print_stderr
-from skyrl_train.skyrl.shell_parser import UNEXPANDED_MARKERS, ShellCommand, ShellScript, parse_commands, unexpanded_parts, quote_word, display_word
 
 REPOSITORY = Path(skyrl_train.__file__).resolve().parents[1]
 MODULE_PREFIXES = {
@@ -107,7 +115,9 @@ def _translate(text: str, script: ShellScript) -> Translation:
         done.notes.append(f"the recipe exports {', '.join(exported)}; if the run needs them, export them, too.")
     if theirs != done.module:
         done.notes.append(f"{theirs} -> {done.module}")
-    if not (REPOSITORY / f"{done.module.replace('.', '/')}.py").is_file() and done.module.startswith(SKYRL_MODULE_PREFIXES):
+    if not (REPOSITORY / f"{done.module.replace('.', '/')}.py").is_file() and done.module.startswith(
+        SKYRL_MODULE_PREFIXES
+    ):
         done.problems.append(f"{theirs} has no counterpart here: docs/from_skyrl.md says how its programs run.")
     is_todays = theirs.startswith(("skyrl.", "examples.train")) or any(map(CURRENT_SKYRL_KEY.match, words))
     _add_overrides(done, words, is_todays)
@@ -180,7 +190,10 @@ def _add_overrides(done: Translation, arguments: Sequence[str], is_current_skyrl
         mine = Override(f"+{key}={value}", key, value)
         if not plus and custom_key_path(mine) and not done.module.startswith("skyrl_train."):
             plus = "+"  # a key of the program's own
-        if not unexpanded_parts(value) and canonical_value(canonical_key(key), read := parse_override(f"{key}={value}").value) != read:
+        if (
+            not unexpanded_parts(value)
+            and canonical_value(canonical_key(key), read := parse_override(f"{key}={value}").value) != read
+        ):
             value = format_value(canonical_value(canonical_key(key), read))
         given[f"{plus}{canonical_key(key)}"] = value
     if is_current_skyrl:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.locations import is_uri
+from skyrl_train.config.predicates import RunComponents
 from skyrl_train.experiment.base import Experiment, launch_experiment
 from skyrl_train.experiment.driver import exit_with_signal_status
 from skyrl_train.report.progress_log import startup_phase
@@ -40,13 +40,13 @@ class SFTExp(Experiment):
         from skyrl_train.experiment.run_resources import start_run_resources
         from skyrl_train.experiment.trainer import build_sft_trainer
 
-        trainer, learning = self.config.trainer, build_sft_objective_spec(self.config)
+        trainer, objective_spec = self.config.trainer, build_sft_objective_spec(self.config)
         sft_examples, fingerprint = build_sft_examples(self.config, self.tokenizer)
         async with start_run_resources(
             self.config,
             self.cluster,
             self.components,
-            learning=learning,
+            objective_spec=objective_spec,
             num_prompts=len(sft_examples),
             train_data=fingerprint,
             build_tracker=self.build_tracker,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.predicates import SlotCounts, RunComponents, count_run_slots, gpus_per_engine
+from skyrl_train.config.predicates import RunComponents, SlotCounts, count_run_slots, gpus_per_engine
 from skyrl_train.config.schema import Config
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def compute_data_stats(cfg: Config) -> DataStats:
     return DataStats(len(dataset), sum(lengths) / len(lengths))
 
 
-def run_lines(cfg: Config, plans: Sequence[SlotMemoryPlan], data: DataStats | str, seconds: str = MEASURED) -> Iterator[str]:
+def run_lines(
+    cfg: Config, plans: Sequence[SlotMemoryPlan], data: DataStats | str, seconds: str = MEASURED
+) -> Iterator[str]:
     """The table; `data` is a reason where the training data are not known. `seconds`: where those of a step stand."""
     counts = count_run_slots(cfg, RunComponents())
     yield ""
@@ -65,7 +67,11 @@ def _roles(cfg: Config, plans: Sequence[SlotMemoryPlan], counts: SlotCounts) -> 
     wide = f"; an engine has {stride}" + f" on {nodes} nodes" * (nodes > 1) if stride > 1 else ""
     hosts = cfg.environment.hosts
     beside = f"; beside them {hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if hosts else ""
-    return f"{roles}; each {each}{wide}" + ("; engines and trainer take turns" if counts.engines_colocated else "") + beside
+    return (
+        f"{roles}; each {each}{wide}"
+        + ("; engines and trainer take turns" if counts.engines_colocated else "")
+        + beside
+    )
 
 
 def _share(cfg: Config, slots: int) -> str:

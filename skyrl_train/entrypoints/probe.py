@@ -29,7 +29,7 @@ from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.entrypoints.probe_estimate import MeasuredStep
 from skyrl_train.errors import ConfigError, RunInterrupted
 from skyrl_train.experiment.base import Experiment, Session, raise_root_cause
-from skyrl_train.experiment.memory_tuning import fits_in_memory, as_out_of_memory
+from skyrl_train.experiment.memory_tuning import as_out_of_memory, fits_in_memory
 from skyrl_train.experiment.run_resources import RolloutResources
 from skyrl_train.learner.learner import BatchSizes
 from skyrl_train.metrics import Metrics
@@ -122,7 +122,11 @@ class ProbeSchedule(StepSchedule):
         """The prompts of the step that is being asked for."""
         finished, (now, _) = self._finished, self.requested_sizes[-1]
         if finished == 0:
-            return self.prompts if self.full_steps_only or self.max_staleness_steps else -(-self.prompts // _FIRST_STEP_DIVISOR)
+            return (
+                self.prompts
+                if self.full_steps_only or self.max_staleness_steps
+                else -(-self.prompts // _FIRST_STEP_DIVISOR)
+            )
         elapsed = now - self.requested_sizes[0][0]
         sizes = [size for _, size in self.requested_sizes[:finished]]
         whole = sizes.count(self.prompts)
@@ -210,7 +214,10 @@ class ProbeExp(Experiment):
         built.batch_transforms = [*built.batch_transforms, self._keep]
         built.checkpoint_manager.save = _save_nothing  # type: ignore[method-assign]  # as a run that ends early would
         learner, steps = built.learner, trainer.update_epochs_per_batch
-        if learner.needs_old_logprobs is None and -(-self._schedule.prompts // trainer.policy_mini_batch_size) * steps > 1:
+        if (
+            learner.needs_old_logprobs is None
+            and -(-self._schedule.prompts // trainer.policy_mini_batch_size) * steps > 1
+        ):
             learner.needs_old_logprobs = True  # as for whole steps; a part may be a single mini-batch
         return built
 
@@ -327,7 +334,9 @@ def response_lengths(batch: TrainBatch) -> list[int]:
     return torch.where(counted > 0, counted, batch.lengths - batch.prompt_lengths).tolist()
 
 
-async def _time_micro_batches(cfg: Config, session: Session, batch: TrainBatch, took_s: float) -> tuple[TrainBatch, list[MicroBatchTiming]]:
+async def _time_micro_batches(
+    cfg: Config, session: Session, batch: TrainBatch, took_s: float
+) -> tuple[TrainBatch, list[MicroBatchTiming]]:
     """Score and update (a part of) the batch with several sizes of micro-batches, if they do not change what is learnt.
 
     `took_s`: what that took in the step. Returns the part, and the configured size first.

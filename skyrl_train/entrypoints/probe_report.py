@@ -9,7 +9,6 @@ from statistics import fmean, median, quantiles
 from skyrl_train.config.schema import Config
 from skyrl_train.entrypoints.plan_report import align_columns
 from skyrl_train.entrypoints.probe import LIMIT, MicroBatchTiming, ProbeResult
-from skyrl_train.entrypoints.probe_splits import Comparison, compare_splits, table
 from skyrl_train.entrypoints.probe_estimate import (
     PHASES,
     REST,
@@ -18,6 +17,7 @@ from skyrl_train.entrypoints.probe_estimate import (
     estimate_run,
     estimate_step,
 )
+from skyrl_train.entrypoints.probe_splits import Comparison, compare_splits, table
 from skyrl_train.experiment.run_resources import build_schedule
 
 _WORTH = 1.05

@@ -8,7 +8,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from skyrl_train.config.keys import replace_value
-from skyrl_train.config.predicates import RunComponents, max_staleness_steps, num_ranks, count_run_slots, gpus_per_engine
+from skyrl_train.config.predicates import (
+    RunComponents,
+    count_run_slots,
+    gpus_per_engine,
+    max_staleness_steps,
+    num_ranks,
+)
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.plan_report import align_columns
@@ -227,7 +233,10 @@ def _is_possible(cfg: Config, changed: Config) -> bool:
 
     Models that no longer share the policy's slots need their own.
     """
-    if validate(changed, allow_unregistered_names=True) or count_run_slots(changed, RunComponents()).total > count_run_slots(cfg, RunComponents()).total:
+    if (
+        validate(changed, allow_unregistered_names=True)
+        or count_run_slots(changed, RunComponents()).total > count_run_slots(cfg, RunComponents()).total
+    ):
         return False
     return fits_in_memory(changed)
 

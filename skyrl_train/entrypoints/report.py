@@ -14,8 +14,8 @@ from pathlib import Path
 
 from skyrl_train.atomic_files import atomic_write_text
 from skyrl_train.errors import ConfigError, SkyRLError
-from skyrl_train.terminal import print_stderr, print_stdout, escape_control_chars
 from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.terminal import escape_control_chars, print_stderr, print_stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +44,9 @@ def _report(folders: Sequence[Path], out: Path) -> str:
             "write to."
         ) from error
     size = out.stat().st_size / 1e6
-    return f"{escape_control_chars(str(out))}: {size:.1f} MB, {made.rollouts:,} of {made.total_rollouts:,} rollouts kept."
+    return (
+        f"{escape_control_chars(str(out))}: {size:.1f} MB, {made.rollouts:,} of {made.total_rollouts:,} rollouts kept."
+    )
 
 
 if __name__ == "__main__":

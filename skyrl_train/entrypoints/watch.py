@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_train.errors import SkyRLError
-from skyrl_train.terminal import print_stderr, escape_control_chars
 from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.terminal import escape_control_chars, print_stderr
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

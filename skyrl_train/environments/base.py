@@ -184,7 +184,9 @@ def validate_messages(messages: Any) -> list[Message]:
     for message in messages:
         named = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not named or not isinstance(message["content"], str | list | None):
-            raise EnvironmentFailure("bad_step_output", f'{_describe_value(message)} is not {{"role": "...", "content": "..."}}')
+            raise EnvironmentFailure(
+                "bad_step_output", f'{_describe_value(message)} is not {{"role": "...", "content": "..."}}'
+            )
     try:
         return [normalize_message(dict(message), index) for index, message in enumerate(messages)]
     except DataError as error:
@@ -210,7 +212,9 @@ def _validate_reward(reward: Any) -> float:
     except (ValueError, TypeError, OverflowError, RuntimeError):
         value = math.nan
     if not abs(value) <= MAX_REWARD:  # NaN is not
-        raise EnvironmentFailure("bad_reward", f"reward is {_describe_value(reward)}, not one number of at most {MAX_REWARD:g}")
+        raise EnvironmentFailure(
+            "bad_reward", f"reward is {_describe_value(reward)}, not one number of at most {MAX_REWARD:g}"
+        )
     return value
 
 

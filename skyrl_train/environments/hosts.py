@@ -18,10 +18,10 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.aio import mark_exception_retrieved, with_timeout
 from skyrl_train.config.redaction import redact
 from skyrl_train.environments.pool import CLOSE_TIMEOUT_S, EnvironmentPool, Episode, WorkerPool
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EnvironmentFailure, EnvironmentHostsLost, SkyRLError
-from skyrl_train.aio import mark_exception_retrieved, with_timeout
 
 if TYPE_CHECKING:
     from skyrl_train.cluster.actors import ActorProxy
@@ -249,7 +249,9 @@ class HostPool(EnvironmentPool):
             if not isinstance(error, Exception):
                 raise
             late = isinstance(error, TimeoutError) and not isinstance(error, SkyRLError)
-            how = f" within trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s" if late else f": {error}"
+            how = (
+                f" within trainer.timeouts.environment_hosts_s={self.environment_hosts_s:g} s" if late else f": {error}"
+            )
             raise EnvironmentHostsLost(f"environment.hosts={self._num_hosts}: {there} of them started{how}") from error
         return self
 
@@ -280,7 +282,7 @@ class HostPool(EnvironmentPool):
             await asyncio.wait([call])  # it goes on if this is cancelled
             try:
                 reply = call.result()
-            except (Exception, asyncio.CancelledError) as error:  # the latter from `_Host.lose`
+            except (Exception, asyncio.CancelledError) as error:  # the latter from `_HostHandle.abandon`
                 self._abandon(host, error)
                 episode.num_lost_calls += 1
                 if episode.num_lost_calls >= MAX_HOST_LOSSES:

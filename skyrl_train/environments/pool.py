@@ -30,12 +30,19 @@ from skyrl_train.config.redaction import redact
 from skyrl_train.data.json_values import find_non_json_value
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.environments.base import BAD_ROW, StepOutput, validate_messages, validate_step_output
-from skyrl_train.environments.user_registrations import serialize_user_registrations
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S
-from skyrl_train.environments.worker import HEADER, MAX_FRAME_BYTES, MAX_KIND_CHARS, MAX_CONFIG_ERROR_CHARS, encode_frame, encode_message
+from skyrl_train.environments.user_registrations import serialize_user_registrations
+from skyrl_train.environments.worker import (
+    HEADER,
+    MAX_CONFIG_ERROR_CHARS,
+    MAX_FRAME_BYTES,
+    MAX_KIND_CHARS,
+    encode_frame,
+    encode_message,
+)
 from skyrl_train.errors import ConfigError, EnvironmentFailure
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.metrics import MetricNameLimit
+from skyrl_train.terminal import escape_control_chars
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +276,9 @@ class WorkerHandle(asyncio.SubprocessProtocol):
         """Add the running call, which ends now, to the trace."""
         if self.calls and self.pid is not None and trace.is_enabled():
             row = f"process {self.pid}"
-            trace.add_span(f"{self.calls[0].op}{how}", trace.to_unix_time(self.call_started_s), track=row, process="environments")
+            trace.add_span(
+                f"{self.calls[0].op}{how}", trace.to_unix_time(self.call_started_s), track=row, process="environments"
+            )
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:
@@ -522,7 +531,9 @@ class WorkerPool(EnvironmentPool):
             for worker in list(self.workers):
                 worker.call_started_s += late
                 starts = bool(worker.calls) and worker.calls[0].op == "hello"
-                if worker.calls and now - worker.call_started_s > (START_TIMEOUT_S if starts else self.environment_step_s):
+                if worker.calls and now - worker.call_started_s > (
+                    START_TIMEOUT_S if starts else self.environment_step_s
+                ):
                     self.abandon(worker, "timeout", f"no answer within {self.environment_step_s:g} s")
             before = now
 

@@ -24,12 +24,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_train.data.json_values import json_default, find_non_json_value
+from skyrl_train.data.json_values import find_non_json_value, json_default
 from skyrl_train.data.messages import Message
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import validate_messages, validate_step_output
-from skyrl_train.environments.user_registrations import load_user_registrations
 from skyrl_train.environments.process_supervisor import fork_supervised
+from skyrl_train.environments.user_registrations import load_user_registrations
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 
 HEADER = struct.Struct("!IQ")

@@ -32,9 +32,9 @@ from skyrl_train.algorithms.registry import (
     reductions,
     sft_losses,
 )
-from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.skyrl_adapters import SkyRLAdvantageEstimator, SkyRLPolicyLoss, has_skyrl_signature
+from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.config.predicates import (
     get_off_policy_correction,
@@ -88,7 +88,11 @@ def build_policy_objective_spec(cfg: Config) -> ObjectiveSpec:
         reduction=build_reduction(cfg),
         token_selector=build_token_selector(algorithm),
         needs_reference=needs_reference(algorithm),
-        needs_old_logprobs=True if reads_old_logprobs_before_loss(algorithm) else None if objective.needs_old_logprobs else False,
+        needs_old_logprobs=True
+        if reads_old_logprobs_before_loss(algorithm)
+        else None
+        if objective.needs_old_logprobs
+        else False,
         critic_objective=build_critic_objective(cfg.trainer),
     )
 
@@ -127,7 +131,12 @@ def build_objective(algorithm: AlgorithmConfig) -> PolicyObjective:
         )
         loss = SkyRLPolicyLoss(loss, algorithm)
     return PolicyObjective(
-        policy_loss=bind_settings(loss, f"policy_loss_type={algorithm.policy_loss_type}", algorithm_keywords(algorithm), policy.POLICY_LOSS_TENSORS),
+        policy_loss=bind_settings(
+            loss,
+            f"policy_loss_type={algorithm.policy_loss_type}",
+            algorithm_keywords(algorithm),
+            policy.POLICY_LOSS_TENSORS,
+        ),
         kl_estimator=_kl_estimator(algorithm) if kl_in_loss(algorithm) else None,
         kl_loss_coef=algorithm.kl_loss_coef,
         entropy_loss_coef=algorithm.entropy_loss_coef if algorithm.use_entropy_loss else None,
@@ -171,7 +180,11 @@ def _check_single_correction(loss: Callable[..., Any], algorithm: AlgorithmConfi
 def build_sft_objective(algorithm: AlgorithmConfig) -> SFTObjective:
     """The loss of supervised fine-tuning."""
     name = algorithm.sft.loss_type
-    return SFTObjective(bind_settings(sft_losses.get(name), f"sft.loss_type={name}", algorithm_keywords(algorithm), sft.SFT_LOSS_TENSORS))
+    return SFTObjective(
+        bind_settings(
+            sft_losses.get(name), f"sft.loss_type={name}", algorithm_keywords(algorithm), sft.SFT_LOSS_TENSORS
+        )
+    )
 
 
 def build_reduction(cfg: Config) -> Callable[..., Tensor]:
@@ -231,12 +244,18 @@ def algorithm_keywords(algorithm: AlgorithmConfig) -> dict[str, Any]:
 def reads_old_logprobs_before_loss(algorithm: AlgorithmConfig) -> bool:
     """Whether anything other than the loss reads the trainer's log-probs from before the update."""
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
-    return kl_in_reward(algorithm) or has_off_policy_correction(algorithm) or "old_logprobs" in get_keyword_parameters(estimator)
+    return (
+        kl_in_reward(algorithm)
+        or has_off_policy_correction(algorithm)
+        or "old_logprobs" in get_keyword_parameters(estimator)
+    )
 
 
 def needs_rollout_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Whether a correction or the loss cannot do without the engine's log-probs."""
-    return has_off_policy_correction(algorithm) or get_keyword_parameters(_policy_loss_of(algorithm)).get("rollout_logprobs", False)
+    return has_off_policy_correction(algorithm) or get_keyword_parameters(_policy_loss_of(algorithm)).get(
+        "rollout_logprobs", False
+    )
 
 
 def comparison_scope(algorithm: AlgorithmConfig) -> ComparisonScope | None:
@@ -248,4 +267,6 @@ def comparison_scope(algorithm: AlgorithmConfig) -> ComparisonScope | None:
 
 def _kl_estimator(algorithm: AlgorithmConfig) -> KLEstimator:
     name = algorithm.kl_estimator_type
-    return bind_settings(kl_estimators.get(name), f"kl_estimator_type={name}", algorithm_keywords(algorithm), policy.POLICY_LOSS_TENSORS)
+    return bind_settings(
+        kl_estimators.get(name), f"kl_estimator_type={name}", algorithm_keywords(algorithm), policy.POLICY_LOSS_TENSORS
+    )

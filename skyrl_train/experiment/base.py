@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.cluster.external_cluster import external_cluster_has_gpus, short_job_grace_warning
-from skyrl_train.config.predicates import RunComponents, has_evaluation, count_run_slots
+from skyrl_train.config.locations import is_uri
+from skyrl_train.config.predicates import RunComponents, count_run_slots, has_evaluation
 from skyrl_train.config.prepare import PreparedConfig, run_entrypoint
 from skyrl_train.config.run_folder import run_identity
 from skyrl_train.config.schema import Config
-from skyrl_train.config.locations import is_uri
 from skyrl_train.errors import ClusterLost, RunInterrupted
-from skyrl_train.experiment.driver import format_failure, relaxed_gc, exit_on_signals, run_until_signaled
+from skyrl_train.experiment.driver import exit_on_signals, format_failure, relaxed_gc, run_until_signaled
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.terminal import print_stderr
-from skyrl_train.report.progress_log import startup_phase, print_status
+from skyrl_train.report.progress_log import print_status, startup_phase
 from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.terminal import print_stderr
 from skyrl_train.trainer.run_folder import check_same_run
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ class Experiment:
         processes = count_run_slots(config, self.components).processes
         self.cluster = Cluster(trainer.plugins, num_actors=processes, preload=worker_imports(config, self.components))
         with ExitStack() as stack:
-            with startup_phase("Ray", "its processes, and imports meanwhile"), import_in_background("skyrl_train.experiment.trainer"):
+            with (
+                startup_phase("Ray", "its processes, and imports meanwhile"),
+                import_in_background("skyrl_train.experiment.trainer"),
+            ):
                 stack.enter_context(self.cluster)
             with startup_phase("data", "tokenizer, rows of data, environments"):
                 self.tokenizer = self.get_tokenizer()
@@ -164,7 +167,9 @@ class Experiment:
         from skyrl_train.experiment.restarts import shrink_to_cluster
 
         self.restarts += 1
-        print_status("restart", f"RESTART {self.restarts} of the {configured.trainer.restarts} of trainer.restarts: {cause}")
+        print_status(
+            "restart", f"RESTART {self.restarts} of the {configured.trainer.restarts} of trainer.restarts: {cause}"
+        )
         self.adopt(await shrink_to_cluster(next_config, configured, self.components, self.cluster))
         return self.config
 
@@ -256,7 +261,9 @@ def run_experiment(experiment: type[Experiment], argv: Sequence[str] | None = No
     launch_experiment(experiment, argv, has_user_code=True)
 
 
-def launch_experiment(experiment: type[Experiment], argv: Sequence[str] | None = None, *, has_user_code: bool = False) -> None:
+def launch_experiment(
+    experiment: type[Experiment], argv: Sequence[str] | None = None, *, has_user_code: bool = False
+) -> None:
     """What `run_experiment` does; the entrypoints of this package bring no code of the user's."""
 
     def run(prepared: PreparedConfig) -> None:
@@ -266,7 +273,9 @@ def launch_experiment(experiment: type[Experiment], argv: Sequence[str] | None =
 
     with exit_on_failure():
         components = required_components(experiment)
-        run_entrypoint(run, argv, has_user_code=has_user_code, components=components, has_accelerator=external_cluster_has_gpus)
+        run_entrypoint(
+            run, argv, has_user_code=has_user_code, components=components, has_accelerator=external_cluster_has_gpus
+        )
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import Any
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.data.batch import SFTExample
-from skyrl_train.data.chat import render_sft_sequences, render_prompt, template_rewrites_history
+from skyrl_train.data.chat import render_prompt, render_sft_sequences, template_rewrites_history
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.dataset import DatasetRow, PromptDataset, load_prompts, read_rows
-from skyrl_train.data.messages import Prompt, parse_messages, get_chat_template_kwargs, parse_tools
+from skyrl_train.data.messages import Prompt, get_chat_template_kwargs, parse_messages, parse_tools
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.models.loading import has_tokenizer, load_tokenizer
 
@@ -125,7 +125,9 @@ def build_prompts(
     def length(prompt: Prompt) -> int:
         return len(render_prompt(tokenizer, prompt.messages, get_chat_template_kwargs(prompt.env_extras, options)))
 
-    dataset = load_prompts(sources, length, limit, cfg.environment.env_class, first_prompt_timeout_s=first_prompt_timeout_s)
+    dataset = load_prompts(
+        sources, length, limit, cfg.environment.env_class, first_prompt_timeout_s=first_prompt_timeout_s
+    )
     if dataset.too_long and first_prompt_timeout_s is None:
         log.warning(
             "%s: %d of %d prompts are longer than trainer.max_prompt_length=%d tokens and are left out.",
@@ -137,7 +139,9 @@ def build_prompts(
     return dataset
 
 
-def build_sft_examples(cfg: Config, tokenizer: Any, first_example_timeout_s: float | None = None) -> tuple[list[SFTExample], str]:
+def build_sft_examples(
+    cfg: Config, tokenizer: Any, first_example_timeout_s: float | None = None
+) -> tuple[list[SFTExample], str]:
     """Return the conversations of the `messages` column as tokens, and a fingerprint of all of them.
 
     A conversation is one demonstration, or one for each answer where the chat template rewrites earlier turns. Those

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import skyrl_train
 from skyrl_train.cluster import ray_reaper
 from skyrl_train.config.redaction import redact
-from skyrl_train.errors import SkyRLError, RunInterrupted
+from skyrl_train.errors import RunInterrupted, SkyRLError
 from skyrl_train.report.logs import TRACEBACK_NOTE_PREFIX, is_library
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -12,14 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from skyrl_train.aio import gather_all
 from skyrl_train.cluster.actors import ActorProxy, spawn
 from skyrl_train.cluster.placement import (
+    await_unless_node_lost,
     find_free_address,
-    wait_for_rescheduling,
     locate_gpus,
     reserve_additional_pool,
-    await_unless_node_lost,
     visible_devices,
+    wait_for_rescheduling,
 )
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.choices import ENGINES, WORKER_NODES
@@ -35,9 +36,14 @@ from skyrl_train.engines.http.server import ENDPOINT_LISTENER, HttpEndpoint
 from skyrl_train.engines.sampling_params import check_supported, parse_sampling_params
 from skyrl_train.engines.target_count import ENGINES_FILE, fixed_count_reason, write_target
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, SkyRLError
-from skyrl_train.experiment.placement import RunPlacement, RolePlacement, reserve_slots, threads_per_process, weight_folder
+from skyrl_train.experiment.placement import (
+    RolePlacement,
+    RunPlacement,
+    reserve_slots,
+    threads_per_process,
+    weight_folder,
+)
 from skyrl_train.listeners import API_KEY_ENV
-from skyrl_train.aio import gather_all
 
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Backends that have a server of their own."""
@@ -60,7 +66,8 @@ async def build_engines(
 ) -> list[ActorProxy]:
     """Start all engines at once and wait until they have loaded their weights."""
     starts = (
-        build_engine(index, cluster, generator, timeouts, role_placement, device) for index in range(role_placement.count)
+        build_engine(index, cluster, generator, timeouts, role_placement, device)
+        for index in range(role_placement.count)
     )
     return await gather_all(starts)
 
@@ -81,14 +88,19 @@ async def build_engine(
     """
     slots, indices = role_placement.pool, _slot_indices(index, role_placement, member_index)
     kwargs = engine_kwargs(generator, device, f"{generator.backend} {index}")
-    kwargs |= {"threads": threads_per_process(cluster, role_placement, device), "slot": index * role_placement.slots_per_member}
+    kwargs |= {
+        "threads": threads_per_process(cluster, role_placement, device),
+        "slot": index * role_placement.slots_per_member,
+    }
     if role_placement.nodes_per_member > 1:
         asked = find_free_address(cluster, slots, indices[0], timeouts.engine_start_s)
         host, port = await await_unless_node_lost(asked, slots, indices[:1])
         kwargs |= {"nnodes": role_placement.nodes_per_member, "master_addr": host, "master_port": port}
     started: list[ActorProxy] = []
     try:
-        for node, (share, devices) in enumerate(await _slots_by_node(indices, generator, timeouts, role_placement, device)):
+        for node, (share, devices) in enumerate(
+            await _slots_by_node(indices, generator, timeouts, role_placement, device)
+        ):
             process = spawn(
                 cluster,
                 WORKER_NODES[generator.backend] if node else ENGINES[generator.backend],
@@ -146,7 +158,9 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
     """
     token, generator, timeouts = os.environ.get(API_KEY_ENV), cfg.generator, cfg.trainer.timeouts
     if not token:
-        raise ConfigError(f"generator.run_engines_locally=false: set {API_KEY_ENV} in the environment: the servers' token.")
+        raise ConfigError(
+            f"generator.run_engines_locally=false: set {API_KEY_ENV} in the environment: the servers' token."
+        )
     deadline_s = timeouts.rollout_s + timeouts.weight_sync_s
     connection = Connection(url, token, name=url)
     if await is_skyrl_server(connection, timeouts.engine_start_s):
@@ -287,7 +301,7 @@ class EngineLauncher:
                 labels=trainer.placement.engine_node_labels,
                 reserved_cpus=environment_host_cpus(self._cfg, RunComponents()),
             )
-            self._added[index] = replace(self._initial, slots=slots)
+            self._added[index] = replace(self._initial, pool=slots)
         try:
             return await self._build(name)
         except BaseException:

@@ -17,13 +17,20 @@ from typing import Any
 import torch
 
 from skyrl_train.config.keys import all_keys, get_value
+from skyrl_train.config.locations import HUB_NAME, get_display_name, is_uri, may_be_hub_name
+from skyrl_train.config.redaction import redact
 from skyrl_train.config.run_folder import load_run_config, training_settings
 from skyrl_train.config.schema import Config
-from skyrl_train.config.redaction import redact
-from skyrl_train.config.locations import HUB_NAME, is_uri, may_be_hub_name, get_display_name
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.data import load_chat_template, chat_template_text
-from skyrl_train.learner.checkpoint_policy import POLICY_ROLE, ExportVerification, verify_adapter, verify_model, verify_prompt_ids, open_policy
+from skyrl_train.experiment.data import chat_template_text, load_chat_template
+from skyrl_train.learner.checkpoint_policy import (
+    POLICY_ROLE,
+    ExportVerification,
+    open_policy,
+    verify_adapter,
+    verify_model,
+    verify_prompt_ids,
+)
 from skyrl_train.models.composite import get_auto_class
 from skyrl_train.models.export import export_adapter, export_hf
 from skyrl_train.models.loading import load_tokenizer, set_config_dtype
@@ -32,8 +39,8 @@ from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.model_card import CURVE_FILE, Card, model_card
 from skyrl_train.storage.hugging_face_hub import check_repo_name_free, upload_model
 from skyrl_train.storage.uris import cache_folder
-from skyrl_train.trainer.checkpoints import Checkpoint, open_run_checkpoint
 from skyrl_train.trainer.checkpoint_manager import SavedState
+from skyrl_train.trainer.checkpoints import Checkpoint, open_run_checkpoint
 
 HUB_PREFIX = "hub:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -103,7 +110,9 @@ def export(request: ExportRequest) -> tuple[str, ExportVerification | None]:
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="export-") as temporary:
             agreement = _write(request, found, config, Path(temporary))
             message = f"Step {found.step}"
-            url = upload_model(Path(temporary), name, public=request.public, overwrite=request.overwrite, message=message)
+            url = upload_model(
+                Path(temporary), name, public=request.public, overwrite=request.overwrite, message=message
+            )
         return url, agreement
 
 
@@ -187,7 +196,9 @@ def _write(request: ExportRequest, found: Checkpoint, config: Config, folder: Pa
         generator, model_config = config.generator, copy.deepcopy(policy.config)
         template = saved.chat_template or load_chat_template(generator.chat_template)
         tokenizer = load_tokenizer(base, chat_template=template)
-        if saved.chat_template is None and (found_template := chat_template_text(tokenizer, generator.chat_template_kwargs)):
+        if saved.chat_template is None and (
+            found_template := chat_template_text(tokenizer, generator.chat_template_kwargs)
+        ):
             tokenizer.chat_template = found_template
         if request.adapter:
             assert policy.adapters is not None

@@ -21,7 +21,7 @@ from skyrl_train.config.schema import (
 from skyrl_train.errors import DeadlineExceeded
 from skyrl_train.experiment.algorithm import ObjectiveSpec
 from skyrl_train.experiment.data import check_same_tokens
-from skyrl_train.experiment.placement import RunPlacement, RolePlacement, threads_per_process
+from skyrl_train.experiment.placement import RolePlacement, RunPlacement, threads_per_process
 from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.learner.worker import LearnerSpec
@@ -81,7 +81,9 @@ def build_learner(
         reference = _spawn_workers(cluster, frozen, placement.reference, "reference", trainer.timeouts)
     if placement.critic is not None:
         check_same_tokens(trainer.policy.model.path, str(trainer.critic.model.path), "trainer.critic.model.path")
-        valued = critic_spec(spec, trainer, threads_per_process(cluster, placement.critic, device), objective_spec, schedule)
+        valued = critic_spec(
+            spec, trainer, threads_per_process(cluster, placement.critic, device), objective_spec, schedule
+        )
         critic = _spawn_workers(cluster, valued, placement.critic, "critic", trainer.timeouts)
     return Learner(
         _spawn_workers(cluster, spec, placement.policy, "learner", trainer.timeouts),
@@ -115,7 +117,7 @@ def reference_spec(policy: LearnerSpec, trainer: TrainerConfig, threads: int | N
     return replace(
         policy,
         model_path=trainer.ref.model.path,
-        model_key="trainer.ref.model.path",
+        model_config_key="trainer.ref.model.path",
         optimizer_config=None,
         total_steps=None,
         objective=None,
@@ -124,7 +126,7 @@ def reference_spec(policy: LearnerSpec, trainer: TrainerConfig, threads: int | N
         router_aux_loss_coef=0.0,
         moe_routing_replay=None,
         **_section_settings(trainer.ref),
-        memory_folder=None,
+        memory_snapshot_folder=None,
     )
 
 
@@ -137,7 +139,7 @@ def critic_spec(
     return replace(
         policy,
         model_path=critic.model.path,
-        model_key="trainer.critic.model.path",
+        model_config_key="trainer.critic.model.path",
         optimizer_config=critic.optimizer_config,
         total_steps=optimizer_steps(trainer, schedule, trainer.critic_mini_batch_size),
         objective=learning.critic_objective,
@@ -147,7 +149,7 @@ def critic_spec(
         router_aux_loss_coef=0.0,
         moe_routing_replay=None,
         **_section_settings(critic),
-        memory_folder=None,
+        memory_snapshot_folder=None,
     )
 
 
@@ -215,7 +217,9 @@ def _spawn_workers(
 # -- reward model
 
 
-def build_reward_model(cluster: Cluster, trainer: TrainerConfig, placement: RunPlacement, *, device: str) -> RewardModel | None:
+def build_reward_model(
+    cluster: Cluster, trainer: TrainerConfig, placement: RunPlacement, *, device: str
+) -> RewardModel | None:
     """Spawn a replica in each of its slots; `RewardModel.setup` loads them later. None without trainer.reward.model."""
     role_slots = placement.reward
     if role_slots is None:

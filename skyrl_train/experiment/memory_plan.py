@@ -19,14 +19,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from skyrl_train.config.predicates import (
+    gpus_per_engine,
     has_colocated_engines,
     is_colocated,
     max_sequence_length,
     num_ranks,
-    sync_replaces_all_weights,
-    shares_gpu_memory,
-    gpus_per_engine,
     resolve_weight_sync_route,
+    shares_gpu_memory,
+    sync_replaces_all_weights,
 )
 from skyrl_train.config.schema import (
     Config,
@@ -38,14 +38,14 @@ from skyrl_train.config.schema import (
 from skyrl_train.data.batch import MAX_ATTENDED_RATIO
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objective_spec
-from skyrl_train.terminal import print_stderr
 from skyrl_train.models.layer_sizes import get_layer_sizes
-from skyrl_train.models.loading import REWARD_PATH_KEY, load_config, build_meta_model
-from skyrl_train.models.lora import LoraAdapters
-from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
-from skyrl_train.models.parallel_group import make_meta_group
-from skyrl_train.models.tensor_parallel import TensorParallel
+from skyrl_train.models.loading import REWARD_PATH_KEY, build_meta_model, load_config
 from skyrl_train.models.logprob_model import CACHED_CHUNKS, chunk_bytes
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.parallel_group import make_meta_group
+from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
+from skyrl_train.models.tensor_parallel import TensorParallel
+from skyrl_train.terminal import print_stderr
 from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
 
 FP32 = 4
@@ -192,7 +192,9 @@ def model_shape(
     return _shapes[same]
 
 
-def _shape_of(config: PreTrainedConfig, key: str, lora: LoraConfig | None, kind: str, tensor_parallel_size: int) -> ModelShape:
+def _shape_of(
+    config: PreTrainedConfig, key: str, lora: LoraConfig | None, kind: str, tensor_parallel_size: int
+) -> ModelShape:
     text = config.get_text_config()
     hidden, vocab = int(getattr(text, "hidden_size", None) or 0), 0
     layers: list[torch.nn.Module] = []
@@ -360,7 +362,9 @@ class ModelRank:
     def items(self) -> Iterator[MemoryItem]:
         trainer = self.cfg.trainer
         yield from self._persistent_items()
-        yield from self._scoring_items(self._micro_batch(trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size))
+        yield from self._scoring_items(
+            self._micro_batch(trainer.micro_forward_batch_size_per_gpu, trainer.train_batch_size)
+        )
         if self.role != "reference":
             prompts = trainer.critic_mini_batch_size if self.role == "critic" else trainer.policy_mini_batch_size
             yield from self._update_items(self._micro_batch(trainer.micro_train_batch_size_per_gpu, prompts))
@@ -398,7 +402,9 @@ class ModelRank:
         note += f", one of {self.tensor_parallel_size} parts of layers" if self.tensor_parallel_size > 1 else ""
         note += f", over {shard} ranks" if shard > 1 else ""
         if (zero := self.deepspeed) is not None:
-            yield from self._persistent("parameters", self.compute_bytes * -(-count // shard), note, zero.offload_parameters)
+            yield from self._persistent(
+                "parameters", self.compute_bytes * -(-count // shard), note, zero.offload_parameters
+            )
             if trained:
                 part = FP32 * -(-learnt // self.ranks)
                 yield from self._persistent("master weights", part, "float32", zero.offload_optimizer)
@@ -429,7 +435,9 @@ class ModelRank:
 
     def _scoring_items(self, work: _MicroBatch) -> Iterator[MemoryItem]:
         yield from self._gathered("scoring")
-        widest = 3 * work.tokens * (self.compute_bytes * self.shape.intermediate + self.residual_bytes * self.shape.hidden)
+        widest = (
+            3 * work.tokens * (self.compute_bytes * self.shape.intermediate + self.residual_bytes * self.shape.hidden)
+        )
         yield self._item("scoring", "activations", f"{work.tokens:,} tokens, one layer", {_LAYERS: widest})
         yield self._head_item("scoring", work)
 
@@ -447,8 +455,12 @@ class ModelRank:
         saved = len(shape.layers) * (inputs if recomputes else layer) + 3 * inputs  # and those of the last norm
         note = f"{work.tokens:,} tokens, " + ("layers' inputs" if recomputes else "all layers")
         yield self._item("updating", "activations", note, {_HEAD: saved, _LAYERS: saved})
-        key_value = (work.kv_tokens - work.tokens) * shape.key_value_heads * shape.head_dim * (2 * self.compute_bytes + FP32)
-        backward = work.tokens * self.compute_bytes * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
+        key_value = (
+            (work.kv_tokens - work.tokens) * shape.key_value_heads * shape.head_dim * (2 * self.compute_bytes + FP32)
+        )
+        backward = (
+            work.tokens * self.compute_bytes * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
+        )
         note = "a layer, computed again" if recomputes else "a layer's gradients"
         yield self._item("updating", "backward of a layer", note, {_LAYERS: backward})
         yield self._head_item("updating", work)
@@ -559,7 +571,9 @@ def summary(plans: Sequence[SlotMemoryPlan]) -> list[str]:
     return list(dict.fromkeys(described))  # a role may have slots of two kinds
 
 
-def memory_plan(cfg: Config, capacity: int | None = None, objective_spec: ObjectiveSpec | None = None) -> list[SlotMemoryPlan]:
+def memory_plan(
+    cfg: Config, capacity: int | None = None, objective_spec: ObjectiveSpec | None = None
+) -> list[SlotMemoryPlan]:
     """Return one plan for every kind of slot.
 
     Reads the models' configurations, if necessary from the hub.
@@ -586,7 +600,11 @@ def memory_plan(cfg: Config, capacity: int | None = None, objective_spec: Object
     plans = [
         SlotMemoryPlan(" + ".join([*names, "engine"]), both, (*home, *engine)),
         SlotMemoryPlan(" + ".join(names), models[0].ranks - both, tuple(home)),
-        *(SlotMemoryPlan(model.role, model.ranks, tuple(model.items())) for model in models if model.role not in shares),
+        *(
+            SlotMemoryPlan(model.role, model.ranks, tuple(model.items()))
+            for model in models
+            if model.role not in shares
+        ),
         SlotMemoryPlan("reward model", num_ranks(placement, "reward") if reward and not reward_shares else 0, reward),
         SlotMemoryPlan("engine", slots - both, engine),
     ]
@@ -596,7 +614,11 @@ def memory_plan(cfg: Config, capacity: int | None = None, objective_spec: Object
 def model_ranks(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> list[ModelRank]:
     """Return a rank of each of the learner's models, the policy first."""
     placement = cfg.trainer.placement
-    needed = {"policy": True, "reference": objective_spec.needs_reference, "critic": objective_spec.critic_objective is not None}
+    needed = {
+        "policy": True,
+        "reference": objective_spec.needs_reference,
+        "critic": objective_spec.critic_objective is not None,
+    }
     models = []
     for role, section in CONFIG_SECTIONS.items():
         if needed[role]:

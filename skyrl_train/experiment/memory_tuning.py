@@ -17,7 +17,13 @@ from skyrl_train.config.problems import format_value
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, OutOfMemory
 from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objective_spec
-from skyrl_train.experiment.memory_plan import LEARNER_PHASES, CONFIG_SECTIONS, memory_capacity, memory_plan, model_ranks
+from skyrl_train.experiment.memory_plan import (
+    CONFIG_SECTIONS,
+    LEARNER_PHASES,
+    memory_capacity,
+    memory_plan,
+    model_ranks,
+)
 from skyrl_train.terminal import print_stderr
 
 MAX_MICRO_BATCH_TOKENS = 1 << 14
@@ -60,7 +66,9 @@ def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveS
         return cfg, []
     if capacity is None:
         budget = format_value(cfg.trainer.max_tokens_per_microbatch)
-        return cfg, [f"{_TOKEN_BUDGET_KEY}={budget}: nothing is chosen by memory, as nvidia-smi does not say how much there is."]
+        return cfg, [
+            f"{_TOKEN_BUDGET_KEY}={budget}: nothing is chosen by memory, as nvidia-smi does not say how much there is."
+        ]
     changes: dict[str, Any] = {}
     for changes in _candidate_changes(cfg, capacity, objective_spec):
         if _peak(_changed(cfg, changes), capacity, objective_spec) <= MAX_MEMORY_FRACTION * capacity:
@@ -68,7 +76,10 @@ def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveS
             break
     else:
         reason = f"needs least; no plan fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB"
-    notes = [f"{key}={format_value(get_value(cfg, key))} -> {format_value(value)}: {reason}." for key, value in changes.items()]
+    notes = [
+        f"{key}={format_value(get_value(cfg, key))} -> {format_value(value)}: {reason}."
+        for key, value in changes.items()
+    ]
     return _changed(cfg, changes), notes
 
 
@@ -84,7 +95,9 @@ def fits_in_memory(cfg: Config) -> bool:
     peaks = [plan.peak()[0] for plan in plans]
     if cfg.device == "cuda":
         return max(peaks) <= MAX_MEMORY_FRACTION * capacity
-    return sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True)) <= MAX_MEMORY_FRACTION * capacity  # all in one
+    return (
+        sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True)) <= MAX_MEMORY_FRACTION * capacity
+    )  # all in one
 
 
 def _candidate_changes(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> Iterator[dict[str, Any]]:
@@ -116,7 +129,9 @@ def _token_budgets(cfg: Config) -> list[int | None]:
     if alone or any(size is not None for size in configured):
         return [None]
     longest, sections = max_sequence_length(cfg.generator), (trainer.policy, trainer.ref, trainer.critic)
-    budgets = [MAX_MICRO_BATCH_TOKENS * max(section.sequence_parallel_size for section in sections)]  # which a group of ranks shares
+    budgets = [
+        MAX_MICRO_BATCH_TOKENS * max(section.sequence_parallel_size for section in sections)
+    ]  # which a group of ranks shares
     while budgets[-1] // 2 > longest:
         budgets.append(budgets[-1] // 2)
     return [*budgets, longest] if longest < budgets[-1] else [*budgets]
@@ -125,7 +140,12 @@ def _token_budgets(cfg: Config) -> list[int | None]:
 def _peak(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> int:
     """Bytes of the fullest accelerator while the learner's models compute there."""
     plans = memory_plan(cfg, capacity, objective_spec)
-    return max(plan.total(phase) for plan in plans for phase in LEARNER_PHASES if not CONFIG_SECTIONS.keys().isdisjoint(plan.roles))
+    return max(
+        plan.total(phase)
+        for plan in plans
+        for phase in LEARNER_PHASES
+        if not CONFIG_SECTIONS.keys().isdisjoint(plan.roles)
+    )
 
 
 def _changed(cfg: Config, changes: dict[str, Any]) -> Config:
@@ -149,7 +169,9 @@ def as_out_of_memory(
     return OutOfMemory(f"{where + ': ' if where else ''}{first} {memory_saving_advice(cfg, build_objective_spec)}")
 
 
-def memory_saving_advice(cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec) -> str:
+def memory_saving_advice(
+    cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec
+) -> str:
     """The settings that lower the peak of the policy's slots most, with what the plan says that each would save."""
     try:
         learns = build_objective_spec(cfg)

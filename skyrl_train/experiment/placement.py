@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl_train.cluster.shared_paths import SharedPath
 from skyrl_train.cluster.placement import ResourcePool, reserve_pool
 from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.cluster.shared_paths import SharedPath
+from skyrl_train.config.locations import strip_file_scheme
 from skyrl_train.config.predicates import SlotCounts, gpus_per_engine
 from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig
-from skyrl_train.config.locations import strip_file_scheme
 from skyrl_train.storage.uris import resolve_local_folder
 
 
@@ -71,14 +71,25 @@ def reserve_slots(
         other_cpus: CPUs of the cluster that slots leave free.
     """
     take = partial(
-        reserve_pool, cluster, device=device, total_slots=counts.total, deadline_s=deadline_s, reserved_cpus=reserved_cpus
+        reserve_pool,
+        cluster,
+        device=device,
+        total_slots=counts.total,
+        deadline_s=deadline_s,
+        reserved_cpus=reserved_cpus,
     )
 
     def dedicated(count: int, actors_per_slot: int, key: str) -> ResourcePool | None:
         """Slots for a role of the trainer."""
         if not count:
             return None
-        return take(count=count, tenants=actors_per_slot, key=key, strategy=placement.strategy, labels=placement.node_labels)
+        return take(
+            count=count,
+            actors_per_slot=actors_per_slot,
+            key=key,
+            strategy=placement.strategy,
+            labels=placement.node_labels,
+        )
 
     stride = gpus_per_engine(generator)
     num_engines = counts.engines // stride
@@ -100,12 +111,12 @@ def reserve_slots(
     elif counts.engines:
         engines = take(
             count=counts.engines,
-            tenants=1 + reward_beside_engines,
+            actors_per_slot=1 + reward_beside_engines,
             key="generator.num_inference_engines",
             strategy=placement.engine_strategy,
             labels=placement.engine_node_labels,
             # An engine's ranks on a node are processes that one actor there starts.
-            together=1 if reward_beside_engines else stride // placement.nodes_per_engine,
+            slots_per_bundle=1 if reward_beside_engines else stride // placement.nodes_per_engine,
         )
     else:
         engines = None
@@ -119,7 +130,9 @@ def reserve_slots(
     )
 
 
-def _role(pool: ResourcePool | None, count: int, slots_per_member: int = 1, num_concurrent: int = 0, nodes_per_member: int = 1) -> RolePlacement | None:
+def _role(
+    pool: ResourcePool | None, count: int, slots_per_member: int = 1, num_concurrent: int = 0, nodes_per_member: int = 1
+) -> RolePlacement | None:
     return None if pool is None else RolePlacement(pool, count, slots_per_member, num_concurrent, nodes_per_member)
 
 
@@ -152,7 +165,9 @@ def shared_paths(cfg: Config, placement: RunPlacement) -> Iterator[SharedPath]:
         if slots is not None and path is not None:
             yield SharedPath(f"trainer.{role}.model.path", strip_file_scheme(path), _nodes(slots))
     if placement.reward is not None and trainer.reward.model.path is not None:
-        yield SharedPath("trainer.reward.model.path", strip_file_scheme(trainer.reward.model.path), _nodes(placement.reward))
+        yield SharedPath(
+            "trainer.reward.model.path", strip_file_scheme(trainer.reward.model.path), _nodes(placement.reward)
+        )
     if placement.engines is not None:
         yield SharedPath("generator.model_name", strip_file_scheme(generator.model_name), _nodes(placement.engines))
     if placement.policy is None:

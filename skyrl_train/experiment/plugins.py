@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from skyrl_train.config.keys import value_keys, get_value
+from skyrl_train.config.keys import get_value, value_keys
 from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import PLUGIN_KEYS, find_role_problems

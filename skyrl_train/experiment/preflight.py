@@ -14,20 +14,25 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from skyrl_train.config.local_checks import ENGINE_MODEL_KEY, list_data_sources, find_missing_resources, list_model_paths, find_write_error
+from skyrl_train.config.local_checks import (
+    ENGINE_MODEL_KEY,
+    find_missing_resources,
+    find_write_error,
+    list_data_sources,
+    list_model_paths,
+)
+from skyrl_train.config.locations import is_dataset_file, is_uri, list_uris, may_be_hub_name, parse_split
 from skyrl_train.config.predicates import RunComponents, max_sequence_length
 from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.run_folder import run_identity
 from skyrl_train.config.schema import Config
-from skyrl_train.config.locations import list_uris, is_uri, is_dataset_file, may_be_hub_name, parse_split
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model_runner import unsupported_reason
 from skyrl_train.engines.vllm.composites import check_composite
 from skyrl_train.environments.registry import check_environments
 from skyrl_train.errors import ConfigError
-from skyrl_train.experiment.data import build_sft_examples, build_prompts, build_tokenizer, check_same_tokens
+from skyrl_train.experiment.data import build_prompts, build_sft_examples, build_tokenizer, check_same_tokens
 from skyrl_train.experiment.environments import environment_settings
-from skyrl_train.terminal import print_stderr
 from skyrl_train.models.composite import get_composite_class_name, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
@@ -37,21 +42,22 @@ from skyrl_train.models.loading import (
     has_tokenizer,
     is_local_folder,
     load_config,
+    load_reward_config,
     load_reward_model,
     load_tokenizer,
-    load_reward_config,
 )
+from skyrl_train.models.logprob_model import check_model_supported
 from skyrl_train.models.lora import select_adapted_layers
-from skyrl_train.models.ragged_model import max_exact_length
 from skyrl_train.models.parallel_group import make_meta_group
+from skyrl_train.models.ragged_model import max_exact_length
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.logprob_model import check_model_supported
 from skyrl_train.report.prometheus import check_metrics_address
-from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.hugging_face_hub import hub_model_problem
+from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.uris import resolve_local_folder
+from skyrl_train.terminal import print_stderr
 from skyrl_train.trainer.run_folder import IDENTITY_FILE, check_same_run
 
 SAMPLE_TIMEOUT_S = 1.5
@@ -239,7 +245,9 @@ def _check_length(cfg: Config, components: RunComponents, model: PreTrainedModel
 
 def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> None:
     if load_tokenizer(path, key=REWARD_PATH_KEY).chat_template is None:
-        raise ConfigError(f"{REWARD_PATH_KEY}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it.")
+        raise ConfigError(
+            f"{REWARD_PATH_KEY}={path!r}: its tokenizer has no chat template; add chat_template.jinja to it."
+        )
     if is_local_folder(path):
         load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=model_config_kwargs)
     else:
@@ -248,7 +256,7 @@ def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> No
 
 def _check_sglang(cfg: Config) -> None:
     """Raise ConfigError for a model or an argument that SGLang would refuse."""
-    from skyrl_train.experiment.engines import engine_kwargs, engine_generator_config  # imports Ray
+    from skyrl_train.experiment.engines import engine_generator_config, engine_kwargs  # imports Ray
 
     options = engine_kwargs(engine_generator_config(cfg), cfg.device, cfg.generator.backend)
     model, longest = options.pop("model"), options.pop("max_model_len", None)
@@ -315,7 +323,9 @@ def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -
         key = f"data.{name}"
         sources = [source for one, source in list_data_sources(cfg, components) if one == key]
         if sources and _can_read_first_rows(sources):
-            names |= {prompt.env_class for prompt in build_prompts(cfg, tokenizer, sources, key, SAMPLE_TIMEOUT_S).prompts}
+            names |= {
+                prompt.env_class for prompt in build_prompts(cfg, tokenizer, sources, key, SAMPLE_TIMEOUT_S).prompts
+            }
     return names
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from skyrl_train.config.predicates import shares_gpu_memory, prefers_adapter_sync, resolve_weight_sync_route
+from skyrl_train.config.predicates import prefers_adapter_sync, resolve_weight_sync_route, shares_gpu_memory
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
@@ -127,7 +127,9 @@ def pause_mode(cfg: Config, engines: Sequence[Any]) -> str | None:
 def _probe_ids(cfg: Config, tokenizer: Any, train_dataset: PromptDataset) -> list[list[int]]:
     """Return the beginnings of the first training prompts as token ids."""
     kwargs, prompts = cfg.generator.chat_template_kwargs, train_dataset.prompts[:PROBE_SEQUENCES]
-    rendered = (render_prompt(tokenizer, one.messages, get_chat_template_kwargs(one.env_extras, kwargs)) for one in prompts)
+    rendered = (
+        render_prompt(tokenizer, one.messages, get_chat_template_kwargs(one.env_extras, kwargs)) for one in prompts
+    )
     return [ids[:PROBE_TOKENS] for ids in rendered]
 
 

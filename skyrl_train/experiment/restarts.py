@@ -12,15 +12,28 @@ from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from typing import TypeVar
 
-from skyrl_train.cluster.placement import cpus_per_slot
 from skyrl_train.cluster.capacity import NodeCapacity, ResourceDemand, can_place, query_free_capacity
+from skyrl_train.cluster.placement import cpus_per_slot
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.keys import replace_value
-from skyrl_train.config.predicates import RunComponents, environment_host_cpus, num_environment_hosts, count_run_slots, gpus_per_engine
+from skyrl_train.config.predicates import (
+    RunComponents,
+    count_run_slots,
+    environment_host_cpus,
+    gpus_per_engine,
+    num_environment_hosts,
+)
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.engines.target_count import ENGINES_FILE, lock_target_file, read_target, target_file_version
-from skyrl_train.errors import ClusterLost, ConfigError, InsufficientResources, RewardModelLost, RunInterrupted, WorkerDied
+from skyrl_train.errors import (
+    ClusterLost,
+    ConfigError,
+    InsufficientResources,
+    RewardModelLost,
+    RunInterrupted,
+    WorkerDied,
+)
 from skyrl_train.experiment.engines import engine_count_fixed_reason
 from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
 from skyrl_train.report.progress_log import print_status
@@ -84,7 +97,9 @@ def _is_stopping() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def shrink_to_cluster(next_config: Config, configured: Config, components: RunComponents, cluster: Cluster) -> Config:
+async def shrink_to_cluster(
+    next_config: Config, configured: Config, components: RunComponents, cluster: Cluster
+) -> Config:
     """The like of `goes_on` for what is left of the cluster. Raises NoRoom."""
     cluster.connect()
     added = next_config.generator.num_inference_engines - configured.generator.num_inference_engines
@@ -161,7 +176,9 @@ async def raise_lost_ranks(learner: Learner, restarts: int) -> AsyncIterator[Non
 # -- what has room
 
 
-async def shrink_to_nodes(cfg: Config, components: RunComponents, cluster: Cluster, num_added_engines: int = 0) -> Config:
+async def shrink_to_nodes(
+    cfg: Config, components: RunComponents, cluster: Cluster, num_added_engines: int = 0
+) -> Config:
     """`cfg` with as many ranks of the policy, engines, and hosts of environments, as the living nodes have room for.
 
     Waits up to trainer.timeouts.placement_s for room for all: what has ended gives its slots back a little later. Then
@@ -177,7 +194,9 @@ async def shrink_to_nodes(cfg: Config, components: RunComponents, cluster: Clust
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(_POLL_INTERVAL_S)
-    fitting = smaller_configs(cfg, components, lambda one: fits_on_nodes(one, components, nodes, cpus), num_added_engines)
+    fitting = smaller_configs(
+        cfg, components, lambda one: fits_on_nodes(one, components, nodes, cpus), num_added_engines
+    )
     found = await asyncio.to_thread(next, fitting, None)  # of thousands of ranks and engines there are many
     if found is None:
         host = " and a host of environments" if num_environment_hosts(cfg, components) else ""
@@ -189,7 +208,9 @@ async def shrink_to_nodes(cfg: Config, components: RunComponents, cluster: Clust
     return found
 
 
-def smaller_configs(cfg: Config, components: RunComponents, is_feasible: Callable[[Config], bool], num_added_engines: int = 0) -> Iterator[Config]:
+def smaller_configs(
+    cfg: Config, components: RunComponents, is_feasible: Callable[[Config], bool], num_added_engines: int = 0
+) -> Iterator[Config]:
     """The like of `cfg` with fewer and fewer slots; only what has room and would be accepted as a configuration."""
     slots, hosts = count_run_slots(cfg, components), num_environment_hosts(cfg, components)
     engines, num_added_engines = (cfg.generator.num_inference_engines, num_added_engines) if slots.engines else (0, 0)
@@ -228,9 +249,16 @@ def fits_on_nodes(cfg: Config, components: RunComponents, nodes: Sequence[NodeCa
     if slot["CPU"] <= 0:
         return False
     home = slots.total if slots.engines_colocated else slots.policy
-    needs = [ResourceDemand(count, slot, placement.node_labels) for count in (home, slots.reference, slots.critic, slots.reward)]
+    needs = [
+        ResourceDemand(count, slot, placement.node_labels)
+        for count in (home, slots.reference, slots.critic, slots.reward)
+    ]
     if not slots.engines_colocated:
         together = gpus_per_engine(cfg.generator) // placement.nodes_per_engine
         needs.append(ResourceDemand(slots.engines, slot, placement.engine_node_labels, together))
-    needs.append(ResourceDemand(num_environment_hosts(cfg, components), {"CPU": environment.host_cpus, **environment.host_resources}))
+    needs.append(
+        ResourceDemand(
+            num_environment_hosts(cfg, components), {"CPU": environment.host_cpus, **environment.host_resources}
+        )
+    )
     return can_place(needs, nodes)

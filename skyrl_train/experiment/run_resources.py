@@ -23,30 +23,31 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train import trace
+from skyrl_train.aio import gather_all
 from skyrl_train.cluster.actors import ActorProxy, spawn
-from skyrl_train.cluster.shared_paths import check_shared_paths
 from skyrl_train.cluster.placement import reserve_spread_pool
 from skyrl_train.cluster.ray_cluster import Cluster
-from skyrl_train.config.hydra import CONFIG_FILE, to_dict, save_resolved
-from skyrl_train.config.predicates import RunComponents, environment_host_cpus, sleep_level, count_run_slots
+from skyrl_train.cluster.shared_paths import check_shared_paths
+from skyrl_train.config.hydra import CONFIG_FILE, save_resolved, to_dict
+from skyrl_train.config.locations import is_uri
+from skyrl_train.config.predicates import RunComponents, count_run_slots, environment_host_cpus, sleep_level
 from skyrl_train.config.problems import Problem, raise_problems
+from skyrl_train.config.redaction import redact
 from skyrl_train.config.run_folder import run_identity
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.redaction import redact
-from skyrl_train.config.locations import is_uri
 from skyrl_train.data.dataset import PromptDataset
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.environments.hosts import HostPool
-from skyrl_train.environments.user_registrations import serialize_user_registrations
 from skyrl_train.environments.pool import EnvironmentPool, WorkerPool
+from skyrl_train.environments.user_registrations import serialize_user_registrations
 from skyrl_train.errors import SkyRLError, StorageError
 from skyrl_train.experiment import memory_plan
-from skyrl_train.experiment.algorithm import ObjectiveSpec, comparison_scope, build_policy_objective_spec
+from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objective_spec, comparison_scope
 from skyrl_train.experiment.engines import EngineLauncher, init_target_file, require_installed
 from skyrl_train.experiment.environments import pool_settings
-from skyrl_train.experiment.placement import RunPlacement, reserve_slots, shared_paths
 from skyrl_train.experiment.learner import build_learner, build_reward_model, start_learner
 from skyrl_train.experiment.memory_tuning import tune_and_report
+from skyrl_train.experiment.placement import RunPlacement, reserve_slots, shared_paths
 from skyrl_train.learner.learner import Learner
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.report.diagnosis import (
@@ -63,7 +64,6 @@ from skyrl_train.report.progress_log import startup_phase
 from skyrl_train.report.trackers import Trackers, make_trackers
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.storage.uris import resolve_local_folder
-from skyrl_train.aio import gather_all
 from skyrl_train.trainer.run_folder import RunFolder
 from skyrl_train.trainer.trainer import StepSchedule
 
@@ -122,7 +122,7 @@ async def start_rollout_resources(
                 cfg,
                 cluster,
                 components,
-                learning=None if train_dataset is None else build_policy_objective_spec(cfg),
+                objective_spec=None if train_dataset is None else build_policy_objective_spec(cfg),
                 num_prompts=0 if train_dataset is None else len(train_dataset),
                 train_data="" if train_dataset is None else train_dataset.fingerprint,
                 build_tracker=build_tracker,
@@ -167,7 +167,7 @@ async def start_run_resources(
     """Folder, trackers, cluster, slots, and a learner that is not set up yet. On exit everything is closed.
 
     Args:
-        learning: What the learner trains with; None if there is none.
+        objective_spec: What the learner trains with; None if there is none.
         num_prompts: The size of the training data.
         train_data: Their fingerprint.
 

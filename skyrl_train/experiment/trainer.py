@@ -7,13 +7,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from skyrl_train.config.predicates import max_staleness_steps, runs_groups_independently, sleep_level
-from skyrl_train.config.schema import Config, DataConfig, TrainerConfig
 from skyrl_train.config.redaction import redact
+from skyrl_train.config.schema import Config, DataConfig, TrainerConfig
 from skyrl_train.data.batch import SFTExample
 from skyrl_train.data.control_tokens import find_end_of_turn_name, find_end_of_turn_token
 from skyrl_train.data.dataset import PromptDataset, PromptOrder
 from skyrl_train.data.token_texts import get_vocabulary_texts
-from skyrl_train.engines.client import EngineClient, BatchedEngineClient
+from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.engines.sampling_params import parse_sampling_params, with_stop_token
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.experiment.algorithm import build_advantage_step, build_correction_steps, comparison_scope
@@ -27,23 +27,30 @@ from skyrl_train.report.progress_log import print_status
 from skyrl_train.rollouts.collector import (
     Curriculum,
     DynamicSampling,
+    GroupFilterSettings,
     RewardShaping,
     Rollout,
     RolloutCollector,
-    GroupFilterSettings,
 )
 from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
 from skyrl_train.rollouts.scoring import FirstRolloutLogger, RewardModelScorer
 from skyrl_train.storage.uris import resolve_local_folder
 from skyrl_train.trainer.batch_dump import BatchDump
+from skyrl_train.trainer.checkpoint_manager import CheckpointManager
 from skyrl_train.trainer.checkpoints import CheckpointStore
+from skyrl_train.trainer.engine_scaler import EngineScaler
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
-from skyrl_train.trainer.rollout_writer import SAMPLED_GROUPS, RolloutWriter
 from skyrl_train.trainer.rollout_metrics import sample_row
-from skyrl_train.trainer.checkpoint_manager import CheckpointManager
-from skyrl_train.trainer.engine_scaler import EngineScaler
-from skyrl_train.trainer.trainer import OffloadManager, SFTTrainer, StepProfiler, StepSchedule, ColocatedOffloadManager, Trainer
+from skyrl_train.trainer.rollout_writer import SAMPLED_GROUPS, RolloutWriter
+from skyrl_train.trainer.trainer import (
+    ColocatedOffloadManager,
+    OffloadManager,
+    SFTTrainer,
+    StepProfiler,
+    StepSchedule,
+    Trainer,
+)
 
 DEFAULT_SAMPLE_GB = 1.0
 """What a run's sample of rollouts takes at most, unless trainer.keep_rollouts_gb says."""
@@ -93,10 +100,12 @@ def build_trainer(
         scaler=scaler,
         offload_manager=residency,
         evaluator=build_evaluator(cfg, running, eval_generator, eval_dataset, first) if eval_dataset else None,
-        state=build_checkpoint_manager(base, {"kl": advantage_step, "collector": collector, "guards": guards}, tokenizer),
+        checkpoint_manager=build_checkpoint_manager(
+            base, {"kl": advantage_step, "collector": collector, "guards": guards}, tokenizer
+        ),
         trackers=base.trackers,
         guards=guards,
-        profiles=build_profiles(base, running.client),
+        step_profiler=build_profiles(base, running.client),
         batch_dump=build_batch_dump(trainer),
         rollout_writer=build_rollout_writer(base, tokenizer),
     )
@@ -112,11 +121,11 @@ def build_sft_trainer(base: RunResources, *, tokenizer: Any, sft_examples: Seque
         schedule=schedule,
         cfg=trainer,
         learner=base.learner,
-        state=build_checkpoint_manager(base, {}, tokenizer),
+        checkpoint_manager=build_checkpoint_manager(base, {}, tokenizer),
         trackers=base.trackers,
         guards=Guards(trainer.guards, None),
         batch_dump=build_batch_dump(trainer),
-        profiles=build_profiles(base),
+        step_profiler=build_profiles(base),
     )
 
 
@@ -135,7 +144,9 @@ def build_generator(
     generator = cfg.generator
     sampling_params = parse_sampling_params(generator.eval_sampling_params if evaluation else generator.sampling_params)
     settings = RolloutSettings(
-        sampling_params=with_stop_token(sampling_params, find_end_of_turn_token(tokenizer, generator.chat_template_kwargs)),
+        sampling_params=with_stop_token(
+            sampling_params, find_end_of_turn_token(tokenizer, generator.chat_template_kwargs)
+        ),
         n_samples_per_prompt=generator.eval_n_samples_per_prompt if evaluation else generator.n_samples_per_prompt,
         seed=cfg.trainer.seed,
         max_input_length=generator.max_input_length,
@@ -217,14 +228,20 @@ def _curriculum(data: DataConfig) -> Curriculum | None:
     return Curriculum(settings.min_pass_rate, settings.max_pass_rate)
 
 
-def build_reward_model_scorer(cfg: Config, generator: Any, model: RewardModel | None, first_rollout_logger: FirstRolloutLogger) -> RewardModelScorer:
+def build_reward_model_scorer(
+    cfg: Config, generator: Any, model: RewardModel | None, first_rollout_logger: FirstRolloutLogger
+) -> RewardModelScorer:
     """The generator's rollouts, scored by the reward model if there is one."""
     judge = None if model is None else model.score
-    return RewardModelScorer(generator.rollout, score_fn=judge, coef=cfg.trainer.reward.coef, first=first_rollout_logger)
+    return RewardModelScorer(
+        generator.rollout, score_fn=judge, coef=cfg.trainer.reward.coef, first=first_rollout_logger
+    )
 
 
 def build_first_rollout_logger() -> FirstRolloutLogger:
-    return FirstRolloutLogger(lambda item, seconds: print_status("first rollout", redact(rollout_line(sample_row(item), seconds))))
+    return FirstRolloutLogger(
+        lambda item, seconds: print_status("first rollout", redact(rollout_line(sample_row(item), seconds)))
+    )
 
 
 def build_evaluator(
@@ -238,7 +255,9 @@ def build_evaluator(
     dump_to = resolve_local_folder(cfg.trainer.export_path) / "dumped_evals" if cfg.trainer.dump_eval_results else None
     ahead = cfg.trainer.fully_async.enabled
     return Evaluator(
-        build_reward_model_scorer(cfg, generator, running.reward_model, first_rollout_logger or build_first_rollout_logger()),
+        build_reward_model_scorer(
+            cfg, generator, running.reward_model, first_rollout_logger or build_first_rollout_logger()
+        ),
         dataset.prompts,
         cfg.trainer.eval_batch_size,
         dump_to,
@@ -285,7 +304,9 @@ def build_profiles(base: RunResources, client: EngineClient | None = None) -> St
 
     with_engines = generator.backend == "transformers" and generator.run_engines_locally
     if client is not None and trainer.profile_steps and not with_engines:
-        print_status("profile", f"the trainer's ranks alone: engines of {generator.backend} have profilers of their own")
+        print_status(
+            "profile", f"the trainer's ranks alone: engines of {generator.backend} have profilers of their own"
+        )
     return StepProfiler(trainer.profile_steps, base.folder / "profiles", profiled)
 
 

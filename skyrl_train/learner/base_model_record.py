@@ -48,7 +48,9 @@ class BaseModelRecord:
         return cls(hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16], lora)
 
 
-def tensor_fingerprints(model: PreTrainedModel, pretrained: PretrainedWeights, rank: int, world_size: int) -> dict[str, str]:
+def tensor_fingerprints(
+    model: PreTrainedModel, pretrained: PretrainedWeights, rank: int, world_size: int
+) -> dict[str, str]:
     """Return dtype, shape and fingerprint by tensor name, for every `world_size`-th tensor of a model.
 
     The ranks share out the tensors, so together they read the weights once more than loading does.

@@ -53,7 +53,9 @@ class UpdatePlan:
     def build_arguments(self, shard: TrainBatch, found: dict[str, NDArray[Any]]) -> tuple[MiniBatch]:
         whole, ends = shard.with_arrays(found), accumulate(self.sizes, initial=0)
         passes = [whole.select(range(start, stop), copy=False) for start, stop in pairwise(ends)]
-        return (MiniBatch(passes, self.num_micro_batches, self.num_loss_tokens, self.share_prompts, self.logprob_indices),)
+        return (
+            MiniBatch(passes, self.num_micro_batches, self.num_loss_tokens, self.share_prompts, self.logprob_indices),
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,13 @@ class ShardedBatch:
     So a row is scored by the part that updates on it.
     """
 
-    def __init__(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]], data_parallel_size: int, limits: MicroBatchLimits):
+    def __init__(
+        self,
+        batch: TrainBatch,
+        mini_batches: Sequence[Sequence[int]],
+        data_parallel_size: int,
+        limits: MicroBatchLimits,
+    ):
         """`mini_batches`: rows. `limits`: of the passes of updates."""
         self._batch = batch.select_logprob_inputs()
         self._data_parallel_size = data_parallel_size
@@ -105,7 +113,9 @@ class ShardedBatch:
             # Or the part that has the longest sequences of each mini-batch would hold up a score of all of them.
             busiest_first = sorted(range(data_parallel_size), key=lambda part: -loads[part])
             least_first = sorted(range(data_parallel_size), key=lambda part: tokens[part])
-            given = dict(zip(busiest_first, least_first, strict=True)) if self.mini_batches else range(data_parallel_size)
+            given = (
+                dict(zip(busiest_first, least_first, strict=True)) if self.mini_batches else range(data_parallel_size)
+            )
             loads = [load + tokens[given[part]] for part, load in enumerate(loads)]
             divided = [passes[given[part]] for part in range(data_parallel_size)]
             self.mini_batches.append(ShardedMiniBatch(list(rows), divided, share))
@@ -152,7 +162,11 @@ class ShardedBatch:
         arguments = []
         for part, passes in enumerate(shards.micro_batches):
             found = mini_batch.to_arrays(shards.rows_of(part), without=LOGPROB_INPUT_FIELDS)
-            places = [[place for place, row in enumerate(one) if row in logprob_rows] for one in passes] if logprob_rows else None
+            places = (
+                [[place for place, row in enumerate(one) if row in logprob_rows] for one in passes]
+                if logprob_rows
+                else None
+            )
             plan = UpdatePlan([len(one) for one in passes], count, tokens, shards.share_prompts, places)
             arguments.append(StoredCall([stored[part], store(found)], plan))
         return arguments
@@ -203,7 +217,9 @@ def should_share_prompts(batch: TrainBatch, limits: MicroBatchLimits) -> bool:
     return repeated >= MIN_SHARED_FRACTION * len(batch.input_ids)
 
 
-def split_into_micro_batches(batch: TrainBatch, ranks: int, limits: MicroBatchLimits, share: bool) -> list[list[list[int]]]:
+def split_into_micro_batches(
+    batch: TrainBatch, ranks: int, limits: MicroBatchLimits, share: bool
+) -> list[list[list[int]]]:
     """[rank][pass][row]: the sequences with tokens to score, balanced over ranks by cost, longest first.
 
     With `share`, sequences of one prompt are put into the same pass if possible: each pass runs a prompt once.

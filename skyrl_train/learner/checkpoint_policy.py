@@ -18,14 +18,19 @@ from transformers import AutoTokenizer, PreTrainedModel
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.errors import CheckpointError, DataError
-from skyrl_train.learner.base_model_record import BaseModelRecord, LoraRecord, check_same_base_model, tensor_fingerprints
+from skyrl_train.learner.base_model_record import (
+    BaseModelRecord,
+    LoraRecord,
+    check_same_base_model,
+    tensor_fingerprints,
+)
 from skyrl_train.models.composite import get_auto_class, get_checkpoint_config, get_composite, get_multimodal_token_ids
-from skyrl_train.models.temporary_weights import temporarily_materialized
 from skyrl_train.models.loading import POLICY_PATH_KEY, get_max_positions, open_causal_lm
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.lora import LoraAdapters, get_adapter_state_dict, load_peft_adapter
 from skyrl_train.models.pretrained_weights import ALL_ROWS, PretrainedWeights
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
-from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.temporary_weights import temporarily_materialized
 from skyrl_train.storage.download_cache import local_copy
 from skyrl_train.strategies.checkpoint_shards import CheckpointReader, ParameterSlice, open_shards
 
@@ -39,7 +44,9 @@ class CheckpointPolicy:
     Frozen parameters are those of the model that the run started from, rounded as the run has rounded them.
     """
 
-    def __init__(self, model: PreTrainedModel, pretrained: PretrainedWeights, reader: CheckpointReader, trainer: TrainerConfig):
+    def __init__(
+        self, model: PreTrainedModel, pretrained: PretrainedWeights, reader: CheckpointReader, trainer: TrainerConfig
+    ):
         """`model`: on the meta device, `saved`: what its parameters were at the start, `reader`: the checkpoint.
 
         Raises CheckpointError if the checkpoint is of another model, ConfigError as TokenScorer and Adapters do.
@@ -106,7 +113,7 @@ class CheckpointPolicy:
                 position_ids=torch.arange(length).repeat(count),
                 offsets=torch.arange(count + 1) * length,
                 temperature=torch.ones(count),
-                score_mask=mask.reshape(-1),
+                target_mask=mask.reshape(-1),
             )
         logprobs: Tensor = scores.logprobs.view(count, length)[:, 1:]
         return logprobs
@@ -115,7 +122,9 @@ class CheckpointPolicy:
 class _CheckpointWeights:
     """The parameters that a checkpoint has, and those of the start where it has none: read as SavedWeights are."""
 
-    def __init__(self, reader: CheckpointReader, slices: dict[str, ParameterSlice], start: PretrainedWeights, frozen: torch.dtype):
+    def __init__(
+        self, reader: CheckpointReader, slices: dict[str, ParameterSlice], start: PretrainedWeights, frozen: torch.dtype
+    ):
         self._reader = reader
         self._slices = slices
         self._start = start
@@ -201,7 +210,7 @@ def verify_model(policy: CheckpointPolicy, folder: Path, dtype: torch.dtype) -> 
     names = {} if composite is None else composite.tensor_names
     expected = ((names.get(name, name), tensor) for name, tensor in policy.merged(dtype))
     agreement = _verify_logprobs(policy, folder, model, _count_equal_tensors(folder, loaded, expected), dtype)
-    return replace(agreement, from_base=policy.adapters is not None and not policy.base_is_verified)
+    return replace(agreement, base_is_unrecorded=policy.adapters is not None and not policy.base_is_verified)
 
 
 def verify_adapter(policy: CheckpointPolicy, folder: Path, base: str) -> ExportVerification:
@@ -253,7 +262,9 @@ def _count_equal_tensors(folder: Path, loaded: dict[str, Tensor], expected: Iter
 
 
 @torch.no_grad()
-def _verify_logprobs(policy: CheckpointPolicy, folder: Path, model: Any, num_tensors: int, dtype: torch.dtype) -> ExportVerification:
+def _verify_logprobs(
+    policy: CheckpointPolicy, folder: Path, model: Any, num_tensors: int, dtype: torch.dtype
+) -> ExportVerification:
     longest = min(_TOKENS, get_max_positions(model) or _TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(policy.config.get_text_config().vocab_size, (_SEQUENCES, longest), generator=generator)

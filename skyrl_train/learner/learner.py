@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.aio import gather_all
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.algorithms.value_objective import explained_variance
 from skyrl_train.cluster.actors import ActorProxy
 from skyrl_train.cluster.stack_dumps import ProcessStack, collect_stacks
 from skyrl_train.data.batch import SFTExample, TrainBatch, collate_sft_examples
 from skyrl_train.errors import ConfigError, DeadlineExceeded, SkyRLError, WeightSyncError, WorkerDied
-from skyrl_train.learner.batch_sharding import ShardedMiniBatch, MicroBatchLimits, ShardedBatch, StoredCall
+from skyrl_train.learner.batch_sharding import MicroBatchLimits, ShardedBatch, ShardedMiniBatch, StoredCall
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.metrics import Metrics
-from skyrl_train.aio import gather_all
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +40,12 @@ RESPONSE_TIMEOUT_S = 30.0
 class WorkerGroup:
     """N workers behind one interface: every call goes to all of them, results come in rank order.
 
-    A worker is any object whose methods are coroutines: a `cluster.actors.Remote` or a `LocalWorker`.
+    A worker is any object whose methods are coroutines: a `cluster.actors.ActorProxy` or a `LocalWorker`.
     """
 
-    def __init__(self, workers: Sequence[Any], parallel_size: int = 1, failure_detection_s: float = FAILURE_DETECTION_S):
+    def __init__(
+        self, workers: Sequence[Any], parallel_size: int = 1, failure_detection_s: float = FAILURE_DETECTION_S
+    ):
         """`parallel_size`: number of neighbouring ranks that form one parallel group and share every micro-batch.
 
         `death_known_s`: how much sooner its peers may know that a rank died than the driver does.
@@ -83,7 +85,7 @@ class WorkerGroup:
             for rank, worker in enumerate(self.workers):
                 args = args_per_dp_rank[rank // neighbours]
                 if isinstance(args, StoredCall):
-                    call = worker.call_stored(method, args.plan, args.values)
+                    call = worker.call_with_refs(method, args.plan, args.values)
                 else:
                     call = getattr(worker, method)(*args)
                 calls.append(asyncio.ensure_future(call))
@@ -128,12 +130,12 @@ class LocalWorker:
         self.worker = worker
 
     def put(self, value: Any) -> Any:
-        """See Remote.store; here it is where it is read."""
+        """See ActorProxy.put; here it is where it is read."""
         return value
 
     async def call_with_refs(self, method: str, plan: Any, refs: Sequence[Any]) -> Any:
-        """See Remote.call_stored."""
-        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*plan.arguments(*refs)))
+        """See ActorProxy.call_with_refs."""
+        return await asyncio.to_thread(lambda: getattr(self.worker, method)(*plan.build_arguments(*refs)))
 
     def __getattr__(self, method: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -278,7 +280,12 @@ class Learner:
         return (await self._token_results(group, batch, "forward", await self._shards(group, batch)))[0]
 
     async def _token_results(
-        self, group: WorkerGroup, batch: TrainBatch, method: str, shards: ShardedBatch, only: ShardedMiniBatch | None = None
+        self,
+        group: WorkerGroup,
+        batch: TrainBatch,
+        method: str,
+        shards: ShardedBatch,
+        only: ShardedMiniBatch | None = None,
     ) -> list[Tensor]:
         """What a method of the ranks says of each token: tensors [T, ...]. `only`: the batch is this mini-batch.
 
@@ -302,10 +309,14 @@ class Learner:
         self._sharded_batches = known
         return known[key]
 
-    def _shard_batch(self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]) -> ShardedBatch:
+    def _shard_batch(
+        self, group: WorkerGroup, batch: TrainBatch, mini_batches: Sequence[Sequence[int]]
+    ) -> ShardedBatch:
         if group is not self.policy:
             batch = batch.with_tokens(routing=None)  # other models have other experts
-        return ShardedBatch(batch, mini_batches, group.data_parallel_size, self._limits(self.sizes.micro_train_batch_size_per_gpu))
+        return ShardedBatch(
+            batch, mini_batches, group.data_parallel_size, self._limits(self.sizes.micro_train_batch_size_per_gpu)
+        )
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take all optimizer steps of a training step; returns metrics averaged exactly over tokens and ranks.
@@ -353,9 +364,13 @@ class Learner:
             self.optimizer_progress = index, len(steps)
             mini_batch = await asyncio.to_thread(_mini_batch, batch, one.rows, self.reduction)
             if self.token_selector is not None:
-                mini_batch = await self._with_selected_tokens(mini_batch, self.token_selector, shards, one, first=index == 0)
+                mini_batch = await self._with_selected_tokens(
+                    mini_batch, self.token_selector, shards, one, first=index == 0
+                )
             wanted = {place for place, row in enumerate(one.rows) if tells and row < self.num_sequences_with_logprobs}
-            told = await self._optimizer_step(self.policy, shards, one, mini_batch.select_update_inputs("policy"), metrics, wanted)
+            told = await self._optimizer_step(
+                self.policy, shards, one, mini_batch.select_update_inputs("policy"), metrics, wanted
+            )
             if told is not None:
                 self.update_logprobs = _scatter_tokens(batch, [[one.rows]], [[told]])[0]
             if index + len(shards.mini_batches) >= len(steps):
@@ -402,7 +417,13 @@ class Learner:
         return _scatter_tokens(mini_batch, chosen, [[state["logprobs"]] for state in states[:: group.parallel_size]])[0]
 
     async def _with_selected_tokens(
-        self, mini_batch: TrainBatch, token_selector: TokenSelector, shards: ShardedBatch, one: ShardedMiniBatch, *, first: bool
+        self,
+        mini_batch: TrainBatch,
+        token_selector: TokenSelector,
+        shards: ShardedBatch,
+        one: ShardedMiniBatch,
+        *,
+        first: bool,
     ) -> TrainBatch:
         """Select the tokens that the loss treats specially, using the policy as it is before this optimizer step."""
         old, advantages = mini_batch.old_logprobs, mini_batch.token_advantages
@@ -422,7 +443,9 @@ class Learner:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await gather_all(group.call_all("ping") for group in self.trained.values() if not group.num_running_calls)
+                await gather_all(
+                    group.call_all("ping") for group in self.trained.values() if not group.num_running_calls
+                )
         except (SkyRLError, TimeoutError):
             return False
         return True

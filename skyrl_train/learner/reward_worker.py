@@ -22,7 +22,7 @@ from skyrl_train.errors import (
     RewardModelLost,
     WorkerDied,
 )
-from skyrl_train.models.loading import REWARD_PATH_KEY, load_reward_model, load_tokenizer, get_max_positions
+from skyrl_train.models.loading import REWARD_PATH_KEY, get_max_positions, load_reward_model, load_tokenizer
 
 Score = float | EnvironmentFailure
 """The reward of a conversation, or the reason why it has none."""
@@ -81,7 +81,7 @@ class RewardWorker:
 class RewardModel:
     """One interface to all replicas: a call goes to the first free replica, and each runs one call at a time.
 
-    A replica is any object whose methods are coroutines, such as a `cluster.actors.Remote`. Waiting for a free replica
+    A replica is any object whose methods are coroutines, such as a `cluster.actors.ActorProxy`. Waiting for a free replica
     does not count towards the deadline of a call. Once a replica is lost, all calls that wait for one fail.
 
     consumes: conversations · produces: scores · waits for: a free replica, then its call · unblocked by: the deadline
@@ -96,7 +96,7 @@ class RewardModel:
 
     async def setup(self, deadline_s: float) -> None:
         """Load all replicas. Raises DeadlineExceeded naming a replica that takes longer than `deadline_s`."""
-        await asyncio.gather(*(replica.call_within(deadline_s, "setup") for replica in self.replicas))
+        await asyncio.gather(*(replica.call_with_deadline(deadline_s, "setup") for replica in self.replicas))
 
     async def score(self, conversations: Sequence[Sequence[Message]]) -> list[Score]:
         """See RewardWorker.score. Raises RewardModelLost naming the replica that died or did not answer."""

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.value_objective import ValueObjective
-from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
-from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
-from skyrl_train.config.locations import strip_file_scheme
-from skyrl_train.data.batch import TrainBatch
 from skyrl_train.atomic_files import FileDigest
+from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
+from skyrl_train.config.locations import strip_file_scheme
+from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.base_model_record import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.compiled_layers import compile_layers
@@ -32,21 +32,21 @@ from skyrl_train.models.composite import get_checkpoint_config
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.export import export_adapter, export_hf
 from skyrl_train.models.loading import POLICY_PATH_KEY, load_tokenizer, open_causal_lm
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.lora import LoraAdapters
-from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.pretrained_weights import PretrainedWeights
+from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.sharded_tensor import ShardedTensor
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.registry import load_object
 from skyrl_train.report.profiling import MemorySnapshotRecorder, Profiler, peak_memory
 from skyrl_train.strategies.base import LearningRates
 from skyrl_train.strategies.process_group import close_process_group, init_process_group, make_subgroups
-from skyrl_train.weight_sync.sender import LoraModel, WeightSenderMixin, WeightSender
 from skyrl_train.weight_sync.protocol import AdapterSpec
+from skyrl_train.weight_sync.sender import LoraModel, WeightSender, WeightSenderMixin
 
 Objective = PolicyObjective | ValueObjective | SFTObjective
 """Turns scored tokens into a loss, whose gradient is summed over micro-batches and ranks."""
@@ -245,7 +245,7 @@ class LearnerWorker(WeightSenderMixin):
             rank=self.rank,
             weight_sync_only_changed=spec.weight_sync_only_changed,
             lora_model=self._adapted_model(),
-            num_optimizer_steps=lambda: self.strategy.updates,
+            num_optimizer_steps=lambda: self.strategy.num_updates,
             device=spec.device,
             all_reduce_sum=self._sum_over_ranks,
         )
@@ -302,12 +302,14 @@ class LearnerWorker(WeightSenderMixin):
         self.module.eval()
         parts, choices = [torch.zeros(0)], [torch.zeros(0, *self.routers.num_layers_and_top_k, dtype=torch.int16)]
         with torch.no_grad():
-            for batch, repeated, is_filler in self._padded_micro_batches(micro_batches, num_micro_batches, share_prompts):
+            for batch, repeated, is_filler in self._padded_micro_batches(
+                micro_batches, num_micro_batches, share_prompts
+            ):
                 scored, _ = self._run_model(batch, repeated, compute_entropy=False)
                 if not is_filler:
                     parts.append(scored.float().cpu())
-                    if self.module.choices is not None:
-                        choices.append(self.module.choices.cpu())
+                    if self.module.routed_experts is not None:
+                        choices.append(self.module.routed_experts.cpu())
         self._free_transient_memory()
         return torch.cat(parts), torch.cat(choices)
 
@@ -328,7 +330,7 @@ class LearnerWorker(WeightSenderMixin):
         metrics = Metrics()
         self.module.train()
         self.routers.reset_load_metrics()
-        self.module.balance_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.num_loss_tokens)
+        self.module.router_aux_loss_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.num_loss_tokens)
         count = mini_batch.num_micro_batches
         passes = self._padded_micro_batches(mini_batch.micro_batches, count, mini_batch.share_prompts)
         wanted, told = mini_batch.logprob_indices, [torch.zeros(0)]
@@ -341,9 +343,9 @@ class LearnerWorker(WeightSenderMixin):
                     told += [scored.detach()[ends[place] : ends[place + 1]] for place in wanted[index]]
                 counted = Metrics() if is_filler or repeats else metrics
                 loss = self.spec.objective(batch, scored, entropy, mini_batch.num_loss_tokens, counted)
-                self.strategy.backward(loss, last=index == count - 1)
+                self.strategy.backward(loss, is_last_micro_batch=index == count - 1)
         finally:  # a pass without gradient has no such loss
-            self.module.balance_weight, self.routers.loss_inputs = 0.0, None
+            self.module.router_aux_loss_weight, self.routers.loss_inputs = 0.0, None
         role = "policy" if self.spec.value_head_prefix is None else "critic"
         for name, value in self.strategy.step().items():
             metrics.add(f"{role}/{name}", value)
@@ -357,14 +359,14 @@ class LearnerWorker(WeightSenderMixin):
 
     def _free_transient_memory(self) -> None:
         if self.spec.shares_accelerator:
-            self.strategy.rest()
+            self.strategy.free_transient_memory()
 
     def save(self, folder: str, in_background: bool = False) -> None:
         """Save this rank's part of weights and optimizer. There is no other state: updates are not random.
 
         `in_background`: returns with a copy of them in memory, which a thread writes while this rank goes on.
         """
-        shard = self.strategy.shard(copied=in_background)
+        shard = self.strategy.get_checkpoint_shard(copy=in_background)
         self._writing = self._writer.submit(shard.write, Path(folder))
         if not in_background:
             self._writing.result()
@@ -405,7 +407,7 @@ class LearnerWorker(WeightSenderMixin):
             OSError: The disk is full. All ranks can take the next call then.
         """
         adapters: dict[str, Tensor] = {}
-        tensors = chain(self.full_parameters(adapters), self.module.saved_buffers())
+        tensors = chain(self.full_parameters(adapters), self.module.persistent_buffers())
         try:
             if self.rank == 0:
                 self._write(tensors, adapters, Path(folder), chat_template)
@@ -421,7 +423,9 @@ class LearnerWorker(WeightSenderMixin):
         tokenizer = load_tokenizer(base, chat_template=template)
         export_hf(self._hf_config, tensors, tokenizer, folder, base=base)
         if self.adapters is not None:
-            self.adapters.config.base_model_name_or_path = strip_file_scheme(base)  # of an address not this machine's copy
+            self.adapters.config.base_model_name_or_path = strip_file_scheme(
+                base
+            )  # of an address not this machine's copy
             export_adapter(self.adapters, adapters, tokenizer, folder / "adapter", base=base)
 
     def ping(self) -> None:
@@ -443,7 +447,7 @@ class LearnerWorker(WeightSenderMixin):
         self.strategy.onload()
 
     def onload_parameters_only(self) -> None:
-        self.strategy.keep_parameters()
+        self.strategy.onload_parameters_only()
 
     def close(self) -> None:
         self._writer.shutdown()
@@ -463,16 +467,18 @@ class LearnerWorker(WeightSenderMixin):
         for _ in range(count - len(micro_batches)):
             yield filler_batch().to(self.spec.device), None, True
 
-    def _run_model(self, batch: TrainBatch, shared_prompt_lengths: Tensor | None, compute_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _run_model(
+        self, batch: TrainBatch, shared_prompt_lengths: Tensor | None, compute_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         return self.module(
             input_ids=batch.input_ids.long(),
             position_ids=batch.position_ids,
             offsets=batch.offsets,
             temperature=batch.temperature,
-            score_mask=batch.loss_mask,
-            wants_entropy=compute_entropy,
-            repeated=shared_prompt_lengths,
-            routing=batch.routing if self.spec.moe_routing_replay else None,
+            target_mask=batch.loss_mask,
+            compute_entropy=compute_entropy,
+            shared_prompt_lengths=shared_prompt_lengths,
+            replayed_experts=batch.routing if self.spec.moe_routing_replay else None,
         )
 
 

@@ -29,7 +29,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.padding_free import LastHiddenStateOutput, OperationRecorder, set_base_model_prefix, pass_windows_as_masks
+from skyrl_train.models.padding_free import (
+    LastHiddenStateOutput,
+    OperationRecorder,
+    pass_windows_as_masks,
+    set_base_model_prefix,
+)
 
 _ATTRIBUTE = "skyrl_composite"
 _NOT_AS_TEXT = {
@@ -130,7 +135,9 @@ def build_meta_composite(config: PreTrainedConfig, dtype: torch.dtype) -> PreTra
     return model
 
 
-def build_text_model(composite: PreTrainedModel, dtype: torch.dtype, attn_implementation: str | None = "eager") -> PreTrainedModel:
+def build_text_model(
+    composite: PreTrainedModel, dtype: torch.dtype, attn_implementation: str | None = "eager"
+) -> PreTrainedModel:
     """Return the language model of a composite, with its head, on the meta device.
 
     Args:

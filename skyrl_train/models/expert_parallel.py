@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.parameter_shards import ParameterShard, shard_parameters, match_plan_styles
-from skyrl_train.models.ragged_attention import deterministic_index_select
 from skyrl_train.models.parallel_group import ParallelGroup
+from skyrl_train.models.parameter_shards import ParameterShard, match_plan_styles, shard_parameters
+from skyrl_train.models.ragged_attention import deterministic_index_select
 
 _EXPERTS, _BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
 

@@ -27,11 +27,11 @@ from transformers.utils import (
 from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.models.composite import get_composite
 from skyrl_train.models.loading import (
-    to_checkpoint_tensors,
-    contains_tied_pair,
     build_meta_model,
+    contains_tied_pair,
     open_pretrained_weights,
     set_config_dtype,
+    to_checkpoint_tensors,
     untie_head,
 )
 from skyrl_train.models.lora import LoraAdapters

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, split_slices, compute_logits
+from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, compute_logits, split_slices
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Below every logit, and finite: a difference of two infinities is not a number."""
@@ -98,7 +98,9 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
     temperature, d_logprob = tl.load(temperature_ptr + row), tl.load(d_logprobs_ptr + row)
-    shaped = _transform_logits(tl.load(raw_ptr + row * vocabulary + columns, mask=inside, other=0.0), factor, softcap, CAPPED)
+    shaped = _transform_logits(
+        tl.load(raw_ptr + row * vocabulary + columns, mask=inside, other=0.0), factor, softcap, CAPPED
+    )
     logs = shaped / temperature - tl.load(logsumexp_ptr + row)
     spread = d_logprob + tl.load(d_entropy_ptr + row) * (logs + tl.load(entropy_ptr + row))
     gradient = -tl.exp(logs) * spread
@@ -174,7 +176,7 @@ class _FusedLogprobs(torch.autograd.Function):
         cached_chunks: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.chunk_rows = transform, chunk_rows
+        ctx.transform, ctx.chunk_rows = transform, chunk_rows
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
         states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         logprobs, entropy, logsumexp = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
@@ -212,7 +214,7 @@ class _FusedLogprobs(torch.autograd.Function):
             narrow = torch.empty_like(logits, dtype=states.dtype) if narrow is None else narrow
             gradient = narrow[: len(logits)]
             rows = (targets, temperature, entropy, logsumexp, *ds)
-            _launch_gradient_kernel(logits, [row[chunk] for row in rows], ctx.shape, gradient)
+            _launch_gradient_kernel(logits, [row[chunk] for row in rows], ctx.transform, gradient)
             if d_hidden is not None:
                 torch.mm(gradient, rows_of_weight, out=d_hidden[chunk])
             if d_weight is not None:

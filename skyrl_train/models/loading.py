@@ -25,9 +25,9 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from skyrl_train.config.locations import is_uri, is_relative_name, strip_file_scheme
+from skyrl_train.config.locations import is_relative_name, is_uri, strip_file_scheme
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.composite import get_composite, build_meta_composite, is_composite, build_text_model
+from skyrl_train.models.composite import build_meta_composite, build_text_model, get_composite, is_composite
 from skyrl_train.models.padding_free import set_base_model_prefix
 from skyrl_train.models.pretrained_weights import PretrainedWeights, materialize_buffers, tie_equal_weights
 from skyrl_train.storage.download_cache import local_copy
@@ -315,7 +315,7 @@ def load_meta_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_meta_model_as_served(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of `meta_model` as the weights at `path` are: see `has_separate_head`."""
+    """Return the model of `meta_model` as the weights at `path` are: see `has_untied_head`."""
     config = load_config(path)
     if has_untied_head(path):
         untie_head(config)

@@ -13,18 +13,24 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
-from skyrl_train.models.temporary_weights import temporarily_materialized
 from skyrl_train.models.logits import LogitTransform
-from skyrl_train.models.padding_free import LastHiddenStateOutput, OperationRecorder, patch_model, check_padding_free, is_meta_value_error
-from skyrl_train.models.ragged_model import (
-    RaggedModel,
-    verify_and_shard,
-    is_close,
-    get_lm_head,
+from skyrl_train.models.padding_free import (
+    LastHiddenStateOutput,
+    OperationRecorder,
+    check_padding_free,
+    is_meta_value_error,
+    patch_model,
 )
 from skyrl_train.models.parallel_group import ParallelGroup
-from skyrl_train.models.sampled_logprobs import sampled_logprobs
 from skyrl_train.models.pretrained_weights import PretrainedWeights
+from skyrl_train.models.ragged_model import (
+    RaggedModel,
+    get_lm_head,
+    is_close,
+    verify_and_shard,
+)
+from skyrl_train.models.sampled_logprobs import sampled_logprobs
+from skyrl_train.models.temporary_weights import temporarily_materialized
 
 MIN_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Size of one chunk's float32 logits: a hundred rows of a vocabulary of 150,000 on a CPU; on a GPU at least four times
@@ -104,7 +110,9 @@ class LogprobModel(RaggedModel):
         Even if it is all False, the result has a (zero) gradient for every parameter: sharded models need the same
         backward on every rank.
         """
-        positions, hidden = self.hidden_before_targets(input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts)
+        positions, hidden = self.hidden_before_targets(
+            input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts
+        )
         sequence = torch.searchsorted(offsets, positions, right=True) - 1
         divisor = torch.where(temperature > 0, temperature, 1.0)[sequence]
         head: Any = self.model.get_output_embeddings()
@@ -120,7 +128,9 @@ class LogprobModel(RaggedModel):
             CACHED_CHUNKS[hidden.device.type],
         )
         logprobs = self.scatter_to_tokens(logprobs, positions, target_mask)
-        return TokenLogprobs(logprobs, self.scatter_to_tokens(entropy, positions, target_mask) if compute_entropy else None)
+        return TokenLogprobs(
+            logprobs, self.scatter_to_tokens(entropy, positions, target_mask) if compute_entropy else None
+        )
 
     def _chunk_rows(self, hidden: Tensor) -> int:
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else None

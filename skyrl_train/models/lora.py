@@ -25,7 +25,12 @@ from skyrl_train.models.composite import get_composite
 from skyrl_train.models.sharded_tensor import ShardedTensor
 
 ALL_LINEAR = "all-linear"
-BASE_LAYER_INFIX, LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = ".base_layer.", ".lora_", ".lora_A.default.weight", ".lora_B.default.weight"
+BASE_LAYER_INFIX, LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = (
+    ".base_layer.",
+    ".lora_",
+    ".lora_A.default.weight",
+    ".lora_B.default.weight",
+)
 """Parts of peft's names: of a layer's own parameters, of its adapter's, of A [rank, in], and of B [out, rank]."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -178,7 +183,12 @@ class LoraAdapters:
         The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
         """
         for name, tensor in parameters:
-            yield name.replace(BASE_LAYER_INFIX, ".").replace(LORA_A_SUFFIX, ".lora_A.weight").replace(LORA_B_SUFFIX, ".lora_B.weight"), tensor
+            yield (
+                name.replace(BASE_LAYER_INFIX, ".")
+                .replace(LORA_A_SUFFIX, ".lora_A.weight")
+                .replace(LORA_B_SUFFIX, ".lora_B.weight"),
+                tensor,
+            )
 
 
 def load_peft_adapter(model: PreTrainedModel, folder: Path) -> Any:

@@ -335,7 +335,7 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
 
 @contextmanager
 def pass_windows_as_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Within it `model` makes no masks but its windows (see windows.py), and an empty tensor for any other kind."""
+    """Within it `model` makes no masks but its windows (see sliding_windows.py), and an empty tensor for any other kind."""
     register_window_masks(_TRACED)
     configs = _configs(model)
     before = [(config, config._attn_implementation, config._experts_implementation) for config in configs]

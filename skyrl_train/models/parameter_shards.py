@@ -39,7 +39,9 @@ class ParameterShard:
         return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-def shard_parameters(group: ParallelGroup, path: str, module: nn.Module, dims: Mapping[str, int], blocks: int = 1) -> dict[str, ParameterShard]:
+def shard_parameters(
+    group: ParallelGroup, path: str, module: nn.Module, dims: Mapping[str, int], blocks: int = 1
+) -> dict[str, ParameterShard]:
     """Replace parameters of `module`, which is at `path`, by this rank's parts along `dims`; returns these by name.
 
     Raises ConfigError for a size that the number of ranks does not divide.

@@ -57,7 +57,9 @@ class Segments:
 
     def group_equal_lengths(self) -> list[tuple[int, int, int]]:
         """(number of stretches, their length, how many tokens they see) of runs of adjacent stretches of equal size."""
-        found = [(len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.attended_lengths, strict=True))]
+        found = [
+            (len(list(same)), *sizes) for sizes, same in groupby(zip(self.lengths, self.attended_lengths, strict=True))
+        ]
         return [(count, length, seen) for count, length, seen in found if length]
 
     def sort_by_length(self) -> tuple[Segments, Tensor]:
@@ -99,7 +101,10 @@ def ragged_attention(
     assert sum(segments.lengths) == len(query), f"offsets cover {sum(segments.lengths)} of {len(query)} tokens"
     options = _ScoreOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
     if segments.key_indices is not None:
-        key, value = deterministic_index_select(key, segments.key_indices), deterministic_index_select(value, segments.key_indices)
+        key, value = (
+            deterministic_index_select(key, segments.key_indices),
+            deterministic_index_select(value, segments.key_indices),
+        )
     kernel = get_flash_kernel(query, value, with_sinks=sinks is not None) if softcap is None else None
     if kernel is not None:
         of_keys = segments.offsets if segments.key_offsets is None else segments.key_offsets
@@ -243,7 +248,7 @@ def _attention_forward(
     """The function that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D].
 
     With `sequence_parallel`, T is the number of this rank's tokens, but `ragged_segments` covers those of all ranks.
-    An int as mask is the layer's window: see windows.py.
+    An int as mask is the layer's window: see sliding_windows.py.
     """
     check_attention_arguments(module, attention_mask, dropout, ragged_segments, position_bias)
     assert ragged_segments is not None

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
-from skyrl_train.models.temporary_weights import temporarily_materialized
 from skyrl_train.models.lora import BASE_LAYER_INFIX
-from skyrl_train.models.shared_prompts import SharedPromptLayout
-from skyrl_train.models.padding_free import patch_model, check_padding_free, get_rope_parameters
-from skyrl_train.models.parameter_shards import ParameterShard
-from skyrl_train.models.ragged_attention import RAGGED_ATTENTION_NAME, deterministic_index_select
+from skyrl_train.models.padding_free import check_padding_free, get_rope_parameters, patch_model
 from skyrl_train.models.parallel_group import ParallelGroup
-from skyrl_train.models.routing import RouterLossInputs, Routers
+from skyrl_train.models.parameter_shards import ParameterShard
 from skyrl_train.models.pretrained_weights import ALL_ROWS, PretrainedWeights
+from skyrl_train.models.ragged_attention import RAGGED_ATTENTION_NAME, deterministic_index_select
+from skyrl_train.models.routing import RouterLossInputs, Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
-from skyrl_train.models.tensor_parallel import TensorParallel
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 from skyrl_train.models.sliding_windows import max_plain_attention_length, shortened_windows
+from skyrl_train.models.temporary_weights import temporarily_materialized
+from skyrl_train.models.tensor_parallel import TensorParallel
 
 _CHECK_WINDOW = 4
 """Tokens that layers with a sliding window see in the check of a new model: fewer than its sequences have."""
@@ -158,7 +158,9 @@ class RaggedModel(nn.Module):
         if self.router_aux_loss_weight:
             self.routers.loss_inputs = self._router_loss_inputs(layout, offsets, target_mask)
         hidden = self._hidden_states(input_ids, position_ids, layout, self.sequence_parallel, replayed_experts)
-        self.routed_experts = self.routers.routed_experts()[layout.inverse_indices] if self.routers.record_routed_experts else None
+        self.routed_experts = (
+            self.routers.routed_experts()[layout.inverse_indices] if self.routers.record_routed_experts else None
+        )
         return positions, deterministic_index_select(hidden, places)
 
     def _router_loss_inputs(self, layout: SharedPromptLayout, offsets: Tensor, target_mask: Tensor) -> RouterLossInputs:
@@ -186,7 +188,11 @@ class RaggedModel(nn.Module):
         replayed_experts: Tensor | None = None,
     ) -> Tensor:
         """[c, hidden size] the last hidden states of the tokens of `packing` that this rank runs."""
-        tokens = layout.token_indices if parallel is None else layout.token_indices[parallel.local_slice(len(layout.token_indices))]
+        tokens = (
+            layout.token_indices
+            if parallel is None
+            else layout.token_indices[parallel.local_slice(len(layout.token_indices))]
+        )
         with self.routers.forward_pass(None if replayed_experts is None else replayed_experts[tokens]):
             output = self.model.base_model(
                 input_ids=input_ids[tokens].unsqueeze(0),
@@ -226,7 +232,9 @@ def _verify_and_shard(ragged_model: RaggedModel, compare_attention: bool) -> Non
     same = torch.arange(1, 10, device=parameter.device) % vocabulary
     ids = torch.cat([same, same[[3, 4]], same])
     places = torch.cat([torch.arange(length, device=parameter.device) for length in (9, 2, 9)])
-    layout = SharedPromptLayout.from_offsets(torch.tensor([0, 9, 11, 20], device=parameter.device), None, ragged_model._min_tokens)
+    layout = SharedPromptLayout.from_offsets(
+        torch.tensor([0, 9, 11, 20], device=parameter.device), None, ragged_model._min_tokens
+    )
     with torch.no_grad():
         computed = ragged_model._hidden_states(ids, places, layout, None)
     first, second = computed[layout.inverse_indices[:9]], computed[layout.inverse_indices[11:]]
@@ -250,7 +258,9 @@ def _verify_and_shard(ragged_model: RaggedModel, compare_attention: bool) -> Non
     for group in (ragged_model.tensor_parallel, ragged_model.expert_parallel):
         if group is not None:
             parts = group.shard_model(ragged_model.model)
-            ragged_model.parameter_shards |= {ragged_model.hf_name(f"model.{name}"): part for name, part in parts.items()}
+            ragged_model.parameter_shards |= {
+                ragged_model.hf_name(f"model.{name}"): part for name, part in parts.items()
+            }
     if ragged_model.sequence_parallel is not None:
         computed = computed[ragged_model.sequence_parallel.local_slice(len(computed))]
     message = (

@@ -59,7 +59,9 @@ class Routers:
         for layer, router in enumerate(self.modules):
             router.forward = self._routed(layer, router, router.forward)
 
-    def check_routers_supported(self, model: PreTrainedModel, moe_routing_replay: str | None, router_aux_loss_coef: float) -> None:
+    def check_routers_supported(
+        self, model: PreTrainedModel, moe_routing_replay: str | None, router_aux_loss_coef: float
+    ) -> None:
         """Raise ConfigError naming the key that needs routers, if `model` has none that are known here."""
         if (moe_routing_replay or router_aux_loss_coef) and not self.modules:
             key = "trainer.moe_routing_replay" if moe_routing_replay else "trainer.algorithm.router_aux_loss_coef"
@@ -163,7 +165,9 @@ def router_aux_loss(affinity: Tensor, indices: Tensor, loss_inputs: RouterLossIn
     count, experts = len(loss_inputs.weights), affinity.shape[1]
     chosen = torch.zeros_like(affinity).scatter_(1, indices, 1.0)
     counts, sums = (
-        affinity.new_zeros(count, experts).index_add(0, loss_inputs.sequence_ids, deterministic_index_select(of_token, loss_inputs.token_indices))
+        affinity.new_zeros(count, experts).index_add(
+            0, loss_inputs.sequence_ids, deterministic_index_select(of_token, loss_inputs.token_indices)
+        )
         for of_token in (chosen, affinity)
     )
     choices = counts.sum(1, keepdim=True).clamp(min=1)

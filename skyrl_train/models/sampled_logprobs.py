@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, compute_logits, split_slices
 from skyrl_train.terminal import print_stderr
-from skyrl_train.models.logits import LogitTransform, accumulate_weight_grad, split_slices, compute_logits
 
 FusedLogprobs = Callable[..., tuple[Tensor, Tensor]]
 _TINY = torch.finfo(torch.float32).tiny
@@ -74,7 +74,7 @@ class _SampledLogprobs(torch.autograd.Function):
         cached_chunks: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.chunk_rows = transform, chunk_rows
+        ctx.transform, ctx.chunk_rows = transform, chunk_rows
         ctx.product_dtype = linear(hidden[:0], weight[:0]).dtype  # autocast may narrow it
         states, rows_of_weight = hidden.to(ctx.product_dtype), weight.to(ctx.product_dtype)
         scratch = _scratch(ctx, hidden, weight)
@@ -111,8 +111,8 @@ class _SampledLogprobs(torch.autograd.Function):
         scratch = _scratch(ctx, hidden, weight)
         for chunk, found in zip_longest(split_slices(len(hidden), ctx.chunk_rows), kept):
             if found is None:
-                logits = ctx.shape(compute_logits(states[chunk], rows_of_weight, bias, scratch))
-                capped = None if ctx.shape.softcap is None else logits.clone()
+                logits = ctx.transform(compute_logits(states[chunk], rows_of_weight, bias, scratch))
+                capped = None if ctx.transform.softcap is None else logits.clone()
                 if temperature is not None:
                     logits.div_(temperature[chunk])
                 logs = logits.sub_(logsumexp[chunk].unsqueeze(1))
@@ -129,7 +129,7 @@ class _SampledLogprobs(torch.autograd.Function):
             gradient.scatter_add_(1, chosen, d_logprobs[chunk].unsqueeze(1).to(gradient.dtype))
             if temperature is not None:
                 gradient.div_(temperature[chunk])
-            narrow = ctx.shape.backward_(gradient, capped).to(dtype)
+            narrow = ctx.transform.backward_(gradient, capped).to(dtype)
             if d_hidden is not None:
                 torch.mm(narrow, rows_of_weight, out=d_hidden[chunk])
             if d_weight is not None:
@@ -167,7 +167,9 @@ def _fused_kernel_of_device(device: torch.device) -> FusedLogprobs | None:
             fused(states, weight, target, weight[0, :1], LogitTransform(), 1)[0].sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever a compiler or a driver comes up with
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        print_stderr(f"note: log-probs on {device}: several passes over logits, as Triton does not work here ({reason})")
+        print_stderr(
+            f"note: log-probs on {device}: several passes over logits, as Triton does not work here ({reason})"
+        )
         return None
     print_stderr(f"note: log-probs on {device}: fused kernels")
     return fused

@@ -28,7 +28,9 @@ class SharedPromptLayout:
     """[T] int64: index of each token of the batch in `tokens`."""
 
     @classmethod
-    def from_offsets(cls, offsets: Tensor, shared_prompt_lengths: Tensor | None, min_tokens: int = 1) -> SharedPromptLayout:
+    def from_offsets(
+        cls, offsets: Tensor, shared_prompt_lengths: Tensor | None, min_tokens: int = 1
+    ) -> SharedPromptLayout:
         """The packing of sequences with offsets [B+1].
 
         `repeated` [B]: how many first tokens each sequence has in common with the one before it: 0, or as many as its
@@ -40,7 +42,11 @@ class SharedPromptLayout:
             missing = min_tokens - count + (0 if shared_prompt_lengths is None else int(shared_prompt_lengths.sum()))
             if missing > 0:
                 more = torch.arange(1, missing + 1, device=offsets.device)
-                alone = None if shared_prompt_lengths is None else torch.cat([shared_prompt_lengths, shared_prompt_lengths.new_zeros(missing)])
+                alone = (
+                    None
+                    if shared_prompt_lengths is None
+                    else torch.cat([shared_prompt_lengths, shared_prompt_lengths.new_zeros(missing)])
+                )
                 full = cls.from_offsets(torch.cat([offsets, offsets[-1] + more]), alone)
                 return cls(full.segments, full.token_indices.clamp(max=count - 1), full.inverse_indices[:count])
         if shared_prompt_lengths is None or not bool(shared_prompt_lengths.any()):
@@ -57,7 +63,9 @@ def _share_prompts(offsets: Tensor, shared_prompt_lengths: Tensor, device: torch
     rows = torch.arange(len(starts))
     roots = torch.where(shared_prompt_lengths == 0, rows, 0).cummax(0).values
     following = torch.cat([shared_prompt_lengths[1:], shared_prompt_lengths.new_zeros(1)])
-    prefix = torch.where(shared_prompt_lengths > 0, shared_prompt_lengths, following)  # [B] what a sequence shares with any neighbour
+    prefix = torch.where(
+        shared_prompt_lengths > 0, shared_prompt_lengths, following
+    )  # [B] what a sequence shares with any neighbour
     same = (shared_prompt_lengths[1:] == 0) | (shared_prompt_lengths[1:] == prefix[:-1])
     assert bool(same.all()), "neighbours share different numbers of tokens"
 
@@ -75,7 +83,9 @@ def _share_prompts(offsets: Tensor, shared_prompt_lengths: Tensor, device: torch
     places = torch.empty(int(offsets[-1]), dtype=torch.int64)
     places[tokens] = torch.arange(len(tokens))
     copies = shared_prompt_lengths > 0
-    places[concat_aranges(starts[copies], prefix[copies])] = places[concat_aranges(starts[roots[copies]], prefix[copies])]
+    places[concat_aranges(starts[copies], prefix[copies])] = places[
+        concat_aranges(starts[roots[copies]], prefix[copies])
+    ]
 
     own = stretch_offsets[:-1]
     rank_of = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))  # stretch -> its place in order

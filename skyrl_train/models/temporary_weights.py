@@ -17,7 +17,7 @@ def temporarily_materialized(ragged_model: Any) -> Iterator[None]:
     Tensors that are saved in the model's dtype are used where the file is mapped, and so are all embeddings and heads,
     which may be most of a model: they compute in the file's dtype.
     """
-    if ragged_model.saved is None:
+    if ragged_model.pretrained is None:
         yield
         return
     dtype, layers = ragged_model.model.dtype, ragged_model.decoder_layers()
@@ -27,7 +27,7 @@ def temporarily_materialized(ragged_model: Any) -> Iterator[None]:
     with ExitStack() as whole, ExitStack() as of_layer:
 
         def begin(layer: nn.Module, _args: Any, name: str) -> None:
-            of_layer.enter_context(_materialized(layer, ragged_model.read, name))
+            of_layer.enter_context(_materialized(layer, ragged_model.read_pretrained, name))
 
         for embedding in embeddings:
             whole.callback(embedding.register_forward_hook(lambda _module, _args, output: output.to(dtype)).remove)
@@ -36,7 +36,7 @@ def temporarily_materialized(ragged_model: Any) -> Iterator[None]:
                 hook = module.register_forward_pre_hook(lambda layer, args, name=name: begin(layer, args, name))
                 whole.callback(hook.remove)
                 whole.callback(module.register_forward_hook(lambda _module, _args, _output: of_layer.close()).remove)
-        whole.enter_context(_materialized(ragged_model, ragged_model.read, "", as_saved, of_layers))
+        whole.enter_context(_materialized(ragged_model, ragged_model.read_pretrained, "", as_saved, of_layers))
         yield
 
 

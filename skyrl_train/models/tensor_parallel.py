@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.layer_sizes import get_layer_sizes
-from skyrl_train.models.lora import LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX
-from skyrl_train.models.parameter_shards import ParameterShard, shard_parameters, is_layer_parameter, match_plan_styles
+from skyrl_train.models.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_INFIX
 from skyrl_train.models.parallel_group import ParallelGroup
+from skyrl_train.models.parameter_shards import ParameterShard, is_layer_parameter, match_plan_styles, shard_parameters
 
 _REPLICATED = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
@@ -69,7 +69,9 @@ class TensorParallel(ParallelGroup):
             return {}
         if style == "rowwise" and is_linear:
             base.forward = lambda features: linear(features, base.weight)
-            module.register_forward_hook(lambda _module, _args, output: self._with_bias(base, self._all_reduce_both_ways(output)))
+            module.register_forward_hook(
+                lambda _module, _args, output: self._with_bias(base, self._all_reduce_both_ways(output))
+            )
             return self._shard_linear(path, module, 1)
         if style == "colwise" and is_linear:
             return self._shard_linear(path, module, 0)
@@ -93,7 +95,9 @@ class TensorParallel(ParallelGroup):
         for name, parameter in [*module.named_parameters()]:
             if name.endswith(adapted[1:]) or (LORA_INFIX not in f".{name}" and (parameter.ndim > 1 or not dim)):
                 owner, _, own = name.rpartition(".")
-                parts |= shard_parameters(self, f"{path}.{owner}" if owner else path, module.get_submodule(owner), {own: dim})
+                parts |= shard_parameters(
+                    self, f"{path}.{owner}" if owner else path, module.get_submodule(owner), {own: dim}
+                )
         return parts
 
     def _check_heads(self, config: Any) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.models.expert_parallel import ExpertParallel
-from skyrl_train.models.ragged_model import RaggedModel, verify_and_shard, get_lm_head
 from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.pretrained_weights import PretrainedWeights
+from skyrl_train.models.ragged_model import RaggedModel, get_lm_head, verify_and_shard
 
 
 class ValueModel(RaggedModel):
@@ -65,7 +65,9 @@ class ValueModel(RaggedModel):
         The arguments are those of TokenScorer, but temperature is not used and wants_entropy must be False.
         """
         assert not compute_entropy, "a critic has no entropy"
-        positions, hidden = self.hidden_before_targets(input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts)
+        positions, hidden = self.hidden_before_targets(
+            input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts
+        )
         kind = torch.promote_types(hidden.dtype, torch.float32)
         values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # a matrix product would be autocast
         return self.scatter_to_tokens(values, positions, target_mask), None

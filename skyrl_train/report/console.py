@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
+from skyrl_train.terminal import escape_control_chars
 
 _log = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 240
@@ -94,9 +94,14 @@ class ConsoleTracker:
         if step != self._begun + 1 and step % self.console_samples_interval:
             return
         for row in rows[: self.console_samples]:
-            self._print(f"  prompt   {truncate_text(escape_control_chars(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim")
+            self._print(
+                f"  prompt   {truncate_text(escape_control_chars(row.prompt), SHOWN_CHARACTERS, from_end=True)}", "dim"
+            )
             self._print(f"  answer   {truncate_text(escape_control_chars(row.response), SHOWN_CHARACTERS)}", "dim")
-            self._print(f"           reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)}", "dim")
+            self._print(
+                f"           reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)}",
+                "dim",
+            )
 
     def close(self) -> None:
         if self._progress is not None:
@@ -107,7 +112,10 @@ class ConsoleTracker:
     def _is_due(self, step: int, evaluated: bool) -> bool:
         """Whether a step gets a line: hundreds of short ones would hide what matters."""
         first, last = step <= self._begun + FIRST_STEPS, step == self._total
-        silent_s, enough = time.monotonic() - self._last_line_time, (step - self._last_line_step) * MIN_LINES >= self._total
+        silent_s, enough = (
+            time.monotonic() - self._last_line_time,
+            (step - self._last_line_step) * MIN_LINES >= self._total,
+        )
         return first or last or evaluated or silent_s >= (MIN_LINE_INTERVAL_S if enough else MAX_LINE_INTERVAL_S)
 
     def _remaining(self) -> str:
@@ -208,17 +216,20 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     found = sorted(name.removeprefix("eval/").rpartition("/") for name in metrics if name.startswith("eval/"))
     sources = []
     for source, names in groupby(found, key=lambda parts: parts[0]):
-        values = [f"{what} {format_number(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names]
+        values = [
+            f"{what} {format_number(metrics['/'.join(filter(None, ('eval', src, what)))])}" for src, _, what in names
+        ]
         sources.append(f"{escape_control_chars(source)}: {', '.join(values)}")
     return "eval " + "; ".join(sources) if sources else ""
 
 
 def rollout_line(row: SampleRow, seconds: float) -> str:
     """A rollout in one line, and how long it took."""
-    prompt, answer = truncate_text(escape_control_chars(row.prompt), 60, from_end=True), truncate_text(escape_control_chars(row.response), 120)
-    return (
-        f"{seconds:6.1f} s   {prompt} -> {answer} (reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)})"
+    prompt, answer = (
+        truncate_text(escape_control_chars(row.prompt), 60, from_end=True),
+        truncate_text(escape_control_chars(row.response), 120),
     )
+    return f"{seconds:6.1f} s   {prompt} -> {answer} (reward {format_number(row.reward)}, stopped by {escape_control_chars(row.stop_reason)})"
 
 
 def format_number(value: float) -> str:

@@ -231,7 +231,9 @@ def holds_in_every_window(name: str, window: int, count: int, above: float, word
 
 def _share(name: str, rows: Rows) -> float:
     """Of the time of all these steps together."""
-    return sum(row[name] * row[STEP_TIME_METRIC] for row in rows) / max(1e-9, sum(row[STEP_TIME_METRIC] for row in rows))
+    return sum(row[name] * row[STEP_TIME_METRIC] for row in rows) / max(
+        1e-9, sum(row[STEP_TIME_METRIC] for row in rows)
+    )
 
 
 def entropy_collapse(seen: History) -> str | None:
@@ -266,7 +268,9 @@ def engine_and_trainer_disagree(seen: History) -> str | None:
     return _distance(seen)
 
 
-_ratio = holds_in_every_step("mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}")
+_ratio = holds_in_every_step(
+    "mismatch/ratio_mean", 3, lambda ratio: not 0.9 <= ratio <= 1.1, "the mean ratio was {:.3g}"
+)
 _distance = holds_in_every_step("mismatch/kl", 3, lambda kl: not kl <= 0.02, "they were {:.3g} nats a token apart")
 
 
@@ -381,7 +385,9 @@ def memory_rule(limit_gib: float, name: str) -> Rule:
 
 NO_DIFFERENCE = Rule(
     "no_difference",
-    holds_in_every_step("reward/zero_variance_groups", 5, lambda share: share >= 0.95, "{:.0%} of the prompts had equal rewards"),
+    holds_in_every_step(
+        "reward/zero_variance_groups", 5, lambda share: share >= 0.95, "{:.0%} of the prompts had equal rewards"
+    ),
     "Nothing is learnt from them. Look at a row with `skyrl-train env try`; take easier or harder prompts, more "
     "samples (generator.n_samples_per_prompt), or draw until they differ "
     "(trainer.algorithm.dynamic_sampling.type=filter).",
@@ -407,7 +413,9 @@ def async_rules(max_staleness_steps: int) -> tuple[Rule, ...]:
     return (
         Rule(
             "trainer_starved",
-            holds_in_every_window("async/trainer_idle", burst, bursts, 0.4, "the trainer waited for rollouts {:.0%} of the time"),
+            holds_in_every_window(
+                "async/trainer_idle", burst, bursts, 0.4, "the trainer waited for rollouts {:.0%} of the time"
+            ),
             "Give engines more slots (generator.num_inference_engines), or let them run further ahead "
             "(trainer.fully_async.max_staleness_steps); `skyrl-train plan --probe` compares divisions of the slots.",
         ),
@@ -439,7 +447,9 @@ def truncated_rule(end_of_turn: str = "") -> Rule:
     """Return the rule about responses that reach the length limit; `end_of_turn` as in `truncation_advice`."""
     return Rule(
         "truncated",
-        holds_in_every_step("response/truncated_fraction", 3, lambda share: share >= 0.5, "{:.0%} of the responses were cut"),
+        holds_in_every_step(
+            "response/truncated_fraction", 3, lambda share: share >= 0.5, "{:.0%} of the responses were cut"
+        ),
         truncation_advice(end_of_turn),
     )
 

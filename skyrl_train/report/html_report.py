@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.report.rollout_views import RolloutViews
 from skyrl_train.report.run_reader import RunReader, open_runs, overview
 from skyrl_train.report.untrusted_files import to_json_value
+from skyrl_train.terminal import escape_control_chars
 
 MAX_REPORT_BYTES = 5_000_000
 _METRICS_FRACTION, _SHORT_METRICS_FRACTION = 0.4, 0.99
@@ -51,7 +51,9 @@ class HtmlReport:
     total_rollouts: int
 
 
-def make_report(folders: Sequence[Path], render_page: Callable[[Any], str], max_bytes: int = MAX_REPORT_BYTES) -> HtmlReport:
+def make_report(
+    folders: Sequence[Path], render_page: Callable[[Any], str], max_bytes: int = MAX_REPORT_BYTES
+) -> HtmlReport:
     """A report of the runs in these folders; `page`: what makes HTML of its data (page_files.page).
 
     What cannot be read of a run is left out with a warning, and costs nothing else of it, nor of other runs. Raises
@@ -108,7 +110,9 @@ def _or_default(run: RunReader, what: str, make: Callable[[], T], default: T) ->
     try:
         return make()
     except Exception as error:
-        _log.warning("%s: %s are left out: %s", escape_control_chars(str(run.folder)), what, escape_control_chars(str(error)))
+        _log.warning(
+            "%s: %s are left out: %s", escape_control_chars(str(run.folder)), what, escape_control_chars(str(error))
+        )
         return default
 
 

@@ -83,7 +83,7 @@ class _LineFile:
             return
         kept = "".join(json.dumps(line) + "\n" for line in read_jsonl(self._path) if line["step"] <= step)
         try:
-            with atomic_write(self._path, sync=False) as handle:
+            with atomic_write(self._path, fsync=False) as handle:
                 handle.write(kept.encode())
         except OSError as error:
             _log.warning("%s keeps lines of steps after %d, which will come twice (%s).", self._path, step, error)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from skyrl_train.aio import RefCountedContext
 from skyrl_train.config.redaction import redact
 from skyrl_train.log_rotation import LogRotator, archive_previous_attempt
-from skyrl_train.terminal import print_stderr, escape_multiline
-from skyrl_train.aio import RefCountedContext
+from skyrl_train.terminal import escape_multiline, print_stderr
 from skyrl_train.trace import TRACE_FILE
 
 FOLDER = "logs"
@@ -130,7 +130,11 @@ class _RedactedFileHandler(logging.FileHandler):
         """Write it, whatever the program has done to our loggers since. Whether it is there."""
         self._lost = False
         what = (type(error), error, error.__traceback__)
-        self.handle(_PACKAGE_LOGGER.makeRecord(_PACKAGE_LOGGER.name, logging.ERROR, __file__, 0, "What ended the run:", (), what))
+        self.handle(
+            _PACKAGE_LOGGER.makeRecord(
+                _PACKAGE_LOGGER.name, logging.ERROR, __file__, 0, "What ended the run:", (), what
+            )
+        )
         return not self._lost
 
 

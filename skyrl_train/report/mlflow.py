@@ -14,8 +14,15 @@ from urllib.parse import urlsplit, urlunsplit
 
 from skyrl_train.config.redaction import redact
 from skyrl_train.errors import ConfigError, RunInterrupted
-from skyrl_train.terminal import print_stdout, escape_control_chars, escape_multiline
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config, save_run_id, load_run_id
+from skyrl_train.report.protocol import (
+    SAMPLE_COLUMNS,
+    SampleRow,
+    TrackerSetup,
+    flatten_config,
+    load_run_id,
+    save_run_id,
+)
+from skyrl_train.terminal import escape_control_chars, escape_multiline, print_stdout
 
 # A server that does not answer holds a step up for less than a minute before the tracker is dropped, not for ten.
 for _name, _value in {
@@ -71,7 +78,9 @@ class MlflowTracker:
         experiment = self._experiment()
         params = self._continued(experiment) if step else None
         if params is None:
-            self._run = self._client.create_run(experiment, run_name=escape_control_chars(self._setup.run_name)).info.run_id
+            self._run = self._client.create_run(
+                experiment, run_name=escape_control_chars(self._setup.run_name)
+            ).info.run_id
             save_run_id(self._setup.run_dir, "mlflow", self._run)
         self._configure(params or {})
         print_stdout(redact(f"mlflow: {self._how_to_see(experiment)}"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from skyrl_train import trace
-from skyrl_train.terminal import print_stdout, escape_control_chars
+from skyrl_train.terminal import escape_control_chars, print_stdout
 
 _log = logging.getLogger(__name__)
 FIRST_REPORT_S = 4.0

@@ -33,9 +33,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from skyrl_train.data.json_values import json_default
 from skyrl_train.atomic_files import atomic_write, fsync_folder
-from skyrl_train.report.untrusted_files import MAX_STEP, replace_non_finite, open_untrusted
+from skyrl_train.data.json_values import json_default
+from skyrl_train.report.untrusted_files import MAX_STEP, open_untrusted, replace_non_finite
 
 FOLDER = "rollouts"
 _STEP_FILE = re.compile(r"step_([0-9]{8,10})\.parquet")

@@ -23,12 +23,12 @@ import psutil
 from numpy.typing import NDArray
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.report.diagnosis import DIAGNOSIS_FILE, NO_DIFFERENCE, RULES, async_rules, diagnose, gradient_rule
 from skyrl_train.report.jsonl import METRICS_FILE, MetricsFollower, read_metrics
 from skyrl_train.report.metric_catalog import metric_of
 from skyrl_train.report.rollout_files import RolloutReader
-from skyrl_train.report.untrusted_files import MAX_YAML_BYTES, is_step, read_bytes, read_json_object, parse_yaml_mapping
+from skyrl_train.report.untrusted_files import MAX_YAML_BYTES, is_step, parse_yaml_mapping, read_bytes, read_json_object
+from skyrl_train.terminal import escape_control_chars
 
 RUNNING, FINISHED, FAILED, UNKNOWN = "running", "finished", "failed", "unknown"
 ACTIVE, RESOLVED = "warning", "past"
@@ -175,7 +175,9 @@ def overview(runs: Sequence[RunReader]) -> dict[str, Any]:
     names = [one["name"] for one in summaries]
     for one in summaries:
         if names.count(one["name"]) > 1:
-            one["name"] = f"{one['name']} ({_unique_path_suffix(one['folder'], [other['folder'] for other in summaries])})"
+            one["name"] = (
+                f"{one['name']} ({_unique_path_suffix(one['folder'], [other['folder'] for other in summaries])})"
+            )
     return {
         "runs": [{"id": str(number), **one} for number, one in enumerate(summaries)],
         "differing": differing_keys([run.config for run in runs]),
@@ -187,7 +189,9 @@ def _summary(run: RunReader) -> dict[str, Any]:
     try:
         return run.summary()
     except Exception as error:
-        _log.warning("%s cannot be summarised: %s", escape_control_chars(str(run.folder)), escape_control_chars(str(error)))
+        _log.warning(
+            "%s cannot be summarised: %s", escape_control_chars(str(run.folder)), escape_control_chars(str(error))
+        )
         nothing = {"project": "", "step": 0, "total_steps": None, "state": UNKNOWN, "has_rollouts": False}
         return {"name": run.folder.name, "folder": str(run.folder), **nothing}
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.terminal import escape_multiline
 from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config
+from skyrl_train.terminal import escape_multiline
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog

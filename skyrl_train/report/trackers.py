@@ -10,12 +10,12 @@ from typing import Any
 
 from skyrl_train.config.choices import TRACKERS
 from skyrl_train.config.redaction import redact
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.registry import Registry
 from skyrl_train.report.diagnosis import Diagnosis, Rule
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.report.prometheus import PrometheusTracker
 from skyrl_train.report.protocol import SampleRow, Tracker, TrackerSetup
+from skyrl_train.terminal import escape_control_chars
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.terminal import print_stdout, escape_control_chars, escape_multiline
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config, save_run_id, load_run_id
+from skyrl_train.report.protocol import (
+    SAMPLE_COLUMNS,
+    SampleRow,
+    TrackerSetup,
+    flatten_config,
+    load_run_id,
+    save_run_id,
+)
+from skyrl_train.terminal import escape_control_chars, escape_multiline, print_stdout
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # its client's; trackio itself sends nothing of this kind
 try:

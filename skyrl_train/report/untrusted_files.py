@@ -45,14 +45,20 @@ def open_untrusted(file: Path, max_bytes: int | None = None) -> Iterator[BinaryI
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{escape_control_chars(str(file))} is not a regular file.")
         if max_bytes is not None and status.st_size > max_bytes:
-            raise OSError(f"{escape_control_chars(str(file))} has {status.st_size} bytes; at most {max_bytes} are read.")
+            raise OSError(
+                f"{escape_control_chars(str(file))} has {status.st_size} bytes; at most {max_bytes} are read."
+            )
         with os.fdopen(descriptor, "rb", closefd=False) as handle:
             yield handle
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        why = escape_control_chars(str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}")
-        raise OSError(why if str(file) in why else f"{escape_control_chars(str(file))} cannot be read: {why}") from error
+        why = escape_control_chars(
+            str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        )
+        raise OSError(
+            why if str(file) in why else f"{escape_control_chars(str(file))} cannot be read: {why}"
+        ) from error
     finally:
         os.close(descriptor)
 

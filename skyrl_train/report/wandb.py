@@ -10,8 +10,8 @@ from pathlib import Path
 
 from skyrl_train.config.redaction import redact
 from skyrl_train.errors import ConfigError
+from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, load_run_id, save_run_id
 from skyrl_train.terminal import print_stdout
-from skyrl_train.report.protocol import SAMPLE_COLUMNS, SampleRow, TrackerSetup, save_run_id, load_run_id
 
 try:
     import wandb

@@ -24,10 +24,10 @@ from aiohttp import hdrs, web
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.http_server import HttpServer, is_loopback_name, send
 from skyrl_train.listeners import is_authorized
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.report.rollout_views import Query, RolloutViews, parse_int32
 from skyrl_train.report.run_reader import RunReader, open_runs, overview
 from skyrl_train.report.untrusted_files import to_json
+from skyrl_train.terminal import escape_control_chars
 
 MAX_POINTS = 2000
 """Of a curve."""

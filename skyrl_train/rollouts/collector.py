@@ -21,13 +21,15 @@ from typing import Any, Generic, TypeVar
 
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.messages import Prompt
-from skyrl_train.data.trajectory import FAILED, OK, MIN_PASS_REWARD, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import FAILED, MIN_PASS_REWARD, OK, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, StaleRollout
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.conversation import DEADLINE_KIND
+from skyrl_train.terminal import escape_control_chars
 
-_NOT_THE_ENVIRONMENT = frozenset({DEADLINE_KIND, "engine", "prompt_too_long", "history_rewritten", "chat_template", None})
+_NOT_THE_ENVIRONMENT = frozenset(
+    {DEADLINE_KIND, "engine", "prompt_too_long", "history_rewritten", "chat_template", None}
+)
 """Ways of failing that trying the environment would not show."""
 _log = logging.getLogger(__name__)
 G = TypeVar("G")
@@ -66,7 +68,9 @@ class RolloutCollector:
         self._max_staleness_steps = max_staleness_steps
         self._max_failed_fraction = max_failed_fraction
         self._group_filters = group_filters or GroupFilterSettings()
-        assert not (self._group_filters.over_provisioning and max_staleness_steps), "cutting the slow ones is synchronous"
+        assert not (self._group_filters.over_provisioning and max_staleness_steps), (
+            "cutting the slow ones is synchronous"
+        )
         self._num_parallel_generation_workers = num_parallel_generation_workers
         self._queue: RolloutQueue[_CollectedGroup] = RolloutQueue()
         self._replaced_positions: set[int] = set()
@@ -91,7 +95,9 @@ class RolloutCollector:
     def start(self, step: int) -> None:
         """Begin at `step`, whose weights are live; prompts continue from position `consumed`."""
         self._admitted = self.consumed
-        self._queue.add_permits(sum(self._num_prompts_in_step(step + ahead) for ahead in range(self._max_staleness_steps + 1)))
+        self._queue.add_permits(
+            sum(self._num_prompts_in_step(step + ahead) for ahead in range(self._max_staleness_steps + 1))
+        )
 
     def on_weights_published(self, step: int) -> None:
         """To be called when the weights of `step` are live: rollouts for step + max_staleness_steps may then begin.
@@ -183,7 +189,9 @@ class RolloutCollector:
 
     async def _run_rollout(self, position: int) -> _CollectedGroup:
         group = self._group_filters.shaping(await self.rollout(self._prompt_at(position), position))
-        one = _CollectedGroup(position, group, self._group_filters.dynamic_sampling is None or has_distinct_outcomes(group))
+        one = _CollectedGroup(
+            position, group, self._group_filters.dynamic_sampling is None or has_distinct_outcomes(group)
+        )
         if not one.useful and self._should_replace_at_once():
             self._replaced_positions.add(position)
             self._queue.add_permits(1)
@@ -273,7 +281,9 @@ class RolloutCollector:
                 total,
             )
 
-    def _add_sampling_metrics(self, drawn: list[_CollectedGroup], groups: list[TrajectoryGroup], metrics: Metrics) -> None:
+    def _add_sampling_metrics(
+        self, drawn: list[_CollectedGroup], groups: list[TrajectoryGroup], metrics: Metrics
+    ) -> None:
         """With dynamic sampling, add metrics of the groups drawn, dropped and repeated."""
         if self._group_filters.dynamic_sampling is None:
             return

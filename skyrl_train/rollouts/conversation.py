@@ -23,25 +23,32 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 from numpy.typing import ArrayLike
 
+from skyrl_train.aio import EventLoopThrottle, mark_exception_retrieved
 from skyrl_train.clock import now
-from skyrl_train.data.token_arrays import Tokens, append_array, to_logprob_array, to_token_array
 from skyrl_train.data.chat import (
     RenderedPrefix,
     decode_response,
     encode_text,
+    get_message_text,
+    get_reasoning_opening,
     is_control_token,
     message_content,
-    get_reasoning_opening,
-    get_message_text,
     render_continuation,
     render_prompt,
 )
 from skyrl_train.data.dataset import parse_max_turns
-from skyrl_train.data.messages import Message, Prompt, continues_last_message, get_chat_template_kwargs, append_assistant_text
+from skyrl_train.data.messages import (
+    Message,
+    Prompt,
+    append_assistant_text,
+    continues_last_message,
+    get_chat_template_kwargs,
+)
 from skyrl_train.data.reasoning import find_unclosed_marker
+from skyrl_train.data.token_arrays import Tokens, append_array, to_logprob_array, to_token_array
 from skyrl_train.data.trajectory import OK, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient, BatchedEngineClient
+from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.environments.base import BAD_ROW, StepOutput
 from skyrl_train.environments.pool import EnvironmentPool, Episode
@@ -53,9 +60,8 @@ from skyrl_train.errors import (
     EnvironmentFailure,
     UnsupportedParameter,
 )
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.metrics import MetricNameLimit
-from skyrl_train.aio import EventLoopThrottle, mark_exception_retrieved
+from skyrl_train.terminal import escape_control_chars
 
 DEADLINE_KIND = "deadline"
 """The kind of failure of an episode that an engine ended at its deadline."""
@@ -194,7 +200,11 @@ class ConversationGenerator:
         item = state.trajectory
         async with self._later_turn_client.episode():
             try:
-                while sampled and await self._process_completion(state, sampled.pop()) and await self._append_next_prompt(state):
+                while (
+                    sampled
+                    and await self._process_completion(state, sampled.pop())
+                    and await self._append_next_prompt(state)
+                ):
                     sampled = [done for _, done in await self._sample([state], position)]
             except EnvironmentFailure as failure:
                 item.fail(failure.kind, failure.detail)
@@ -221,7 +231,9 @@ class ConversationGenerator:
         state.running_s += completion.running_s
         state.ended_by_stop_string = completion.stop_text in self._settings.sampling_params.stop
         if completion.stop_reason == "abort":
-            raise EnvironmentFailure(DEADLINE_KIND, f"its turns ran for {state.running_s:.3g} s in the engine without an end")
+            raise EnvironmentFailure(
+                DEADLINE_KIND, f"its turns ran for {state.running_s:.3g} s in the engine without an end"
+            )
         del completion  # the environment may take its time
         begun = now()
         try:
@@ -309,7 +321,9 @@ class ConversationGenerator:
         texts = [get_message_text(message) for message in item.messages[state.assistant_indices[-1] + 1 :]]
         ended = item.turns[-1].stop_reason == "stop" and last is not None and is_control_token(tokenizer, last)
         ids = [id for text in texts for id in encode_text(tokenizer, text)]
-        return _RenderedTurn(ids, find_unclosed_marker(item.messages[state.assistant_indices[-1]]["content"]), drops_last_token=ended)
+        return _RenderedTurn(
+            ids, find_unclosed_marker(item.messages[state.assistant_indices[-1]]["content"]), drops_last_token=ended
+        )
 
     async def _sample(self, states: list[_EpisodeState], position: int) -> list[tuple[_EpisodeState, Completion]]:
         """The episodes with their completions: all of them, or none if the engine failed."""
@@ -544,7 +558,9 @@ class EpisodeLimiter:
             await self._throttle(episodes)
             return
         async with self._admission_lock:
-            while self._max_concurrency is not None and self._running and self._running + episodes > self._max_concurrency:
+            while (
+                self._max_concurrency is not None and self._running and self._running + episodes > self._max_concurrency
+            ):
                 self._released.clear()
                 await self._released.wait()
             clock = asyncio.get_running_loop()

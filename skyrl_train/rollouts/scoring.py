@@ -48,7 +48,12 @@ class RewardModelScorer:
     """
 
     def __init__(
-        self, rollout: Rollout, *, score_fn: ScoreFunction | None = None, coef: float = 1.0, first: FirstRolloutLogger | None = None
+        self,
+        rollout: Rollout,
+        *,
+        score_fn: ScoreFunction | None = None,
+        coef: float = 1.0,
+        first: FirstRolloutLogger | None = None,
     ):
         """`first`: is offered every group, as soon as it exists."""
         self._rollout = rollout

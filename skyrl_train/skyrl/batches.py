@@ -289,4 +289,8 @@ def with_token_rewards(batch: TrainBatch, layout: PaddedLayout, rewards: Tensor)
     """The batch with other rewards of tokens, (B, R); an episode's reward is their sum."""
     flat = layout.to_ragged(rewards).to(cast(Tensor, batch.token_rewards).dtype)
     episodes = batch.episodes
-    return replace(batch, token_rewards=flat, rewards=episodes.sum_per_episode(flat)[episodes.sequence_to_episode].to(batch.rewards.dtype))
+    return replace(
+        batch,
+        token_rewards=flat,
+        rewards=episodes.sum_per_episode(flat)[episodes.sequence_to_episode].to(batch.rewards.dtype),
+    )

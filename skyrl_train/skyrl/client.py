@@ -14,14 +14,14 @@ from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.messages import continues_last_message
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, parse_token_ids
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.json_body import InvalidBodyError, read_json
+from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.protocol import Limits
 from skyrl_train.engines.sampling_params import parse_sampling_params, request_seed, with_stop_token
 from skyrl_train.errors import ConfigError, DataError, UnsupportedParameter
 from skyrl_train.skyrl.interface import InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.skyrl.unsupported import CLIENT_REPLACEMENTS, raise_unsupported_attribute
 from skyrl_train.skyrl.seed_scope import current_seed_scope
+from skyrl_train.skyrl.unsupported import CLIENT_REPLACEMENTS, raise_unsupported_attribute
 
 _NO_EFFECT = frozenset({"skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "detokenize", "logprobs"})
 """Parameters of vLLM's and SGLang's that say how to decode, or to return what always is returned."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.data.token_arrays import Tokens, append_array, to_logprob_array, mask_to_spans, to_token_array
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import Tokens, append_array, mask_to_spans, to_logprob_array, to_token_array
 from skyrl_train.data.trajectory import OK, Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.skyrl.interface import GeneratorOutput, TrajectoryID
@@ -181,7 +181,9 @@ def _total(reward: Any) -> float:
     return math.fsum(reward) if isinstance(reward, list | tuple) else float(reward)
 
 
-def to_generator_output(groups: Sequence[TrajectoryGroup], placeholder_token_id: int) -> tuple[GeneratorOutput, list[str]]:
+def to_generator_output(
+    groups: Sequence[TrajectoryGroup], placeholder_token_id: int
+) -> tuple[GeneratorOutput, list[str]]:
     """These groups as SkyRL's output, and the uid of every entry. Failed samples have reward 0 and masks of 0.
 
     Rewards are numbers if each sample is one turn with one reward, else lists with one for each token. Entries are the

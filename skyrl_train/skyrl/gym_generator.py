@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from skyrl_train.aio import gather_all
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
+from skyrl_train.skyrl.generator_outputs import to_generator_output
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorInterface, GeneratorOutput, TrainingPhase
 from skyrl_train.skyrl.metrics import get_rollout_metrics
-from skyrl_train.skyrl.generator_outputs import to_generator_output
 from skyrl_train.skyrl.unsupported import GENERATOR_REPLACEMENTS, referenced_names, reject_overrides
-from skyrl_train.aio import gather_all
 
 if TYPE_CHECKING:
     from skyrl_train.rollouts.conversation import ConversationGenerator
@@ -33,7 +33,11 @@ class SkyRLGymGenerator(GeneratorInterface):
         super().__init_subclass__(**kwargs)
         own = cls.__mro__[: cls.__mro__.index(SkyRLGymGenerator)]
         called = set().union(*map(referenced_names, own)) if cls.generate is not SkyRLGymGenerator.generate else set()
-        reject_overrides(cls, SkyRLGymGenerator, {name: GENERATOR_REPLACEMENTS[name] for name in GENERATOR_REPLACEMENTS.keys() - called})
+        reject_overrides(
+            cls,
+            SkyRLGymGenerator,
+            {name: GENERATOR_REPLACEMENTS[name] for name in GENERATOR_REPLACEMENTS.keys() - called},
+        )
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from skyrl_train.algorithms.registry import (
     reductions,
     sft_losses,
 )
-from skyrl_train.cluster.driver_store import is_connected_to_ray, put_for_tasks, get_from_driver
+from skyrl_train.cluster.driver_store import get_from_driver, is_connected_to_ray, put_for_tasks
 from skyrl_train.environments.integrations.skyrl_gym import register as register_environment
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tools.registry import tools

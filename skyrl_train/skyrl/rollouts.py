@@ -10,9 +10,10 @@ from typing import Any
 from skyrl_train.config.hydra import to_dict
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import decode_response, get_reasoning_opening
-from skyrl_train.data.messages import Prompt, continues_last_message, append_assistant_text
+from skyrl_train.data.messages import Prompt, append_assistant_text, continues_last_message
 from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed
+from skyrl_train.skyrl.generator_outputs import to_trajectories, validate_output
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator, copy_episode_fields
 from skyrl_train.skyrl.interface import (
     BatchMetadata,
@@ -22,7 +23,6 @@ from skyrl_train.skyrl.interface import (
     TrainingPhase,
     TrajectoryID,
 )
-from skyrl_train.skyrl.generator_outputs import validate_output, to_trajectories
 from skyrl_train.skyrl.seed_scope import seed_scope
 from skyrl_train.trainer.trainer import TrainingLoop
 

@@ -12,11 +12,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.cluster.driver_store import cluster_has_gpus
 from skyrl_train.config.hydra import compose, to_dict
-from skyrl_train.config.predicates import RunComponents, max_sequence_length, count_run_slots
+from skyrl_train.config.predicates import RunComponents, count_run_slots, max_sequence_length
 from skyrl_train.config.prepare import prepare_composed, read_command_line
 from skyrl_train.config.problems import raise_problems
-from skyrl_train.config.schema import Config
 from skyrl_train.config.redaction import redact
+from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.base import worker_imports
 from skyrl_train.terminal import print_stderr

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from skyrl_train.aio import finish_despite_cancellation
 from skyrl_train.algorithms.advantages import AdvantageCalculator, batch_normalize, record_advantage_metrics
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.trajectory import TrajectoryGroup
@@ -19,25 +20,29 @@ from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import (
     PaddedLayout,
     TrainingInputBatch,
-    to_training_input,
     apply_changes,
     set_from_output,
+    to_training_input,
     with_token_rewards,
 )
+from skyrl_train.skyrl.generator_outputs import (
+    PostprocessedOutput,
+    to_generator_output,
+    update_trajectories,
+    validate_entries,
+)
 from skyrl_train.skyrl.interface import GeneratorInput, GeneratorOutput
-from skyrl_train.skyrl.generator_outputs import PostprocessedOutput, validate_entries, to_generator_output, update_trajectories
 from skyrl_train.skyrl.unsupported import (
     DOCS_PAGE,
     READ_ONLY_ATTRIBUTES,
     TRAINER_REPLACEMENTS,
     raise_unsupported_attribute,
     reject_coroutines,
+    reject_custom_loop,
     reject_misspelled_overrides,
     reject_overrides,
-    reject_custom_loop,
 )
 from skyrl_train.storage.uris import resolve_local_folder
-from skyrl_train.aio import finish_despite_cancellation
 from skyrl_train.trainer.checkpoint_manager import PendingActions
 from skyrl_train.trainer.trainer import Trainer
 
@@ -103,7 +108,9 @@ class RayPPOTrainer:
     ):
         """Take what SkyRL's trainer takes. Raises ConfigError for `callbacks`, which must be None or empty."""
         if callbacks:
-            raise ConfigError(f"{type(self).__name__}: callbacks must be empty. Instead: {TRAINER_REPLACEMENTS['add_callback']}.")
+            raise ConfigError(
+                f"{type(self).__name__}: callbacks must be empty. Instead: {TRAINER_REPLACEMENTS['add_callback']}."
+            )
         self.cfg = cfg
         self.tracker = tracker
         if isinstance(tracker, StepMetricsTracker):
@@ -482,7 +489,9 @@ class RayPPOTrainer:
 
     def _build_training_input(self) -> TrainingInputBatch:
         assert self._batch is not None
-        return to_training_input(self._batch, PaddedLayout(self._batch), self._attached_loop.sample_ids, self._placeholder_token_id)
+        return to_training_input(
+            self._batch, PaddedLayout(self._batch), self._attached_loop.sample_ids, self._placeholder_token_id
+        )
 
     def _merge_computed(self, data: TrainingInputBatch | None) -> TrainingInputBatch:
         """Return `data` with what is known now, besides tensors and metadata that subclasses have added."""
@@ -493,11 +502,15 @@ class RayPPOTrainer:
         data.metadata = fresh.metadata | data.metadata
         return data
 
-    def _apply_changes(self, data: TrainingInputBatch, name: str, *, scored: bool = True, rewards: bool = True) -> TrainBatch:
+    def _apply_changes(
+        self, data: TrainingInputBatch, name: str, *, scored: bool = True, rewards: bool = True
+    ) -> TrainBatch:
         assert self._batch is not None
         if not isinstance(data, TrainingInputBatch):
             raise ConfigError(f"{self._name(name)} returned {type(data).__name__}: must be a TrainingInputBatch.")
-        return apply_changes(self._batch, data, self._name(name), self._placeholder_token_id, scored=scored, rewards=rewards)
+        return apply_changes(
+            self._batch, data, self._name(name), self._placeholder_token_id, scored=scored, rewards=rewards
+        )
 
     @property
     def _placeholder_token_id(self) -> int:

@@ -16,11 +16,11 @@ import json
 import re
 from collections.abc import Mapping
 
-from skyrl_train.config.locations import is_uri, strip_file_scheme
 from skyrl_train.atomic_files import FileDigest, open_lock
+from skyrl_train.config.locations import is_uri, strip_file_scheme
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder
 from skyrl_train.storage.manifests import MANIFEST_FILE, ManifestEntry, download_file, parse_manifest
+from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder
 from skyrl_train.storage.uris import cache_folder_for
 
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")

@@ -15,8 +15,8 @@ from typing import Any
 
 from skyrl_train.atomic_files import atomic_write_text
 from skyrl_train.errors import RunFolderError, StorageError
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.storage.remote_folder import RemoteFolder
+from skyrl_train.terminal import escape_control_chars
 
 LOCK_FILE = ".lock"
 FOLDER_FILE = ".folder"

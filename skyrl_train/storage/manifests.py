@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyrl_train.atomic_files import FileDigest, digest_file, atomic_write, atomic_write_text
+from skyrl_train.atomic_files import FileDigest, atomic_write, atomic_write_text, digest_file
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder, invalid_names
 

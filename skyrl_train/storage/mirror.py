@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from skyrl_train.atomic_files import FileDigest, atomic_write_text
 from skyrl_train.errors import StorageError
-from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder
 from skyrl_train.storage.lease import Lease
 from skyrl_train.storage.manifests import (
     DELETING_SUFFIX,
@@ -36,6 +35,7 @@ from skyrl_train.storage.manifests import (
     upload_folder,
     write_manifest,
 )
+from skyrl_train.storage.remote_folder import RemoteFile, RemoteFolder
 
 RECORD_INTERVAL_S = 30.0
 """Interval of uploads of records that have changed, while no folder is uploaded."""
@@ -140,7 +140,11 @@ class Mirror:
                 self.mark_unfinished(folder)
             elif step in (None, newest) or (step not in stored and not self._is_surplus(step, stored)):
                 self._pending.append(folder)  # the newest again: what follows a manifest may not be done
-            elif step in stored and not is_complete_remote(self.store, folder.name, there) and not self.differs_from_remote(folder):
+            elif (
+                step in stored
+                and not is_complete_remote(self.store, folder.name, there)
+                and not self.differs_from_remote(folder)
+            ):
                 _log.warning("%s/%s lacks files that were there: they are uploaded again.",
                              self.store.uri, folder.name)  # fmt: skip
                 self._pending.append(folder)
@@ -184,7 +188,11 @@ class Mirror:
         """
         with self._condition:
             left = self._left_behind()
-            more = {one: version for one, version in self._remote_checkpoints.items() if one >= step and left.get(one) != version}
+            more = {
+                one: version
+                for one, version in self._remote_checkpoints.items()
+                if one >= step and left.get(one) != version
+            }
             if more:
                 atomic_write_text(self.local / LEFT_BEHIND_FILE, json.dumps(left | more))
 
@@ -206,7 +214,9 @@ class Mirror:
             more = {one: version for one, version in self._left_behind().items() if left.get(one) != version}
             if left:
                 atomic_write_text(self.local / LEFT_BEHIND_FILE, json.dumps(more))
-            self._remote_checkpoints = there = {one: version for one, version in there.items() if more.get(one) != version}
+            self._remote_checkpoints = there = {
+                one: version for one, version in there.items() if more.get(one) != version
+            }
         self.store.write(LATEST_FILE, str(max(there, default=step)).encode())
         for old in [*there][: -self._max_ckpts_to_keep] if self._max_ckpts_to_keep > 0 else ():
             delete_folder(self.store, f"global_step_{old}")

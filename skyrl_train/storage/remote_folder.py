@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from skyrl_train.atomic_files import atomic_write, open_exclusive
 from skyrl_train.config.locations import is_relative_name
-from skyrl_train.atomic_files import open_exclusive, atomic_write
 from skyrl_train.errors import StorageError
 from skyrl_train.storage.uris import check_uri, wrap_storage_errors
 
@@ -157,7 +157,7 @@ class RemoteFolder:
             local.parent.mkdir(parents=True, exist_ok=True)
             try:
                 # A name of its own: processes of several nodes may fetch the same file.
-                with atomic_write(local, local.with_name(f".{uuid.uuid4().hex}.new"), sync=False) as temporary:
+                with atomic_write(local, local.with_name(f".{uuid.uuid4().hex}.new"), fsync=False) as temporary:
                     self._files.get_file(path, temporary.name)
             except FileNotFoundError:
                 return False
@@ -213,7 +213,7 @@ class RemoteFolder:
             yield target
             return
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(Path(target), sync=False) as temporary:
+        with atomic_write(Path(target), fsync=False) as temporary:
             yield temporary.name
 
 

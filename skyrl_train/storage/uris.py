@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_train.config.problems import one_line
 from skyrl_train.config.locations import find_uri_problem, is_uri, redact_uri
+from skyrl_train.config.problems import one_line
 from skyrl_train.errors import ConfigError, StorageError
 
 CREDENTIALS_ADVICE = (

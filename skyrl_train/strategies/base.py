@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
+from skyrl_train.strategies.checkpoint_shards import CheckpointShard, ParameterSlice, open_shards, to_local
 from skyrl_train.strategies.cpu_offload import CpuOffloader
-from skyrl_train.strategies.checkpoint_shards import CheckpointShard, ParameterSlice, to_local, open_shards
 
 SCHEDULES = (
     *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
@@ -319,9 +319,7 @@ class Strategy(ABC):
         with open_shards(folder) as reader:
             reader.check_parameters(slices)
             if self._optimizer is not None and not reader.read_int("trained"):
-                raise CheckpointError(
-                    f"{folder} was saved from a frozen model: it has no optimizer state to resume."
-                )
+                raise CheckpointError(f"{folder} was saved from a frozen model: it has no optimizer state to resume.")
             for name in self._saved:
                 held = self._local_slice(name)
                 held.copy_(self._from_saved(name, reader.read_elements(f"param/{name}", slices[name]), held))
@@ -337,6 +335,6 @@ class Strategy(ABC):
         view = self._views[name]
         self._optimizer.state.pop(view, None)
         if f"step/{name}" in reader:
-            state = {key: self._from_saved(name, reader.elements(f"{key}/{name}", piece), view) for key in _STATE}
-            state["step"] = reader.whole(f"step/{name}")
+            state = {key: self._from_saved(name, reader.read_elements(f"{key}/{name}", piece), view) for key in _STATE}
+            state["step"] = reader.read_scalar(f"step/{name}")
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

@@ -17,8 +17,8 @@ from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConf
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.sharded_tensor import ShardedTensor, gather_equal_ranges, gather_ranges
 from skyrl_train.strategies.base import LearningRates, Strategy, get_widest_dtype
-from skyrl_train.strategies.materialize import materialize_full
 from skyrl_train.strategies.checkpoint_shards import ParameterSlice
+from skyrl_train.strategies.materialize import materialize_full
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -102,7 +102,9 @@ class DeepSpeedStrategy(Strategy):
             self._saved.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
         )
         engine = self._engine(root, self._optimizer, config)
-        self._flat_slices = {name: self._flat_slice(parameter, engine.optimizer) for name, parameter in self._saved.items()}
+        self._flat_slices = {
+            name: self._flat_slice(parameter, engine.optimizer) for name, parameter in self._saved.items()
+        }
         return engine
 
     def _engine(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
@@ -139,7 +141,9 @@ class DeepSpeedStrategy(Strategy):
             return _FlatSlice(zero.single_partition_of_fp32_groups[0], 0, ParameterSlice(shape, "float32", 0, 0))
         start, length = fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
-        return _FlatSlice(flat, fragment.hp_fragment_address.start, ParameterSlice(shape, "float32", start, start + length))
+        return _FlatSlice(
+            flat, fragment.hp_fragment_address.start, ParameterSlice(shape, "float32", start, start + length)
+        )
 
     def backward(self, loss: Tensor, is_last_micro_batch: bool) -> None:
         self.module.set_gradient_accumulation_boundary(is_last_micro_batch)
@@ -167,7 +171,9 @@ class DeepSpeedStrategy(Strategy):
 
     def _place_unsharded(self, device: torch.device | str) -> None:
         self.module.to(device)
-        self._flat_slices = {name: _FlatSlice(p.detach().view(-1), 0, ParameterSlice.from_tensor(p)) for name, p in self._saved.items()}
+        self._flat_slices = {
+            name: _FlatSlice(p.detach().view(-1), 0, ParameterSlice.from_tensor(p)) for name, p in self._saved.items()
+        }
 
     def _leave_device(self) -> None:
         if self.deepspeed_config.zero_stage < 3 and self._optimizer is None:
@@ -273,10 +279,10 @@ class DeepSpeedStrategy(Strategy):
         if not state:
             state |= {"step": torch.zeros((), device=flat.device), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
         if saved:  # a parameter without state, which had no gradient, must not reset others in the same flat tensor
-            state["step"].copy_(reader.whole(f"step/{name}").clamp(min=float(state["step"])))
+            state["step"].copy_(reader.read_scalar(f"step/{name}").clamp(min=float(state["step"])))
         for key, value in self._state(name).items():
             if key in _MOMENTS:
-                value.copy_(reader.elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))
+                value.copy_(reader.read_elements(f"{key}/{name}", piece) if saved else torch.zeros_like(value))
 
     def _publish(self) -> None:
         """Copy the loaded parameters to those that the model computes with."""

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, OptimizerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.parameter_shards import ParameterShard
 from skyrl_train.models.parallel_group import ParallelGroup
+from skyrl_train.models.parameter_shards import ParameterShard
 from skyrl_train.models.sharded_tensor import ShardedTensor
 from skyrl_train.strategies.base import Strategy, get_widest_dtype
-from skyrl_train.strategies.materialize import materialize_sharded
 from skyrl_train.strategies.checkpoint_shards import ParameterSlice, to_local
+from skyrl_train.strategies.materialize import materialize_sharded
 
 
 class FSDP2Strategy(Strategy):
@@ -60,19 +60,21 @@ class FSDP2Strategy(Strategy):
         self.reduce_once = not frugal if fsdp_config.reduce_once is None else fsdp_config.reduce_once
 
     def prepare(self, model: Any, total_steps: int | None) -> nn.Module:
-        """See `Strategy.prepare`. A scorer divided over `scorer.tensor_parallel` has the `scorer.parts` of its layers.
+        """See `Strategy.prepare`. A scorer divided over `scorer.tensor_parallel` has the `model.parameter_shards` of its layers.
 
         Layers are then sharded over the ranks that have the same part, and the rest over all ranks. If it is divided
         over `scorer.expert_parallel`, that is so of its experts, and all else is sharded over all ranks.
         """
         self.tensor_parallel, self.expert_parallel = model.tensor_parallel, model.expert_parallel
-        self.parameter_shards = model.parts
+        self.parameter_shards = model.parameter_shards
         same_part, all_ranks = self._meshes()
         self.mesh = all_ranks if self.expert_parallel is not None else same_part
         layers = model.decoder_layers()
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         names = {model.hf_name(name) for name, parameter in model.named_parameters() if id(parameter) in inside}
-        self._replicated = frozenset(names - self.parameter_shards.keys()) if self.tensor_parallel is not None else frozenset()
+        self._replicated = (
+            frozenset(names - self.parameter_shards.keys()) if self.tensor_parallel is not None else frozenset()
+        )
         dtype = get_widest_dtype(model)
         narrower = self.compute_dtype.itemsize < dtype.itemsize
         options: dict[str, Any] = {
@@ -84,7 +86,7 @@ class FSDP2Strategy(Strategy):
             ),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
-        for experts in model.experts():
+        for experts in model.expert_modules():
             fully_shard(experts, mesh=same_part, **options)
         for layer in layers:
             fully_shard(layer, mesh=self.mesh, **options)
@@ -110,7 +112,9 @@ class FSDP2Strategy(Strategy):
             self.expert_parallel is not None and self.fsdp_config.fsdp_size != -1
         ):  # which counts ranks of the other layers
             if size % parts:
-                raise ConfigError(f"fsdp_config.fsdp_size={size} is not divided by {self.expert_parallel.size_key}={parts}.")
+                raise ConfigError(
+                    f"fsdp_config.fsdp_size={size} is not divided by {self.expert_parallel.size_key}={parts}."
+                )
             size //= parts
         if ranks % size:
             raise ConfigError(_no_divisor(size, ranks, "ranks that have the same part of the model"))
@@ -180,8 +184,8 @@ class FSDP2Strategy(Strategy):
         piece = piece.to_full(part)
         if part.dim == 0:
             return replace(sharded, shape=piece.shape, start=piece.start)
-        spread = partial(_pad_with_zeros, part)
-        return replace(sharded, shape=piece.shape, start=piece.start, spread=spread, columns=part.extract)
+        zero_pad = partial(_pad_with_zeros, part)
+        return replace(sharded, shape=piece.shape, start=piece.start, zero_pad=zero_pad, select_columns=part.extract)
 
     def _full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """The whole parameter, on the device of `tensor`, gathered from all parts if `tensor` is only a part."""

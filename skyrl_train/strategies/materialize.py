@@ -17,7 +17,7 @@ from skyrl_train.strategies.checkpoint_shards import to_local
 def materialize_sharded(root: Any, device: torch.device | str) -> None:
     """Give a scorer that `fully_shard` divided memory on `device`, and read this rank's rows into it.
 
-    Only for parameters on the meta device; others stay as they are. `scorer.read` is that of RaggedModel.
+    Only for parameters on the meta device; others stay as they are. `root.read_pretrained` is that of RaggedModel.
     """
     waiting = list(_meta_parameters(root, root))
     for _, parameter in waiting:
@@ -26,7 +26,7 @@ def materialize_sharded(root: Any, device: torch.device | str) -> None:
     for name, parameter in waiting:
         held = to_local(parameter)
         if held.numel():
-            held.copy_(root.read(name, _rows(parameter)))
+            held.copy_(root.read_pretrained(name, _rows(parameter)))
 
 
 def materialize_full(root: Any, module: nn.Module | None = None) -> None:
@@ -35,7 +35,7 @@ def materialize_full(root: Any, module: nn.Module | None = None) -> None:
     Those that are saved in their own dtype stay where the file is mapped until they are changed.
     """
     for name, parameter in list(_meta_parameters(root, root if module is None else module)):
-        _replace_value(parameter, root.read(name).to(parameter.dtype))
+        _replace_value(parameter, root.read_pretrained(name).to(parameter.dtype))
 
 
 def _meta_parameters(root: nn.Module, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from skyrl_train.cluster.addresses import choose_interface, reset_interface, listen, local_address_towards
+from skyrl_train.cluster.addresses import choose_interface, listen, local_address_towards, reset_interface
 from skyrl_train.errors import DeadlineExceeded
 
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}

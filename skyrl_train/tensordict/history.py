@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 
-from skyrl_train.data.chat import render_conversation, render_generation_prompt, render_messages, render_prompt, render_text
+from skyrl_train.data.chat import (
+    render_conversation,
+    render_generation_prompt,
+    render_messages,
+    render_prompt,
+    render_text,
+)
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.data.messages import join_text_parts
 from skyrl_train.errors import ConfigError, DataError

@@ -96,7 +96,9 @@ class ScriptedEngine:
         logprobs = np.full(len(ids), -1.0, np.float32)
         spans = [VersionSpan(0, len(ids), self.version)] if ids else []
         running_s = time.monotonic() - begun
-        return Completion(request.request_id, to_token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s)
+        return Completion(
+            request.request_id, to_token_array(ids), logprobs, logprobs, reason, spans, running_s=running_s
+        )
 
     async def _work(self, delay: float) -> None:
         await asyncio.sleep(delay)

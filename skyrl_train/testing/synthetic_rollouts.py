@@ -26,7 +26,12 @@ def synthetic_vocabulary(size: int = 4096) -> list[str]:
 
 
 def synthetic_rollouts(
-    num_rollouts: int, step: int = 1, *, samples_per_prompt: int = 8, mean_tokens: int = 200, adversarial_texts: Sequence[str] = ()
+    num_rollouts: int,
+    step: int = 1,
+    *,
+    samples_per_prompt: int = 8,
+    mean_tokens: int = 200,
+    adversarial_texts: Sequence[str] = (),
 ) -> pa.Table:
     """`count` rollouts of a step, `samples` of each prompt, with all columns of COLUMNS but "trained".
 

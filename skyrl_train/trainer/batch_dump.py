@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from skyrl_train.data.batch import TrainBatch
 from skyrl_train.atomic_files import atomic_write
+from skyrl_train.data.batch import TrainBatch
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class BatchDump:
         tensors = {name: value.clone() for name, value in present.items() if value is not None}  # some may be the same
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(file, sync=False) as handle:
+            with atomic_write(file, fsync=False) as handle:
                 save_file(tensors, handle.name, metadata={"step": str(step), "uids": json.dumps(list(uids))})
         except (OSError, SafetensorError) as error:
             self._is_on = False

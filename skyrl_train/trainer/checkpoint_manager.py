@@ -13,13 +13,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from skyrl_train import trace
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.atomic_files import FileDigest
 from skyrl_train.errors import CheckpointError, CheckpointMismatch, DeadlineExceeded, SkyRLError
 from skyrl_train.learner.base_model_record import BaseModelRecord, check_same_base_model
 from skyrl_train.learner.learner import Learner, WorkerGroup
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.strategies.base import LearningRates
-from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.trainer.checkpoints import STATE_FILE, Checkpoint, CheckpointStore
 
 MAX_FAILED_SAVES = 3
@@ -154,10 +154,12 @@ class CheckpointManager:
         for name, controller in self._controllers.items():
             if name in saved.controllers:  # else it is of a version that did not have it
                 try:
-                    controller.load_state(saved.controllers[name])
+                    controller.load_state_dict(saved.controllers[name])
                 except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                     problem = f"{type(error).__name__}: {error}"
-                    raise _malformed_state_error(found, f"controllers.{name}", saved.controllers[name], problem) from error
+                    raise _malformed_state_error(
+                        found, f"controllers.{name}", saved.controllers[name], problem
+                    ) from error
         self.capture_state()
         return found.step, saved.unfinished
 
@@ -183,7 +185,7 @@ class CheckpointManager:
 
     def capture_state(self) -> None:
         """Note the controllers' states: to be called at the end of every step, before the next one changes them."""
-        self._captured_state = {name: controller.state() for name, controller in self._controllers.items()}
+        self._captured_state = {name: controller.state_dict() for name, controller in self._controllers.items()}
 
     async def save(self, step: int, unfinished: PendingActions | None = None) -> None:
         """Write a checkpoint atomically: it appears complete or not at all, even if this call is cancelled.
@@ -240,7 +242,7 @@ class CheckpointManager:
         folder = self._export_path / f"global_step_{step}" / "policy"
         if self._export_mirror is not None:
             self._export_mirror.mark_unfinished(folder)
-        with trace.span("export", row="checkpoints", overlaps=True):
+        with trace.span("export", track="checkpoints", overlaps=True):
             await self._export_with_retries(f"Export of step {step}", folder)
         if self._export_mirror is not None:
             self._export_mirror.enqueue(folder)
@@ -284,7 +286,7 @@ class CheckpointManager:
     async def _write(self, step: int, state: Mapping[str, Any], copied: asyncio.Event) -> None:
         """Write a checkpoint; `copied` is set once the ranks may change their weights again."""
         try:
-            with trace.span("checkpoint", row="checkpoints"):
+            with trace.span("checkpoint", track="checkpoints"):
                 files = await self._write_files(step, copied)
                 await asyncio.to_thread(self._checkpoints.commit, step, state, files)
         except OSError as error:
@@ -292,7 +294,7 @@ class CheckpointManager:
                 raise
             ranks = [worker for group in self._learner.trained.values() for worker in group.workers]
             # Others may still write what this one could not.
-            await asyncio.gather(*(rank.stop_saving() for rank in ranks), return_exceptions=True)
+            await asyncio.gather(*(rank.wait_for_discarded_save() for rank in ranks), return_exceptions=True)
             await asyncio.to_thread(self._checkpoints.discard, step)
             self._record_failure(step, error)
         except Exception:
@@ -357,7 +359,9 @@ class SavedState:
             return TypeAdapter(cls).validate_python(found.state)
         except ValidationError as error:
             problem = error.errors()[0]
-            raise _malformed_state_error(found, ".".join(map(str, problem["loc"])), problem["input"], problem["msg"]) from error
+            raise _malformed_state_error(
+                found, ".".join(map(str, problem["loc"])), problem["input"], problem["msg"]
+            ) from error
 
 
 def _log_changed_rate(role: str, rates: LearningRates | None) -> None:
@@ -383,7 +387,7 @@ async def _files_of(group: WorkerGroup) -> dict[str, FileDigest]:
     """What all ranks of a model have written, once they have."""
     found: dict[str, FileDigest] = {}
     for worker in group.workers:
-        while (files := await worker.saved()) is None:
+        while (files := await worker.poll_save()) is None:
             await asyncio.sleep(_POLL_INTERVAL_S)
         found |= files
     return found

@@ -21,22 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.atomic_files import FileDigest, atomic_write_text, fsync_folder
 from skyrl_train.config.hydra import CONFIG_FILE
 from skyrl_train.config.locations import is_uri
-from skyrl_train.atomic_files import FileDigest, fsync_folder, atomic_write_text
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.report.jsonl import METRICS_FILE
-from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.manifests import (
     DELETING_SUFFIX,
     MANIFEST_FILE,
-    find_damage,
     download_folder,
+    find_damage,
     list_files,
     set_aside_local,
     write_manifest,
 )
 from skyrl_train.storage.mirror import LATEST_FILE, Mirror
+from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.uris import cache_folder, check_uri, resolve_local_folder
 
 STATE_FILE = "trainer_state.json"
@@ -159,7 +159,12 @@ class CheckpointStore:
         stored = [] if mirror is None else mirror.remote_steps()
         candidates = _candidates(root, stored, newest)
         for step, folder in candidates:
-            if mirror is not None and mirror is not self._mirror and step in stored and mirror.differs_from_remote(folder):
+            if (
+                mirror is not None
+                and mirror is not self._mirror
+                and step in stored
+                and mirror.differs_from_remote(folder)
+            ):
                 folder = folder.with_name(f"{folder.name}{_STORED_SUFFIX}")
             problem = find_checkpoint_damage(folder)
             if problem is not None and mirror is not None and step in stored:

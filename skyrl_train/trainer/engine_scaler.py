@@ -9,12 +9,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient, engine_name
 from skyrl_train.engines.target_count import ENGINES_FILE, read_target, target_file_version
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.progress_log import print_status
-from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.trainer.publisher import WeightPublisher
 
 CHECK_INTERVAL_S = 1.0

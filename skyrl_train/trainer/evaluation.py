@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from skyrl_train.aio import gather_all
+from skyrl_train.atomic_files import atomic_write
 from skyrl_train.config.redaction import redact
 from skyrl_train.data.messages import Prompt
-from skyrl_train.data.trajectory import OK, MIN_PASS_REWARD, TrajectoryGroup
-from skyrl_train.atomic_files import atomic_write
+from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
-from skyrl_train.terminal import escape_control_chars
 from skyrl_train.metrics import MetricNameLimit
 from skyrl_train.rollouts.conversation import DEADLINE_KIND
-from skyrl_train.aio import gather_all
+from skyrl_train.terminal import escape_control_chars
 
 _log = logging.getLogger(__name__)
 ALL_SOURCES = "all"
@@ -132,7 +132,7 @@ class Evaluator:
             folder.mkdir(parents=True, exist_ok=True)
             for source, rows in by_source.items():
                 text = "".join(json.dumps(row) + "\n" for row in redact(rows))
-                with atomic_write(folder / f"{_file_name(source)}.jsonl", sync=False) as file:
+                with atomic_write(folder / f"{_file_name(source)}.jsonl", fsync=False) as file:
                     file.write(text.encode())
         except OSError as error:
             _log.warning("trainer.dump_eval_results: %s could not be written (%s).", folder, error)
@@ -187,7 +187,9 @@ def evaluation_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """avg_score (mean reward of all samples), pass_at_<n> (share of prompts with at least one pass) and num_failed."""
     trajectories = [item for group in groups for item in group.trajectories]
     rewards = [item.reward if item.status == OK else 0.0 for item in trajectories]
-    passed = [any(item.status == OK and item.reward >= MIN_PASS_REWARD for item in group.trajectories) for group in groups]
+    passed = [
+        any(item.status == OK and item.reward >= MIN_PASS_REWARD for item in group.trajectories) for group in groups
+    ]
     samples = max(len(group.trajectories) for group in groups)
     return {
         "avg_score": sum(rewards) / len(rewards),

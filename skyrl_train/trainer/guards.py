@@ -79,7 +79,9 @@ class Guards:
         if not models or self._skipping_steps < self._next_skip_warning:
             return
         self._next_skip_warning *= 10
-        shares = " and ".join(f"{metrics[name]:.0%} of the {name.removesuffix(SKIPPED_SUFFIX)}'s updates" for name in models)
+        shares = " and ".join(
+            f"{metrics[name]:.0%} of the {name.removesuffix(SKIPPED_SUFFIX)}'s updates" for name in models
+        )
         _log.warning(
             "step %d: %s were skipped, as their gradient was not finite; steps with such updates since the run was "
             "started: %d. Lower the learning rate, or look for NaN in data, rewards and log-probs. %d in a row end the "

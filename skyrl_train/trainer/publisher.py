@@ -63,7 +63,10 @@ class WeightPublisher:
         self._engines_without_node: set[str] = set()
         """Dead engines that have no node for now, which has been logged."""
         self.restarts = 0
-        client.restart_dead_engines, client.restarts_immediately = self._restart_while_generating, pause_mode is not None
+        client.restart_dead_engines, client.restarts_immediately = (
+            self._restart_while_generating,
+            pause_mode is not None,
+        )
 
     # -- all engines -------------------------------------------------------------------------------------------------
 

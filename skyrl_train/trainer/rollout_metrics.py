@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from statistics import stdev
 
-from skyrl_train.data.trajectory import OK, MIN_PASS_REWARD, Trajectory, TrajectoryGroup
+from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, Trajectory, TrajectoryGroup
 from skyrl_train.environments.tools.base import truncate_middle
 from skyrl_train.metrics import Metrics
 from skyrl_train.report.protocol import SampleRow
@@ -51,7 +51,9 @@ def add_rollout_metrics(groups: Sequence[TrajectoryGroup], version: int, metrics
         valid = [item for item in group.trajectories if item.status == OK]
         if valid:
             metrics.add("reward/zero_variance_groups", len({item.reward for item in valid}) == 1)
-            metrics.add(f"reward/pass_at_{len(group.trajectories)}", any(item.outcome >= MIN_PASS_REWARD for item in valid))
+            metrics.add(
+                f"reward/pass_at_{len(group.trajectories)}", any(item.outcome >= MIN_PASS_REWARD for item in valid)
+            )
 
 
 def sample_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
@@ -64,7 +66,10 @@ def table_rows(groups: Sequence[TrajectoryGroup]) -> list[SampleRow]:
     items = islice(chain.from_iterable(group.trajectories for group in groups), TABLE_ROWS)
     rows = [sample_row(item) for item in items]
     longest = _max_text_length([len(text) for row in rows for text in (row.prompt, row.response)], TABLE_CHARACTERS)
-    return [replace(row, prompt=truncate_middle(row.prompt, longest), response=truncate_middle(row.response, longest)) for row in rows]
+    return [
+        replace(row, prompt=truncate_middle(row.prompt, longest), response=truncate_middle(row.response, longest))
+        for row in rows
+    ]
 
 
 def _max_text_length(lengths: Sequence[int], max_total: int) -> int:

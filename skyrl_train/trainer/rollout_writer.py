@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train import trace
-from skyrl_train.config.redaction import contains_secret, redact, find_secret_pieces
+from skyrl_train.aio import finish_despite_cancellation
+from skyrl_train.config.redaction import contains_secret, find_secret_pieces, redact
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.data.messages import Message, ToolCallRecord
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
@@ -38,7 +39,6 @@ from skyrl_train.report.rollout_files import (
     write_rollouts,
     write_vocabulary,
 )
-from skyrl_train.aio import finish_despite_cancellation
 
 SAMPLED_GROUPS = 8
 """Of a step, its first ones: the order of prompts is drawn by the seed, so they are a fair sample."""
@@ -126,9 +126,11 @@ class RolloutWriter:
 
     def _write(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> None:
         try:
-            with trace.span("rollouts kept", row="checkpoints", overlaps=True):
+            with trace.span("rollouts kept", track="checkpoints", overlaps=True):
                 self._write_vocabulary()
-                write_rollouts(self._run, step, rollout_tables(step, groups, batch, RolloutReader(self._run).vocabulary))
+                write_rollouts(
+                    self._run, step, rollout_tables(step, groups, batch, RolloutReader(self._run).vocabulary)
+                )
                 self._delete_oldest(step)
         except Exception as error:  # of the disk, or what an environment put into its messages
             if not self._failed:
@@ -351,7 +353,9 @@ def _turns(items: Sequence[Trajectory]) -> pa.Array:
     turns = [turn for item in items for turn in item.turns]
     kind = COLUMNS.field("turns").type
     columns: dict[str, list[Any]] = {name: [getattr(turn, name) for turn in turns] for name in _TURN_FIELDS}
-    columns["tool_calls"] = [dump_json([*map(_redact_tool_call, calls)]) if calls else None for calls in columns["tool_calls"]]
+    columns["tool_calls"] = [
+        dump_json([*map(_redact_tool_call, calls)]) if calls else None for calls in columns["tool_calls"]
+    ]
     fields = [pa.array(values, kind.value_type.field(name).type) for name, values in columns.items()]
     return _structs([len(item.turns) for item in items], fields, kind)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from skyrl_train.atomic_files import atomic_write, atomic_write_text, open_lock
 from skyrl_train.config.hydra import CONFIG_FILE
-from skyrl_train.atomic_files import open_lock, atomic_write, atomic_write_text
 from skyrl_train.errors import CheckpointMismatch, RunFolderError
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.trainer.checkpoints import CheckpointStore
@@ -117,7 +117,9 @@ class RunFolder:
                     "that says whose; choose another folder, and trainer.resume_mode=from_path to start from one."
                 )
             return
-        _check_no_differences(self.path, kept, self._identity, {*kept, *self._identity} - ({"model"} if steps else set()))
+        _check_no_differences(
+            self.path, kept, self._identity, {*kept, *self._identity} - ({"model"} if steps else set())
+        )
         if steps and not self._allow_resume:
             raise RunFolderError(
                 f"trainer.ckpt_path={str(self.path)!r} holds checkpoints of this run (steps {steps}) and "

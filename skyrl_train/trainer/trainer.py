@@ -17,28 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train import trace
+from skyrl_train.aio import finish_despite_cancellation, gather_all
 from skyrl_train.clock import now
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.data.token_arrays import trim_memory
 from skyrl_train.data.batch import TRIM_MEMORY_TOKENS, SFTExample, TrainBatch, collate, collate_sft_examples
+from skyrl_train.data.token_arrays import trim_memory
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
 from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
 from skyrl_train.log_rotation import archive_previous_attempt
 from skyrl_train.metrics import Metrics
-from skyrl_train.report.progress_log import startup_phase, report_progress
+from skyrl_train.report.progress_log import report_progress, startup_phase
 from skyrl_train.report.protocol import SampleRow
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.aio import gather_all, finish_despite_cancellation
 from skyrl_train.trainer.batch_dump import BatchDump
-from skyrl_train.trainer.evaluation import Evaluator
-from skyrl_train.trainer.guards import Guards
-from skyrl_train.trainer.rollout_writer import RolloutWriter
-from skyrl_train.trainer.publisher import WeightPublisher
-from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
 from skyrl_train.trainer.checkpoint_manager import CheckpointManager, PendingActions
 from skyrl_train.trainer.engine_scaler import EngineScaler
+from skyrl_train.trainer.evaluation import Evaluator
+from skyrl_train.trainer.guards import Guards
+from skyrl_train.trainer.publisher import WeightPublisher
+from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
+from skyrl_train.trainer.rollout_writer import RolloutWriter
 
 _SLEEP_ON_EXIT_TIMEOUT_S = 30.0
 """Time for engines to fall asleep when a run ends early."""
@@ -212,7 +212,11 @@ class TrainingLoop(ABC):
 
     def _last_finite_checkpoint_hint(self) -> str:
         """Names the newest checkpoint whose weights are known to be good: an update of theirs was finite."""
-        first_bad = self.step + 1 if self.checkpoint_manager.skipped_updates.since is None else self.checkpoint_manager.skipped_updates.since
+        first_bad = (
+            self.step + 1
+            if self.checkpoint_manager.skipped_updates.since is None
+            else self.checkpoint_manager.skipped_updates.since
+        )
         found = self.checkpoint_manager.latest_before(first_bad - 1)
         if found is None:
             return "There is no checkpoint from before that."
@@ -359,7 +363,9 @@ class Trainer(TrainingLoop):
         if kept is not None:
             self.learner.num_sequences_with_logprobs = kept.num_sequences(groups)
         learner = self.learner
-        async with kept.writing(self.step + 1, groups, batch, lambda: learner.update_logprobs) if kept else nullcontext():
+        async with (
+            kept.writing(self.step + 1, groups, batch, lambda: learner.update_logprobs) if kept else nullcontext()
+        ):
             groups.clear()
             batch = batch.with_tokens(token_rewards=None)  # no update reads them
             if len(batch.input_ids) > TRIM_MEMORY_TOKENS:

@@ -1,6 +1,6 @@
 """SkyRL's functions for scripts, by its names."""
 
-from skyrl_train.skyrl.script_entry import initialize_ray, validate_cfg
 from skyrl_train.skyrl.metrics import Timer
+from skyrl_train.skyrl.script_entry import initialize_ray, validate_cfg
 
 __all__ = ["Timer", "initialize_ray", "validate_cfg"]

@@ -207,7 +207,9 @@ def _int64_words(tensor: Tensor, position: int) -> Tensor:
     skipped = position % WORD_BYTES
     alone = flat.numel() == 1  # may have any stride, with which it cannot be viewed as another dtype
     if alone or skipped or flat.nbytes % WORD_BYTES or flat.storage_offset() * flat.itemsize % WORD_BYTES:
-        padded = torch.zeros(-(-(skipped + flat.nbytes) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device=flat.device)
+        padded = torch.zeros(
+            -(-(skipped + flat.nbytes) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8, device=flat.device
+        )
         padded[skipped : skipped + flat.nbytes].view(flat.dtype).copy_(flat)
         flat = padded
     return flat.view(torch.int64)

@@ -78,7 +78,9 @@ class WeightReceiver:
     def connect(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         """Use `route`; for `broadcast` join the trainer's group. `rank` (1 to world_size - 1): the engine's first."""
         if route not in WEIGHT_ROUTES:
-            raise WeightSyncError(f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(WEIGHT_ROUTES))}.")
+            raise WeightSyncError(
+                f"{self._name} has no weight route {route!r}; it has {', '.join(sorted(WEIGHT_ROUTES))}."
+            )
         self.close()
         self._route = route
         self._latest_version = -1
@@ -159,7 +161,11 @@ class WeightReceiver:
             self._load(bucket, self._read(bucket))
         if self._loading:
             self._store.finish()
-        held = {name: tensor for name in self._received_fingerprints if (tensor := self._store.loaded_tensor(name)) is not None}
+        held = {
+            name: tensor
+            for name in self._received_fingerprints
+            if (tensor := self._store.loaded_tensor(name)) is not None
+        }
         for name, found in zip(held, fingerprints(held.values()), strict=True):
             if found != self._received_fingerprints[name]:
                 raise self._error(f"{name} was received but is not what the engine holds.")

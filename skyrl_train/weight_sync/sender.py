@@ -14,12 +14,12 @@ from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
     DoubleBuffer,
-    plan_buckets,
     buffer_bytes,
-    zeroed_buffer,
-    scan_shards,
     pack,
+    plan_buckets,
+    scan_shards,
     tensor_views,
+    zeroed_buffer,
 )
 from skyrl_train.weight_sync.handover import BucketFolder, SharedBuffers
 from skyrl_train.weight_sync.protocol import (
@@ -144,7 +144,9 @@ class WeightSender:
         its tensors are altered, as the probe must notice changes of the trained weights.
         """
         self._perturbed = perturbed
-        follows = self._delivered if (self._weight_sync_only_changed or self._adapter_source) and not perturbed else None
+        follows = (
+            self._delivered if (self._weight_sync_only_changed or self._adapter_source) and not perturbed else None
+        )
         specs, non_finite = self._build_specs(self._iterate_parameters(follows is not None))
         base = None
         if follows is not None:
@@ -154,7 +156,9 @@ class WeightSender:
         on_cpu = self._device == "cpu" and self._route in ("broadcast", "ipc")
         bucket_bytes = min(self._bucket_bytes, MAX_CPU_BUCKET_BYTES) if on_cpu else self._bucket_bytes
         adapter = self._adapter_source.adapter if self._adapter_source is not None else None
-        manifest = Manifest(version, tuple(specs), non_finite, bucket_bytes, base, perturbed, adapter, self._num_optimizer_steps())
+        manifest = Manifest(
+            version, tuple(specs), non_finite, bucket_bytes, base, perturbed, adapter, self._num_optimizer_steps()
+        )
         by_name = {spec.name: spec for spec in specs}
         stream, planned = self._iterate_parameters(follows is not None), plan_buckets(manifest)
         largest = max((buffer_bytes([by_name[name] for name in bucket.names]) for bucket in planned), default=0)
@@ -216,7 +220,10 @@ class WeightSender:
                 on_wire = self._to_wire(name, tensor)
                 local = on_wire.local
                 announced.append((name, tuple(on_wire.shape), dtype_name(local.dtype)))
-                yield on_wire.elements if on_wire.is_first_replica else local.new_empty(0), on_wire.start * local.itemsize
+                yield (
+                    on_wire.elements if on_wire.is_first_replica else local.new_empty(0),
+                    on_wire.start * local.itemsize,
+                )
 
         bits, non_finite = torch.tensor(scan_shards(parts()), dtype=torch.int64).view(-1, 2).unbind(1)
         # In halves, as sums of whole words over ranks could overflow.
@@ -239,9 +246,13 @@ class WeightSender:
             for _ in wholes:  # those not taken: the other ranks wait for this one, even if it has no memory left
                 pass
             if bucket.index == len(sync.buckets) - 1:
-                sync.parameter_stream = iter(())  # it would hold the last parameter's memory, also while the model is offloaded
+                sync.parameter_stream = iter(
+                    ()
+                )  # it would hold the last parameter's memory, also while the model is offloaded
 
-    def _pack_bucket(self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]) -> Tensor | None:
+    def _pack_bucket(
+        self, sync: _Sync, index: int, specs: Sequence[TensorSpec], wholes: Iterator[Tensor]
+    ) -> Tensor | None:
         buffer = self._buffer(sync, index, specs)
         if buffer is None:
             return None

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.aio import gather_all
+from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.weight_sync.broadcast import abort_group
-from skyrl_train.weight_sync.buckets import plan_buckets, num_bytes
+from skyrl_train.weight_sync.buckets import num_bytes, plan_buckets
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 PROBE_TOLERANCE = 1e-4
@@ -199,7 +199,11 @@ class WeightSync:
         self._phase = "engines checking the manifest"
         await gather_all(engine.begin_weights(manifest) for engine in engines)
         planned = plan_buckets(manifest)
-        await (self._broadcast(planned, engines) if self._route == "broadcast" else self._send_buckets_by_handle(planned, engines))
+        await (
+            self._broadcast(planned, engines)
+            if self._route == "broadcast"
+            else self._send_buckets_by_handle(planned, engines)
+        )
         self._phase = "engines checking what they hold"
         await gather_all(engine.commit_weights(version) for engine in engines)
         await self._trainer.call_all("mark_weights_delivered", version)
@@ -211,7 +215,11 @@ class WeightSync:
         if manifest.non_finite:
             names = ", ".join(manifest.non_finite[:3]) + (", ..." if len(manifest.non_finite) > 3 else "")
             raise NonFiniteWeights(f"{names} holds NaN or infinity in version {version} of the trainer's weights.")
-        if self._announced_version is not None and self._announced_version[0] == version and self._announced_version[1] != updates:
+        if (
+            self._announced_version is not None
+            and self._announced_version[0] == version
+            and self._announced_version[1] != updates
+        ):
             raise WeightSyncError(
                 f"the trainer's weights were changed while they were called version {version}: {updates} optimizer "
                 f"steps made them, {self._announced_version[1]} when that version was first sent. No engine was given them."
@@ -250,7 +258,9 @@ class WeightSync:
                 offers.cancel()
 
     async def _prepare_bucket(self, bucket: Bucket) -> Bucket:
-        answers = [answer for answer in await self._trainer.call_all("send_weights", bucket.index) if answer is not None]
+        answers = [
+            answer for answer in await self._trainer.call_all("send_weights", bucket.index) if answer is not None
+        ]
         return replace(answers[0], handles=tuple(handle for answer in answers for handle in answer.handles))
 
     def _set_bucket_phase(self, bucket: Bucket, planned: Sequence[Bucket]) -> None:
@@ -269,7 +279,9 @@ class WeightSync:
         timeout = self._deadline_s
         await gather_all(
             [
-                self._trainer.call_all("connect_weights", self._route, address, world_size, timeout, self._adapter_only),
+                self._trainer.call_all(
+                    "connect_weights", self._route, address, world_size, timeout, self._adapter_only
+                ),
                 *(
                     e.connect_weights(self._route, address, rank, world_size, timeout)
                     for rank, e in zip(accumulate([1, *sizes]), engines, strict=False)

@@ -18,8 +18,8 @@ import yaml
 from skyrl_train.config.key_help import format_help
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.entrypoints import cli
+from tests.support.doc_pages import REPOSITORY, Command, commands, commands_of, fenced_blocks
 from tests.support.table_cases import check_each
-from tests.support.doc_pages import REPOSITORY, Command, fenced_blocks, commands, commands_of
 
 OWN_FLAGS = {"--plan", "--probe", "--elsewhere", "--resolve"}
 PLACEHOLDERS = {"key=value", "..."}
@@ -188,16 +188,30 @@ COMMANDS: dict[str, tuple[Check, ...]] = {
     ),
     r"examples/\w+/run\w*\.sh": (check_preset, covered_by("tests/unit/config/test_examples.py")),
     "python -m skyrl_train.environments.tools.bm25": (covered_by("tests/unit/environments/tools/test_search_tool.py"),),
-    r"python -m skyrl_train\.entrypoints\.serve": (check_config_keys, covered_by("tests/integration/runs/test_documented_runs.py")),
-    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train plan(?! --probe)": (check_config_keys, covered_by(CONFIGURATIONS)),
-    r"python -m skyrl_train\.entrypoints\.main_base .*--cfg|skyrl-train train --help": (check_config_keys, covered_by(CONFIGURATIONS)),
+    r"python -m skyrl_train\.entrypoints\.serve": (
+        check_config_keys,
+        covered_by("tests/integration/runs/test_documented_runs.py"),
+    ),
+    r"python -m skyrl_train\.entrypoints\.check_config|skyrl-train plan(?! --probe)": (
+        check_config_keys,
+        covered_by(CONFIGURATIONS),
+    ),
+    r"python -m skyrl_train\.entrypoints\.main_base .*--cfg|skyrl-train train --help": (
+        check_config_keys,
+        covered_by(CONFIGURATIONS),
+    ),
     "skyrl-train plan --probe": (check_config_keys, covered_by("tests/integration/runs/test_probe.py")),
     r"python -m integrations\.verifiers": (untested("needs the verifiers library, which pins other versions"),),
     r"skyrl-train train '?trainer\.logger=": (
         check_config_keys,
-        same_program_as("tests/integration/runs/test_tracker_libraries.py", "main_base, in an environment with the library"),
+        same_program_as(
+            "tests/integration/runs/test_tracker_libraries.py", "main_base, in an environment with the library"
+        ),
     ),
-    r"skyrl-train train '?trainer\.plugins=": (check_config_keys, covered_by("tests/integration/quickstart/test_your_environment.py")),
+    r"skyrl-train train '?trainer\.plugins=": (
+        check_config_keys,
+        covered_by("tests/integration/quickstart/test_your_environment.py"),
+    ),
     r"python -m skyrl_train\.entrypoints\.main_base '?data\.train_data=\S*s3:": (
         check_config_keys,
         covered_by("tests/integration/runs/test_storage.py"),

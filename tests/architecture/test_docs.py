@@ -6,8 +6,8 @@ import ast
 import pkgutil
 import re
 
-from tests.support.table_cases import check_each
 from tests.support.doc_pages import FENCE, PAGES, REPOSITORY, fenced_blocks
+from tests.support.table_cases import check_each
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 NAME = re.compile(r"(?<![\w.])skyrl_train(?:\.[A-Za-z_]\w*)+")

@@ -71,7 +71,9 @@ def test_d(x): ...
 
 
 def test_every_fault_has_unskipped_test():
-    missing = [f"{id}: {REQUIRED_FAULTS[id]}" for id in sorted(set(REQUIRED_FAULTS) - all_marked_tests(TESTS, "fault").keys())]
+    missing = [
+        f"{id}: {REQUIRED_FAULTS[id]}" for id in sorted(set(REQUIRED_FAULTS) - all_marked_tests(TESTS, "fault").keys())
+    ]
     assert not missing, "no unskipped test carries @pytest.mark.fault(id) for:\n" + "\n".join(missing)
 
 

@@ -185,7 +185,11 @@ class Campaign:
         if re.search(r"^Traceback|please report it", (folder / "log").read_text()[-6000:], re.MULTILINE):
             raise Miss(f"after {name} the run ends with a traceback: {_tail(folder)}")
         checkpoints = CheckpointStore(folder / "ckpts")
-        saved = [step for step in checkpoints.steps() if find_checkpoint_damage(folder / "ckpts" / f"global_step_{step}") is None]
+        saved = [
+            step
+            for step in checkpoints.steps()
+            if find_checkpoint_damage(folder / "ckpts" / f"global_step_{step}") is None
+        ]
         done = max(steps, default=0)
         # Steps that were taken again are recorded only then, and a fault may strike while a checkpoint is written.
         saves = last.saves and took_steps

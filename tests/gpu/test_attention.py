@@ -10,8 +10,8 @@ from torch import Tensor
 
 from skyrl_train.models import flash_attention
 from skyrl_train.models.flash_attention import FlashKernel
-from skyrl_train.models.shared_prompts import SharedPromptLayout
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [700, 1, 257, 64, 700, 3]

@@ -83,7 +83,7 @@ def test_a_model_leaves_keeps_its_parameters_for_a_sync_and_trains_on():
     _update(moved, 0)
     _update(stayed, 0)
     held = torch.cuda.memory_allocated()
-    moved.keep_parameters()
+    moved.onload_parameters_only()
     moments = 2 * sum(parameter.nbytes for parameter in moved.scorer.parameters())
     assert held - torch.cuda.memory_allocated() >= moments
     assert {parameter.device.type for parameter in moved.scorer.parameters()} == {"cuda"}
@@ -96,7 +96,7 @@ def test_a_model_leaves_keeps_its_parameters_for_a_sync_and_trains_on():
 
 def _update(strategy: Any, seed: int) -> dict[str, float]:
     batch = ragged_batch([5, 8, 6], seed=seed).to("cuda")
-    scores = strategy.scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    strategy.backward(-scores.logprobs.sum(), last=True)
+    scores = strategy.module(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    strategy.backward(-scores.logprobs.sum(), is_last_micro_batch=True)
     found: dict[str, float] = strategy.step()
     return found

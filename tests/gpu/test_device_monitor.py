@@ -10,18 +10,18 @@ import pytest
 pytestmark = pytest.mark.gpu
 POISONED = """
 import torch
-from skyrl_train.engines.step_loop import Accelerator, compute
+from skyrl_train.engines.step_loop import DeviceMonitor, compute
 from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.errors import EngineError
 device = torch.device("cuda")
 lifecycle = Lifecycle("a")
-accelerator = Accelerator(lifecycle, lambda: compute(device))
-accelerator.examine()
+monitor = DeviceMonitor(lifecycle, lambda: compute(device))
+monitor.check()
 lifecycle.check_alive()
 def step():
     return torch.zeros(4, device=device)[torch.tensor([1 << 20], device=device)].cpu()
 try:
-    accelerator.run(step)
+    monitor.run(step)
 except EngineError as error:
     assert "is dead" in str(error), error
 else:

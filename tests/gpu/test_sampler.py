@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import TruncationMask, RowSampler, random_uniform
+from skyrl_train.engines.token_sampler import RowSampler, TruncationMask, random_uniform
 
 pytestmark = pytest.mark.gpu
 ROWS, VOCABULARY = 256, 151_936

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from skyrl_train.config.choices import ENGINES, STRATEGIES
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.batch import SFTExample, collate_sft_examples
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.learner.worker import LearnerWorker
 from tests.gpu_check.decoding import elsewhere, prompts

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from skyrl_train.models.shared_prompts import SharedPromptLayout
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 from tests.gpu_check.report import Report, Setting
 
 
@@ -107,7 +107,9 @@ def summed(gradient: Tensor, offsets: Tensor, repeated: Tensor | None) -> Tensor
     if repeated is None:
         return gradient
     packing = SharedPromptLayout.from_offsets(offsets, repeated)
-    return gradient.new_zeros(len(packing.token_indices), *gradient.shape[1:]).index_add_(0, packing.inverse_indices, gradient)
+    return gradient.new_zeros(len(packing.token_indices), *gradient.shape[1:]).index_add_(
+        0, packing.inverse_indices, gradient
+    )
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.cluster.addresses import free_address
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup, _wait_for_root, _store
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup, _store, _wait_for_root
 from tests.gpu_check.report import Report, Setting
 
 SLACK_S = 3.0

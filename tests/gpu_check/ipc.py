@@ -18,10 +18,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.buckets import plan_buckets, fingerprint
+from skyrl_train.weight_sync.buckets import fingerprint, plan_buckets
+from skyrl_train.weight_sync.protocol import Bucket
 from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.protocol import Bucket
 from tests.gpu_check.report import Report, Setting
 
 LATE_CYCLES = 5_000_000

@@ -11,8 +11,8 @@ from typing import Any
 
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup
 from skyrl_train.learner.worker import LearnerWorker
-from skyrl_train.trainer.checkpoints import CheckpointStore
 from skyrl_train.trainer.checkpoint_manager import CheckpointManager
+from skyrl_train.trainer.checkpoints import CheckpointStore
 from tests.support.learner_specs import tiny_spec
 
 

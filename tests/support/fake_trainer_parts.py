@@ -12,7 +12,7 @@ from skyrl_train.data.trajectory import TrajectoryGroup, Turn
 from skyrl_train.errors import DeadlineExceeded, WeightSyncError
 from skyrl_train.report.trackers import Trackers
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.checkpoint_manager import SkippedUpdates, PendingActions
+from skyrl_train.trainer.checkpoint_manager import PendingActions, SkippedUpdates
 from skyrl_train.trainer.trainer import OffloadManager, SFTTrainer, StepSchedule, Trainer
 from tests.support.trajectories import trajectory_from
 
@@ -149,7 +149,7 @@ def trainer_of(
         publisher=fakes,
         offload_manager=residency or OffloadManager(),
         evaluator=fakes if evaluator == "fakes" else evaluator,
-        state=fakes,
+        checkpoint_manager=fakes,
         trackers=Trackers({"fake": fakes}),
         batch_dump=batch_dump,
     )
@@ -163,7 +163,7 @@ def sft_trainer_of(fakes: Any) -> SFTTrainer:
         schedule=schedule,
         cfg=TrainerConfig(ckpt_interval=2),
         learner=fakes,
-        state=fakes,
+        checkpoint_manager=fakes,
         trackers=Trackers({"fake": fakes}),
     )
 

@@ -10,7 +10,7 @@ import torch
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch

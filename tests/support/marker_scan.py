@@ -37,7 +37,11 @@ def marked_tests(source: str, kind: str) -> Iterator[tuple[str, str]]:
             continue
         carried = list(marker_ids(node.decorator_list))
         named = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
-        aside = EXCLUDING_MARKERS & {name for name, _ in carried} or named & aliases or any(map(_is_excluded, node.decorator_list))
+        aside = (
+            EXCLUDING_MARKERS & {name for name, _ in carried}
+            or named & aliases
+            or any(map(_is_excluded, node.decorator_list))
+        )
         if not aside:
             yield from ((str(id), node.name) for name, ids in carried if name == kind for id in ids)
 
@@ -48,7 +52,9 @@ def _is_excluded(decorator: ast.expr) -> bool:
         return False
     values = decorator.args[1] if len(decorator.args) > 1 else None
     sets = values.elts if isinstance(values, ast.List | ast.Tuple) else []
-    return bool(sets) and all(any(f"pytest.mark.{mark}" in ast.unparse(one) for mark in EXCLUDING_MARKERS) for one in sets)
+    return bool(sets) and all(
+        any(f"pytest.mark.{mark}" in ast.unparse(one) for mark in EXCLUDING_MARKERS) for one in sets
+    )
 
 
 def _skips(node: ast.AST) -> bool:

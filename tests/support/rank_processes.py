@@ -92,7 +92,7 @@ class RankProcess:
         return value
 
     async def call_with_refs(self, method: str, plan: Any, refs: Sequence[Any]) -> Any:
-        return await asyncio.to_thread(lambda: self._call(method, plan.arguments(*refs)))
+        return await asyncio.to_thread(lambda: self._call(method, plan.build_arguments(*refs)))
 
     def end(self) -> None:
         """At once."""

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker
-from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.models.pretrained_weights import PretrainedWeights
+from skyrl_train.models.ragged_model import RaggedModel
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
 from tests.support.tiny_adapters import fill_adapters
@@ -23,10 +23,10 @@ class _Recording:
 
     def step(self) -> dict[str, float]:
         model: Any = self
-        named = model.scorer.named_parameters()
-        gradients = {model.scorer.hf_name(name): p.grad for name, p in named if p.grad is not None}
+        named = model.module.named_parameters()
+        gradients = {model.module.hf_name(name): p.grad for name, p in named if p.grad is not None}
         self.recorded = {name: self._recorded(name, gradient) for name, gradient in gradients.items()}
-        model.scorer.zero_grad()
+        model.module.zero_grad()
         return {"grad_norm": 0.0}
 
     def _recorded(self, name: str, gradient: Tensor) -> Tensor:

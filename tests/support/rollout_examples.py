@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.trajectory import Restart, TrajectoryGroup, Turn
 from tests.support.trajectories import trajectory_from
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_train.data.token_arrays import to_logprob_array, mask_to_spans, to_token_array
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import mask_to_spans, to_logprob_array, to_token_array
 from skyrl_train.data.trajectory import Trajectory, Turn
 from skyrl_train.engines.base import Completion, VersionSpan
 
@@ -27,7 +27,12 @@ def trajectory_from(
 ) -> Trajectory:
     """`loss_mask` [L] instead of spans."""
     assert len(loss_mask) == len(response_ids)
-    tokens = to_token_array(prompt_ids), to_token_array(response_ids), mask_to_spans(loss_mask), to_logprob_array(logprobs)
+    tokens = (
+        to_token_array(prompt_ids),
+        to_token_array(response_ids),
+        mask_to_spans(loss_mask),
+        to_logprob_array(logprobs),
+    )
     return Trajectory(prompt, sample, *tokens, turns, reward, stop_reason, temperature, *more, **named)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.models.sharded_tensor import ShardedTensor
-from skyrl_train.weight_sync.buckets import plan_buckets, fingerprint, num_bytes, packed_fingerprints
-from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.buckets import fingerprint, num_bytes, packed_fingerprints, plan_buckets
 from skyrl_train.weight_sync.protocol import dtype_of
+from skyrl_train.weight_sync.sender import WeightSender
 
 
 class GatheredBytes(TorchDispatchMode):
@@ -37,7 +37,9 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def count_synced_bytes(parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]], wire_dtype: str) -> dict[str, Any]:
+def count_synced_bytes(
+    parameters: Callable[[], Iterator[tuple[str, ShardedTensor]]], wire_dtype: str
+) -> dict[str, Any]:
     """A sync on all ranks: whether it announces and sends what the ranks have, and bytes gathered of those sent."""
     sender = WeightSender(
         parameters,

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.models.lora import get_adaptable_linears
-from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
-from skyrl_train.weight_sync.sender import LoraModel, WeightSenderMixin, WeightSender
 from skyrl_train.weight_sync.protocol import AdapterSpec, Bucket, Manifest, adapter_names
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
+from skyrl_train.weight_sync.sender import LoraModel, WeightSender, WeightSenderMixin
 from tests.support.tiny_adapters import TARGETS
 
 

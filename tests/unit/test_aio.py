@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.aio import EventLoopThrottle, gather_all, finish_despite_cancellation, with_timeout
+from skyrl_train.aio import EventLoopThrottle, finish_despite_cancellation, gather_all, with_timeout
 
 
 def test_results_come_in_the_order_of_the_calls():
@@ -39,7 +39,11 @@ def test_cancellation_is_raised_when_result_arrives(turns: int):
 
 
 def test_work_within_seconds_has_result_or_timeout():
-    assert asyncio.run(with_timeout(30, asyncio.sleep(0, 7))) == asyncio.run(with_timeout(math.inf, asyncio.sleep(0, 7))) == 7
+    assert (
+        asyncio.run(with_timeout(30, asyncio.sleep(0, 7)))
+        == asyncio.run(with_timeout(math.inf, asyncio.sleep(0, 7)))
+        == 7
+    )
     with pytest.raises(TimeoutError):
         asyncio.run(with_timeout(0.01, asyncio.sleep(30)))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.atomic_files import atomic_write, atomic_write_text, open_lock
 from skyrl_train.config.hydra import load_preset, save_resolved
-from skyrl_train.atomic_files import open_lock, atomic_write, atomic_write_text
 from skyrl_train.errors import StorageError
 from skyrl_train.log_rotation import rotate
 from skyrl_train.report.jsonl import JsonlTracker

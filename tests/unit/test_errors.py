@@ -11,8 +11,8 @@ from skyrl_train.errors import (
     DeadlineExceeded,
     EnvironmentFailure,
     RunFolderError,
-    SkyRLError,
     RunInterrupted,
+    SkyRLError,
 )
 from tests.support.table_cases import check_each
 

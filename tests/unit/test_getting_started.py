@@ -10,8 +10,8 @@ import pytest
 from skyrl_train.environments import registry
 from skyrl_train.report.jsonl import JsonlTracker
 from skyrl_train.trainer.batch_dump import BatchDump
-from tests.support.learner_specs import policy_batch
 from tests.support.doc_pages import snippets
+from tests.support.learner_specs import policy_batch
 
 READ, DRAW, SHOUT = snippets("docs/getting_started.md")
 

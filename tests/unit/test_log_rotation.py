@@ -64,9 +64,9 @@ PRINTS = """
 import os, subprocess, sys
 from contextlib import suppress
 from pathlib import Path
-from skyrl_train.cluster.actor_logs import append_output_to
+from skyrl_train.cluster.actor_logs import redirect_output
 
-append_output_to(Path(sys.argv[1]), "engine 0")
+redirect_output(Path(sys.argv[1]), "engine 0")
 print("\\udc80 by Python", os.environ["A_TOKEN"])
 with suppress(OSError):
     os.write(1, b"by C\\n")

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.metrics import Metrics, MetricNameLimit
+from skyrl_train.metrics import MetricNameLimit, Metrics
 
 observations = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 100)), min_size=1, max_size=30)
 

@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.terminal import EscapingFormatter, print_stderr, print_stdout, escape_control_chars
+from skyrl_train.terminal import EscapingFormatter, escape_control_chars, print_stderr, print_stdout
 
 
 @pytest.mark.fault("F24")

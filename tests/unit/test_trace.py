@@ -24,7 +24,7 @@ import os, signal, sys
 from pathlib import Path
 from skyrl_train import trace
 
-with trace.to_file(Path(sys.argv[1])):
+with trace.write_trace(Path(sys.argv[1])):
     for step in range(100):
         with trace.span(f"step {step}"):
             pass

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import hdrs
 
-from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
 from skyrl_train.aio import deadline
+from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError
 
 log = logging.getLogger(__name__)
 

@@ -26,22 +26,33 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import PAUSE_MODES, Capabilities, Completion, EngineHealth, SampleRequest, VersionSpan
 from skyrl_train.engines.http.native_servers import NativeServer, ServerCompletion
 from skyrl_train.engines.http.protocol import DEADLINE_MARGIN_S
-from skyrl_train.engines.lifecycle import ABORT_RETRY_INTERVAL_S, MEMORY_TAGS, EngineState, Lifecycle, await_thread_future
-from skyrl_train.engines.sampling_params import RequestValidator, check_unique_request_ids, request_seed, with_stop_token
+from skyrl_train.engines.lifecycle import (
+    ABORT_RETRY_INTERVAL_S,
+    MEMORY_TAGS,
+    EngineState,
+    Lifecycle,
+    await_thread_future,
+)
+from skyrl_train.engines.sampling_params import (
+    RequestValidator,
+    check_unique_request_ids,
+    request_seed,
+    with_stop_token,
+)
 from skyrl_train.engines.token_sampler import StopStrings
 from skyrl_train.errors import EngineError, SkyRLError, WeightSyncError
 from skyrl_train.models.composite import get_checkpoint_config
 from skyrl_train.models.export import rename_shard_files, save_checkpoint_tensors
-from skyrl_train.models.loading import load_tokenizer, load_meta_model
-from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
-from skyrl_train.aio import mark_exception_retrieved
-from skyrl_train.weight_sync.receiver import WeightReceiver, reject_adapter
+from skyrl_train.models.loading import load_meta_model, load_tokenizer
+from skyrl_train.models.stop_tokens import get_stop_tokens, load_stop_configs
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, AdapterSpec, Bucket, Manifest, dtype_of
+from skyrl_train.weight_sync.receiver import WeightReceiver, reject_adapter
 
 
 class _NativeRequest:
@@ -254,7 +265,9 @@ class NativeEngine:
             return await self._server.sample(entry.rid, request)
 
         connection = self._server.connection
-        sampled = await connection.with_timeout("generate", limit, connection.retry("generate", attempt, repeatable=True))
+        sampled = await connection.with_timeout(
+            "generate", limit, connection.retry("generate", attempt, repeatable=True)
+        )
         self._generated_tokens += len(sampled.token_ids)
         self._prompt_tokens += len(request.token_ids)
         self._cached_tokens += sampled.cached_tokens

@@ -168,7 +168,9 @@ class VLLMServer(NativeServer):
     async def _version(self) -> str | None:
         status, raw = await self.connection.request("GET", "/version")
         if status != 200 or b'"version"' not in raw:
-            raise self.error_from_response(status, "/version", raw, {status: "it is no vLLM server; see generator.backend."})
+            raise self.error_from_response(
+                status, "/version", raw, {status: "it is no vLLM server; see generator.backend."}
+            )
         ready, _ = await self.connection.request("GET", "/health")
         return f"vLLM {(await self.request_json('GET', '/version'))['version']}" if ready == 200 else None
 
@@ -324,7 +326,12 @@ class SGLangServer(NativeServer):
     async def _generate(self, rid: str, token_ids: Sequence[int] | Tokens, sampling: Any, **options: Any) -> Any:
         """Sends every parameter for which a model's generation config may have a default."""
         off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
-        body = {"input_ids": to_int_tuple(token_ids), "sampling_params": off | sampling, "return_logprob": True, **options}
+        body = {
+            "input_ids": to_int_tuple(token_ids),
+            "sampling_params": off | sampling,
+            "return_logprob": True,
+            **options,
+        }
         if rid:
             body["rid"] = rid
         return await self.request_json("POST", "/generate", body, once=bool(rid))

@@ -10,23 +10,23 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.chat import (
     decode_completion,
     decode_response,
     encode_prompt,
-    message_content,
     get_reasoning_opening,
-    render_prompt,
     get_undecoded_tokens,
+    message_content,
+    render_prompt,
 )
 from skyrl_train.data.control_tokens import find_end_of_turn_token
 from skyrl_train.data.messages import Message, continues_last_message
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.token_texts import TokenAligner, TokenPart
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body
-from skyrl_train.engines.http.protocol import Limits, check_ids, parse_sampling, check_range
+from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
+from skyrl_train.engines.http.protocol import Limits, check_ids, check_range, parse_sampling
 from skyrl_train.engines.sampling_params import request_seed, with_stop_token
 from skyrl_train.errors import EngineError
 
@@ -98,7 +98,9 @@ class Translator:
         if body.continue_final_message and not continues_last_message(messages):
             raise InvalidBodyError("continue_final_message", "needs a last message of the assistant.")
         if body.add_generation_prompt is body.continue_final_message:
-            raise InvalidBodyError("add_generation_prompt", "must be the opposite of continue_final_message; leave it out.")
+            raise InvalidBodyError(
+                "add_generation_prompt", "must be the opposite of continue_final_message; leave it out."
+            )
         characters = sum(len(text) for message in messages for text in message.values())
         self._check_size(body, 1, characters, "messages")
         prompt = render_prompt(
@@ -130,7 +132,9 @@ class Translator:
         ]
         return self._completion_call("cmpl", body, prompts, body.max_tokens, adapter)
 
-    def _check_size(self, body: ChatCompletionRequest | CompletionRequest, prompts: int, characters: int, param: str) -> None:
+    def _check_size(
+        self, body: ChatCompletionRequest | CompletionRequest, prompts: int, characters: int, param: str
+    ) -> None:
         """Refuse what is too much in any case before a template or the tokenizer sees it. Raises Malformed."""
         limits = self._limits
         check_range(body.n, limits.samples, "n", "samples")

@@ -8,7 +8,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 import skyrl_train
-from skyrl_train.engines.http.openai_protocol import ChatCompletionResponse, ChatCompletionRequest, ErrorResponse, CompletionResponse, CompletionRequest
+from skyrl_train.engines.http.openai_protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+)
 from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits, NoArguments, ReceiveWeights
 from skyrl_train.engines.sampling_params import SAMPLING_RULES
 
@@ -30,7 +36,10 @@ def build_openapi_document(limits: Limits, *, text: bool, control: bool) -> dict
     kinds: dict[Any, Any] = {ErrorResponse: ErrorResponse} | {call.method: call.result for call in calls}
     kinds |= {kind: kind for kind in (call.arguments for call in calls) if kind not in _OPAQUE}
     if text:
-        kinds |= {kind: kind for kind in (ChatCompletionRequest, CompletionRequest, ChatCompletionResponse, CompletionResponse)}
+        kinds |= {
+            kind: kind
+            for kind in (ChatCompletionRequest, CompletionRequest, ChatCompletionResponse, CompletionResponse)
+        }
     found, definitions = TypeAdapter.json_schemas(
         [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()],
         ref_template="#/components/schemas/{model}",

@@ -37,7 +37,9 @@ from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket, Manifest
 DEADLINE_MARGIN_S = 30.0
 """Seconds that a caller waits beyond the deadline of the work itself."""
 REMOTE_WEIGHT_ROUTES = WEIGHT_ROUTES - {"in_process"}
-NullableFloats = Annotated[NDArray[np.float64], JsonList(core_schema.nullable_schema(core_schema.float_schema()), np.float64)]
+NullableFloats = Annotated[
+    NDArray[np.float64], JsonList(core_schema.nullable_schema(core_schema.float_schema()), np.float64)
+]
 T = TypeVar("T")
 
 
@@ -105,7 +107,9 @@ class Generate(MethodArguments):
 
     def _checked(self, request: SampleRequest, where: str, limits: Limits) -> SampleRequest:
         for name in ("request_id", "session", "group", "adapter"):
-            check_range(len(getattr(request, name) or ""), limits.name_chars, f"{where}.{name}", "characters", min_value=0)
+            check_range(
+                len(getattr(request, name) or ""), limits.name_chars, f"{where}.{name}", "characters", min_value=0
+            )
         check_ids(request.token_ids, f"{where}.token_ids", limits)
         check_range(request.seed, 2**64 - 1, f"{where}.seed", "as a seed of 64 bits", min_value=0)
         if request.deadline_s is not None and request.deadline_s <= 0:
@@ -207,7 +211,9 @@ class ReceiveWeights(MethodArguments):
             if handle.cuda is not None:
                 raise InvalidBodyError(f"bucket.handles[{index}].cuda", "does not travel over HTTP.")
             if handle.file is None or not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", handle.file):
-                raise InvalidBodyError(f"bucket.handles[{index}].file", "must be /proc/<pid>/fd/<number>: a process's memory.")
+                raise InvalidBodyError(
+                    f"bucket.handles[{index}].file", "must be /proc/<pid>/fd/<number>: a process's memory."
+                )
             check_range(handle.size, 1 << 40, f"bucket.handles[{index}].size", "bytes")
             check_range(handle.place, 1, f"bucket.handles[{index}].place", "as the place of a page", min_value=0)
         if bucket.file is not None and not re.fullmatch(r"/[^\0]*\.safetensors", bucket.file):
@@ -310,7 +316,9 @@ def parse_sampling(given: SamplingParams | dict[str, Any], where: str, limits: L
     check_range(len(sampling.stop), limits.stop_strings, join_path(where, "stop"), "strings", min_value=0)
     for text in sampling.stop:
         check_range(len(text), limits.stop_chars, join_path(where, "stop"), "characters")
-    check_range(len(sampling.stop_token_ids), limits.stop_token_ids, join_path(where, "stop_token_ids"), "ids", min_value=0)
+    check_range(
+        len(sampling.stop_token_ids), limits.stop_token_ids, join_path(where, "stop_token_ids"), "ids", min_value=0
+    )
     if max(sampling.stop_token_ids, default=0) >= 2**31:
         raise InvalidBodyError(join_path(where, "stop_token_ids"), "must be token ids, below 2^31.")
     return sampling

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyrl_train.aio import gather_all
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import ProgressWatchdog
 from skyrl_train.engines.http.connection import Connection
@@ -26,7 +27,6 @@ from skyrl_train.engines.http.protocol import (
 )
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.listeners import is_loopback
-from skyrl_train.aio import gather_all
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 _ENVELOPE_BYTES = 64
@@ -126,7 +126,13 @@ class RemoteEngine:
     async def connect_weights(self, route: str, address: str, rank: int, world_size: int, timeout_s: float) -> None:
         check_route(route)
         await self._call(
-            "connect_weights", route, address, rank, world_size, float(timeout_s), deadline_s=timeout_s + 2 * DEADLINE_MARGIN_S
+            "connect_weights",
+            route,
+            address,
+            rank,
+            world_size,
+            float(timeout_s),
+            deadline_s=timeout_s + 2 * DEADLINE_MARGIN_S,
         )
 
     async def begin_weights(self, manifest: Manifest) -> None:

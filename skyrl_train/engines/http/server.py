@@ -24,12 +24,13 @@ from typing import Any, NoReturn
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from skyrl_train.aio import deadline
 from skyrl_train.clock import now
 from skyrl_train.engines.base import Capabilities, Completion, EngineHealth, SampleRequest
 from skyrl_train.engines.client import PROGRESS_COUNTERS, EngineClient, ProgressWatchdog
+from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
 from skyrl_train.engines.http.openai import CompletionCall, Translator
 from skyrl_train.engines.http.openapi import build_openapi_document
-from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
 from skyrl_train.engines.http.protocol import (
     DEADLINE_MARGIN_S,
     REMOTE_METHODS,
@@ -45,10 +46,9 @@ from skyrl_train.engines.http.protocol import (
     encode_error,
 )
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError
-from skyrl_train.http_server import HttpServer, error_body, transfer_timeout_s, send, write_deadline
+from skyrl_train.http_server import HttpServer, error_body, send, transfer_timeout_s, write_deadline
 from skyrl_train.listeners import Listener, is_authorized
 from skyrl_train.report.prometheus import CONTENT_TYPE, RequestMetrics
-from skyrl_train.aio import deadline
 
 log = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 5.0
@@ -233,7 +233,9 @@ class HttpEndpoint:
 
     def _check_token(self, request: web.Request) -> None:
         if not self._has_token(request):
-            raise _HttpError(401, "Send the header 'Authorization: Bearer <token>' with this server's token.", "no_token")
+            raise _HttpError(
+                401, "Send the header 'Authorization: Bearer <token>' with this server's token.", "no_token"
+            )
 
     async def _body(self, request: web.Request) -> Any:
         """The parsed body; an empty one is an empty object."""
@@ -326,7 +328,9 @@ class HttpEndpoint:
         found = getattr(self._engine, name, None)
         if found is None:
             kind = type(self._engine).__name__
-            raise _HttpError(501, f"What is served here, {kind}, has no {name}; serve one engine alone.", "not_supported")
+            raise _HttpError(
+                501, f"What is served here, {kind}, has no {name}; serve one engine alone.", "not_supported"
+            )
         return found
 
     def _note_adapter(self, arguments: object) -> None:
@@ -394,7 +398,9 @@ class HttpEndpoint:
         return _json(write_json(_model(name)))
 
     async def _document(self, request: web.Request) -> web.Response:
-        return web.json_response(build_openapi_document(self._limits, text=self._translator is not None, control=self._control))
+        return web.json_response(
+            build_openapi_document(self._limits, text=self._translator is not None, control=self._control)
+        )
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answers 200 as long as an engine is alive."""

@@ -26,7 +26,9 @@ _ARGUMENT_NAMES = {
     "batch_invariant": "enable_deterministic_inference",
 }
 """Our keys -> SGLang's."""
-_MODELS_WITHOUT_SLIDING_WINDOW = frozenset({"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
+_MODELS_WITHOUT_SLIDING_WINDOW = frozenset(
+    {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"}
+)
 """Models whose code in SGLang has no sliding window, though their configuration may."""
 _GPU_ONLY_MODELS = frozenset({"exaone4", "hunyuan_v1_dense", "minimax_m2"})
 _MODELS_WITHOUT_TP_PLAN = frozenset({"ernie4_5", "smollm3"})

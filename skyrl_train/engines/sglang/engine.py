@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.engines.base import (
     PAUSE_MODES,
     SAMPLING_PARAM_NAMES,
@@ -31,20 +32,19 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.step_loop import DeviceMonitor, check_device, poll_device_error
 from skyrl_train.engines.lifecycle import Lifecycle
 from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.processes import SGLangProcesses
 from skyrl_train.engines.sglang.requests import RequestManager
 from skyrl_train.engines.sglang.weight_store import SGLangWeightStore, check_names
+from skyrl_train.engines.step_loop import DeviceMonitor, check_device, poll_device_error
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.models.loading import load_config, load_tokenizer, load_meta_model_as_served
-from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
+from skyrl_train.models.loading import load_config, load_meta_model_as_served, load_tokenizer
+from skyrl_train.models.stop_tokens import get_stop_tokens, load_stop_configs
 from skyrl_train.storage.download_cache import local_copy
-from skyrl_train.aio import mark_exception_retrieved
-from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket, Manifest, dtype_of
+from skyrl_train.weight_sync.receiver import WeightReceiver
 
 _LOADING_S = 600.0
 """The longest that SGLang may take to load one bucket of weights."""
@@ -116,7 +116,9 @@ class SGLangEngine:
             on_cpu=device == "cpu",
             max_num_seqs=max_num_seqs,
         )
-        store = SGLangWeightStore(skeleton, self._processes.manager, self._wait, self._requests.pause_for_weights, ranks=tensor_parallel_size)
+        store = SGLangWeightStore(
+            skeleton, self._processes.manager, self._wait, self._requests.pause_for_weights, ranks=tensor_parallel_size
+        )
         self._receiver = self._requests.receiver = WeightReceiver(store, name, torch.device(device), slot)
         questions = (partial(ask, torch.device(device)) for ask in (check_device, poll_device_error))
         self.device_monitor = DeviceMonitor(self.lifecycle, *questions)
@@ -257,7 +259,9 @@ class SGLangEngine:
         """Run a step of a weight sync; steps run one at a time on their own thread, as they wait for the trainer."""
         self.lifecycle.check_alive()
         with self.lifecycle.translate_cancellation():
-            await asyncio.get_running_loop().run_in_executor(self._worker, self.device_monitor.run, partial(step, *args))
+            await asyncio.get_running_loop().run_in_executor(
+                self._worker, self.device_monitor.run, partial(step, *args)
+            )
 
     def _died(self, how: str) -> None:
         """Runs on the host's loop."""

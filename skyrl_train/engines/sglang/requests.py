@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 
+from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
-from skyrl_train.engines.lifecycle import ABORT_RETRY_INTERVAL_S, Lifecycle, RequestDeadlines, await_thread_future, tags_freed_at_level
+from skyrl_train.engines.lifecycle import (
+    ABORT_RETRY_INTERVAL_S,
+    Lifecycle,
+    RequestDeadlines,
+    await_thread_future,
+    tags_freed_at_level,
+)
 from skyrl_train.engines.sampling_params import check_logprobs, check_unique_request_ids
 from skyrl_train.errors import EngineError
-from skyrl_train.aio import mark_exception_retrieved
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
@@ -102,7 +108,9 @@ class RequestManager:
         self._set_timer()
         self._send_waiting()
         try:
-            return list(await asyncio.gather(*(asyncio.shield(mark_exception_retrieved(entry.done)) for entry in entries)))
+            return list(
+                await asyncio.gather(*(asyncio.shield(mark_exception_retrieved(entry.done)) for entry in entries))
+            )
         except asyncio.CancelledError:
             self._begin(self._abort(entries))
             raise
@@ -170,7 +178,7 @@ class RequestManager:
     async def _sample(self, entry: _SGLangRequest) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        from skyrl_train.engines.sglang.sampler import to_sglang_params, has_altered_distribution
+        from skyrl_train.engines.sglang.sampler import has_altered_distribution, to_sglang_params
 
         request = entry.request
         longest = min(request.sampling.max_tokens, self._max_model_len - len(request.token_ids))

@@ -98,7 +98,9 @@ class _Batch:
         mask = None if device.type == "cpu" else mask_by_sorting  # so that the next step is prepared meanwhile
         self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask)
         self._penalised = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
-        self._below_min_tokens = [(index, row.min_tokens_forbidden) for index, row in enumerate(rows) if row.min_tokens_forbidden is not None]
+        self._below_min_tokens = [
+            (index, row.min_tokens_forbidden) for index, row in enumerate(rows) if row.min_tokens_forbidden is not None
+        ]
         both = [index for index, row in enumerate(rows) if row.returns_both]
         self._both = to_device(both, torch.int64, device) if both else None
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError, WeightSyncError
 from skyrl_train.models.loading import list_checkpoint_names, to_checkpoint_tensors
 from skyrl_train.weight_sync.buckets import ALIGNMENT
-from skyrl_train.weight_sync.receiver import reject_adapter
 from skyrl_train.weight_sync.protocol import AdapterSpec
+from skyrl_train.weight_sync.receiver import reject_adapter
 
 
 class SGLangWeightStore:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.peft_adapter import read_adapter
 from skyrl_train.errors import UnsupportedParameter
 from skyrl_train.models.lora import get_adaptable_linears, get_exported_names
-from skyrl_train.weight_sync.receiver import adapter_layout
 from skyrl_train.weight_sync.protocol import AdapterSpec, adapter_names
+from skyrl_train.weight_sync.receiver import adapter_layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -188,7 +188,9 @@ class DecodeCache(Cache):
         for chunk in self._chunks:
             chunk.key = None
 
-    def allocate_slots(self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[PromptKey]) -> list[int]:
+    def allocate_slots(
+        self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[PromptKey]
+    ) -> list[int]:
         """Allocate slots for the rows of `prompts`, in order. Prompts in `needed` stay cached even without rows."""
         if not self._chunks:
             self._width = _best_width([(p.length, p.rows) for p in prompts], lane_tokens=32)

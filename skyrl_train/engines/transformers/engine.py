@@ -29,9 +29,9 @@ from skyrl_train.engines.base import (
     EngineHealth,
     SampleRequest,
 )
-from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine, check_device, poll_device_error
 from skyrl_train.engines.lifecycle import await_thread_future, tags_freed_at_level
 from skyrl_train.engines.sampling_params import RequestValidator
+from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine, check_device, poll_device_error
 from skyrl_train.engines.transformers.model_runner import ModelRunner, TransformersWeightStore
 from skyrl_train.engines.transformers.scheduler import GenerateCall, Scheduler
 from skyrl_train.errors import EngineError
@@ -39,8 +39,8 @@ from skyrl_train.models.composite import get_checkpoint_config
 from skyrl_train.models.loading import load_causal_lm, load_tokenizer
 from skyrl_train.models.stop_tokens import get_stop_tokens
 from skyrl_train.report.profiling import Profiler, peak_memory
-from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, dtype_of
+from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
 class TransformersEngine(StepLoopEngine):
@@ -97,7 +97,9 @@ class TransformersEngine(StepLoopEngine):
             max_model_len=max_model_len,
             name=name,
         )
-        self.device_monitor = DeviceMonitor(self.lifecycle, partial(check_device, device), partial(poll_device_error, device))
+        self.device_monitor = DeviceMonitor(
+            self.lifecycle, partial(check_device, device), partial(poll_device_error, device)
+        )
         self._receiver = WeightReceiver(TransformersWeightStore(self.served), name, device, slot)
         self.capabilities = _capabilities(name, max_model_len, strings=tokenizer is not None)
         self._checks = RequestValidator(self.capabilities, self.served.vocab_size, max_model_len, max_score_len=longest)

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from skyrl_train.engines.transformers.adapters import AdaptedRows, Adapter, Adapters, adapted_rows
 from skyrl_train.engines.transformers.attention import ATTENTION_NAME, PackedPrompts
-from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
+from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
 from skyrl_train.errors import EngineError
 from skyrl_train.models.padding_free import SUPPORTED_ATTENTION_TYPES
 from skyrl_train.models.routing import Routers
-from skyrl_train.models.sliding_windows import max_plain_attention_length, disable_query_scaling, shortened_windows
-from skyrl_train.weight_sync.receiver import InPlaceWeightStore
+from skyrl_train.models.sliding_windows import disable_query_scaling, max_plain_attention_length, shortened_windows
 from skyrl_train.weight_sync.protocol import AdapterSpec, adapter_names
+from skyrl_train.weight_sync.receiver import InPlaceWeightStore
 
 _LOGIT_ELEMENTS = 1 << 26
 """The most elements of logits per forward in scoring: 256 MiB in float32."""

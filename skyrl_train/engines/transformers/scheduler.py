@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.data.token_arrays import LogProbs, Tokens, to_logprob_array, to_int_tuple, to_token_array
+from skyrl_train.data.token_arrays import LogProbs, Tokens, to_int_tuple, to_logprob_array, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, SampleRequest, VersionSpan
 from skyrl_train.engines.lifecycle import RequestDeadlines
 from skyrl_train.engines.sampling_params import check_logprobs, check_unique_request_ids
 from skyrl_train.engines.token_sampler import RowSampler, StopStrings
 from skyrl_train.engines.transformers.adapters import adapted_rows
-from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
+from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 
 _PREFILL_TOKENS = 8192
@@ -435,7 +435,9 @@ class Scheduler:
         assert row.stops is not None
         if count < row.request.sampling.min_tokens or not row.stops.may_end_at(token):
             return False
-        row.stop_text = row.stops.find(self._token_buffer.tail(row.buffer_row, max(0, count - row.stops.max_tail_tokens), count))
+        row.stop_text = row.stops.find(
+            self._token_buffer.tail(row.buffer_row, max(0, count - row.stops.max_tail_tokens), count)
+        )
         return row.stop_text is not None
 
 

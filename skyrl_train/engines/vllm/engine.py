@@ -21,14 +21,14 @@ import torch
 from skyrl_train.data.token_arrays import Tokens, to_int_tuple
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine
 from skyrl_train.engines.lifecycle import MEMORY_TAGS, await_thread_future, tags_freed_at_level
 from skyrl_train.engines.sampling_params import RequestValidator, check_unique_request_ids
+from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine
 from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
-from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
+from skyrl_train.models.stop_tokens import get_stop_tokens, load_stop_configs
 from skyrl_train.report.profiling import peak_memory
-from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.protocol import Manifest
+from skyrl_train.weight_sync.receiver import WeightReceiver
 
 # vLLM reads these on import: run the scheduler in this process, no compilation on the first step, no usage reports.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -57,9 +57,9 @@ from vllm.v1.request import Request
 from skyrl_train.engines.vllm.adapters import VLLMAdapters
 from skyrl_train.engines.vllm.arguments import (
     configure_threads,
+    create_engine,
     engine_arguments,
     sampling_params,
-    create_engine,
     vllm_capabilities,
 )
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
@@ -113,7 +113,9 @@ class VLLMEngine(StepLoopEngine):
         longest = self.llm_engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=longest)
         vocab_size = self.llm_engine.model_config.get_vocab_size()
-        self._checks = RequestValidator(self.capabilities, vocab_size, longest, longest - 1)  # scoring samples one token more
+        self._checks = RequestValidator(
+            self.capabilities, vocab_size, longest, longest - 1
+        )  # scoring samples one token more
         ends = get_stop_tokens(self.llm_engine.renderer.tokenizer, *load_stop_configs(model))
         self._stop_token_ids = [end for end in sorted(ends) if end < vocab_size]
         self._requests: dict[str, VLLMRequest] = {}
@@ -140,7 +142,9 @@ class VLLMEngine(StepLoopEngine):
             await self._run(lambda: self._submit(call.entries), during_steps=True)
             await await_thread_future(call.future)
         except asyncio.CancelledError:
-            self._enqueue_command(lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call]))
+            self._enqueue_command(
+                lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call])
+            )
             raise
         return [entry.completion(self.name, self._decode) for entry in call.entries]
 

@@ -25,7 +25,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from skyrl_train.engines.token_sampler import RowSamplingParams, RowSampler, SampledTokens
+from skyrl_train.engines.token_sampler import RowSampler, RowSamplingParams, SampledTokens
 from skyrl_train.engines.vllm.arguments import SEED
 from skyrl_train.errors import ConfigError
 

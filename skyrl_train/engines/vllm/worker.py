@@ -27,10 +27,10 @@ from skyrl_train.engines.step_loop import check_device, poll_device_error
 from skyrl_train.engines.vllm.sampler import replace_sampler
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.composite import get_composite
-from skyrl_train.models.loading import to_checkpoint_tensors, load_meta_model, load_meta_model_as_served
+from skyrl_train.models.loading import load_meta_model, load_meta_model_as_served, to_checkpoint_tensors
 from skyrl_train.models.lora import get_adaptable_linears, get_exported_names, peft_name
-from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, reject_adapter
 from skyrl_train.weight_sync.protocol import AdapterSpec
+from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, reject_adapter
 
 _RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger that warns at every sync of layers that got no weights."""
@@ -60,7 +60,9 @@ class WorkerExtension:
         config, max_rank = self.model_config, self.lora_config.max_lora_rank if self.lora_config else 0
         # vLLM changes transformers' class of a model that it serves with it: it asks for this configuration then.
         with set_current_vllm_config(self.vllm_config):
-            adapter = SyncedAdapterWriter(adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0)
+            adapter = SyncedAdapterWriter(
+                adapter_folder, config.model, config.dtype, max_rank, writes=self.local_rank == 0
+            )
             store = VLLMWeightStore(self.model_runner.model, config, adapter)
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank)

@@ -18,9 +18,9 @@ from typing import Any
 
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.fenced_blocks import PYTHON_LANGUAGES as PYTHON_FENCES, find_fenced_blocks
-from skyrl_train.environments.tools.sandbox import PYTHON, Limits, SandboxResult, Sandbox
+from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
 
-_INSIDE = Path(__file__).with_name("programs_inside.py")
+_INSIDE = Path(__file__).with_name("code_tests_in_sandbox.py")
 _MIN_OUTPUT_LIMIT_BYTES = 65536
 """Bytes that a program may write at least; otherwise four times the size of the expected output."""
 
@@ -56,7 +56,9 @@ def last_python_block(text: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
-def grade(code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float) -> GradingResult:
+def grade(
+    code: str, tests: Sequence[CodeTest], sandbox: Sandbox, test_timeout_s: float, timeout_s: float
+) -> GradingResult:
     """Run `code` on the tests in order, each in a new process, for at most `timeout_s` seconds in all.
 
     Raises EnvironmentFailure if the sandbox itself fails.

@@ -107,7 +107,9 @@ def is_equal(truth: str, answer: str) -> bool:
     ambiguous = THOUSANDS.fullmatch(truth) or THOUSANDS.fullmatch(answer)  # 100,200 is a number or a list
     try:
         return answers_match(parse_answer(truth), parse_answer(answer)) or (
-            bool(ambiguous) and not answer.startswith("(") and answers_match(parse_answer(truth, False), parse_answer(answer, False))
+            bool(ambiguous)
+            and not answer.startswith("(")
+            and answers_match(parse_answer(truth, False), parse_answer(answer, False))
         )
     except AnswerParseError:
         return False
@@ -200,7 +202,9 @@ def _element(text: str) -> ParsedAnswer:
     if based := _based(text):
         return based
     if REALS.fullmatch(text):
-        return ParsedAnswer("tuple", qualifier="()", items=(ParsedAnswer("value", f"-{INFINITY}"), ParsedAnswer("value", INFINITY)))
+        return ParsedAnswer(
+            "tuple", qualifier="()", items=(ParsedAnswer("value", f"-{INFINITY}"), ParsedAnswer("value", INFINITY))
+        )
     if (ratio := RATIO.fullmatch(text)) and not TIME.fullmatch(text) and int(ratio[1]):
         parts = [ParsedAnswer("value", rf"\frac{{{number}}}{{{ratio[1]}}}") for number in ratio.groups() if number]
         two = ParsedAnswer("value", rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}")
@@ -243,14 +247,18 @@ def _relation(sides: list[str], marks: list[str]) -> ParsedAnswer:
     if marks == ["!="] and any(names):
         end = _element(sides[1] if names[0] else sides[0])
         ends = (ParsedAnswer("value", f"-{INFINITY}"), end), (end, ParsedAnswer("value", INFINITY))
-        return ParsedAnswer("list", items=tuple(ParsedAnswer("tuple", "", "()", items, names[0] or names[1]) for items in ends))
+        return ParsedAnswer(
+            "list", items=tuple(ParsedAnswer("tuple", "", "()", items, names[0] or names[1]) for items in ends)
+        )
     if set(marks) == {"="} and not names[0] and names[-1]:
         sides, names = sides[::-1], names[::-1]
     if set(marks) == {"="}:
         return ParsedAnswer("relation", qualifier="=", items=tuple(map(_element, sides)), name=names[0])
     if marks[0] in (">", ">="):
         sides, marks = sides[::-1], [FLIPPED.get(mark, mark) for mark in marks[::-1]]
-    return _interval(sides, marks) or ParsedAnswer("relation", qualifier=" ".join(marks), items=tuple(map(_element, sides)))
+    return _interval(sides, marks) or ParsedAnswer(
+        "relation", qualifier=" ".join(marks), items=tuple(map(_element, sides))
+    )
 
 
 def _name(side: str) -> str:
@@ -402,7 +410,12 @@ def _same_relation(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
         return _is_consistent_chain(answer) and answers_match(truth, answer.items[-1])
     if answer.kind != "relation":
         return bool(truth.name) and answers_match(truth.items[-1], answer)
-    if truth.name and truth.name == answer.name and _is_consistent_chain(answer) and answers_match(truth.items[-1], answer.items[-1]):
+    if (
+        truth.name
+        and truth.name == answer.name
+        and _is_consistent_chain(answer)
+        and answers_match(truth.items[-1], answer.items[-1])
+    ):
         return True
     solved = truth.name and not re.fullmatch("[a-z]{2,}", truth.name) and _constant(truth.items[-1])  # not xy = 1
     if solved and "0" not in [item.text for item in answer.items]:
@@ -453,8 +466,12 @@ def _same_value(truth: ParsedAnswer, answer: ParsedAnswer) -> bool:
             for form in (truth, answer)
         ]
         left_out = truth.qualifier == "percent" and _same_latex(truth.text, answer.text)  # 25 for 25%, not the reverse
-        return "" in (truth.qualifier, answer.qualifier) and (left_out or _same_latex(*(form.text for form in hundredth)))
-    return (not truth.qualifier or not answer.qualifier or truth.qualifier == answer.qualifier) and _same_latex(truth.text, answer.text)
+        return "" in (truth.qualifier, answer.qualifier) and (
+            left_out or _same_latex(*(form.text for form in hundredth))
+        )
+    return (not truth.qualifier or not answer.qualifier or truth.qualifier == answer.qualifier) and _same_latex(
+        truth.text, answer.text
+    )
 
 
 def _same_latex(truth: str, answer: str) -> bool:

@@ -113,4 +113,6 @@ class GSM8KEnv(TextEnv):
 
     def step(self, action: str) -> StepOutput:
         reward = score(action, self.ground_truth, self.method, self.format_score)
-        return StepOutput([], reward, done=True, metadata={"no_answer": float(ANSWER_EXTRACTORS[self.method](action) is None)})
+        return StepOutput(
+            [], reward, done=True, metadata={"no_answer": float(ANSWER_EXTRACTORS[self.method](action) is None)}
+        )

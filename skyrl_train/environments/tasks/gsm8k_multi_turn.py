@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.base import StepOutput, TextEnv
-from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth, score, extract_strict_answer
+from skyrl_train.environments.tasks.gsm8k import extract_strict_answer, parse_numeric_ground_truth, score
 
 DEFAULT_MAX_TURNS = 5
 """SkyRL's default, used if neither the row nor generator.max_turns sets a number."""

@@ -50,7 +50,8 @@ def score(
             f"{len(instructions)} instructions with {len(kwargs)} kwargs: at least one, and as many of both"
         )
     checks = [
-        (INSTRUCTIONS[id], parse_instruction_kwargs(id, given, prompt)) for id, given in zip(instructions, kwargs, strict=True)
+        (INSTRUCTIONS[id], parse_instruction_kwargs(id, given, prompt))
+        for id, given in zip(instructions, kwargs, strict=True)
     ]
     text = final_answer(text)
     variants = [variant for variant in _loose_variants(text) if variant.strip()]

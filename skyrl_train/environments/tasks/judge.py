@@ -14,8 +14,8 @@ from skyrl_train.data.messages import Message
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
+from skyrl_train.environments.tools.base import sanitize, truncate_middle
 from skyrl_train.environments.tools.json_request import RequestFailed, post_json
-from skyrl_train.environments.tools.base import truncate_middle, sanitize
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -34,8 +34,14 @@ Reason briefly, then end with one line: "VERDICT: CORRECT" or "VERDICT: WRONG"."
 
 def build_judge_prompt(question: str, reference: str, answer: str, delimiter: str) -> list[Message]:
     """The judge's prompt. The answer must have no way to know `mark`."""
-    parts = {"question": question, "reference": reference, "answer": truncate_middle(sanitize(answer), MAX_ANSWER_CHARS)}
-    material = "\n\n".join(f"{delimiter} {name} begins\n{text}\n{delimiter} {name} ends" for name, text in parts.items())
+    parts = {
+        "question": question,
+        "reference": reference,
+        "answer": truncate_middle(sanitize(answer), MAX_ANSWER_CHARS),
+    }
+    material = "\n\n".join(
+        f"{delimiter} {name} begins\n{text}\n{delimiter} {name} ends" for name, text in parts.items()
+    )
     return [{"role": "system", "content": RULES.format(mark=delimiter)}, {"role": "user", "content": material}]
 
 

@@ -28,7 +28,7 @@ from skyrl_train.terminal import escape_control_chars
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What the last command prints first: mini-swe-agent's marker."""
-_INSIDE = Path(__file__).with_name("mini_swe_inside.py")
+_INSIDE = Path(__file__).with_name("mini_swe_in_sandbox.py")
 _OVERHEAD_S = 10.0
 """Time for what is around a command."""
 _MAX_FILES, _MAX_BYTES = 500, 1 << 20
@@ -120,7 +120,7 @@ class MiniSWEEnv(TextEnv):
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         self._session = self.sandbox.session()
         setup = _INSIDE.read_text(encoding="utf-8")
-        made = self._session.execute(f"{setup}\nmake({self.files!r})")
+        made = self._session.execute(f"{setup}\ncreate_repository({self.files!r})")
         if made.stdout.strip() != "made":
             raise EnvironmentFailure("sandbox", f"no repository could be made: {made.stderr.strip()[-500:]}")
         task = "\n".join(str(message.get("content") or "") for message in prompt)
@@ -149,7 +149,9 @@ class MiniSWEEnv(TextEnv):
         first, _, _ = answer["output"].lstrip().partition("\n")
         if first.strip() == SUBMIT and answer["returncode"] == 0:
             passed = self._count_passed_tests()
-            return self._finish_episode(float(passed == len(self.tests)), submitted=True, tests_passed=passed / len(self.tests))
+            return self._finish_episode(
+                float(passed == len(self.tests)), submitted=True, tests_passed=passed / len(self.tests)
+            )
         return self._continue_episode(self._render("action_observation_template", output=answer))
 
     def close(self) -> None:
@@ -164,13 +166,18 @@ class MiniSWEEnv(TextEnv):
         return StepOutput([{"role": "user", "content": text}], 0.0, done=False)
 
     def _finish_episode(self, reward: float, **metadata: Any) -> StepOutput:
-        told = {"submitted": False, "tests_passed": 0.0, "session_lost": False, "format_errors": self._num_format_errors}
+        told = {
+            "submitted": False,
+            "tests_passed": 0.0,
+            "session_lost": False,
+            "format_errors": self._num_format_errors,
+        }
         self._save_trajectory(reward)
         return StepOutput([], reward, done=True, metadata=told | {"commands": self._turns} | metadata)
 
     def _run_command(self, command: str) -> dict[str, Any] | None:
         assert self._session is not None
-        outcome = self._session.execute(f"ran({command!r}, {self.command_timeout_s!r}, {self.max_output!r})")
+        outcome = self._session.execute(f"run_command({command!r}, {self.command_timeout_s!r}, {self.max_output!r})")
         return _last_line(outcome.stdout) if self._session.alive else None
 
     def _count_passed_tests(self) -> int:
@@ -191,7 +198,7 @@ class MiniSWEEnv(TextEnv):
         """All files of the repository, {path: base64}; none if they are too many or too large."""
         assert self._session is not None
         most = len(self.files) + _MAX_FILES, _size(self.files) + _MAX_BYTES
-        told = _last_line(self._session.execute(f"collected{most!r}", self.grading_timeout_s).stdout)
+        told = _last_line(self._session.execute(f"print_files{most!r}", self.grading_timeout_s).stdout)
         files = (told or {}).get("files")
         return files if isinstance(files, dict) and self._session.alive else {}
 

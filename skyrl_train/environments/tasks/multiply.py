@@ -53,7 +53,7 @@ def generate(count: int, digits: int, seed: int, split: str) -> list[dict[str, A
 
     Args:
         digits: Number of digits of each factor, 1 to 12.
-        split: "train" or "validation"; disjoint whatever the seeds, as in `arithmetic.split_of`.
+        split: "train" or "validation"; disjoint whatever the seeds, as in `arithmetic.assign_split`.
 
     Raises ConfigError for arguments out of range, or if there are too few different problems.
     """

@@ -12,8 +12,8 @@ from skyrl_train.environments.tasks.gsm8k import parse_numeric_ground_truth, sco
 from skyrl_train.environments.tasks.search import (
     DEFAULT_MAX_TURNS,
     check_search,
-    to_observation,
     make_search_tool,
+    to_observation,
 )
 from skyrl_train.environments.tools.base import ToolBox, tool_call_record
 from skyrl_train.environments.tools.registry import check_tool, make_tool

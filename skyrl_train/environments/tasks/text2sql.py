@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train.data.reasoning import final_answer
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.tasks.gsm8k import parse_ground_truth
-from skyrl_train.environments.tools.base import tool_call_record, truncate_middle, sanitize
+from skyrl_train.environments.tools.base import sanitize, tool_call_record, truncate_middle
 from skyrl_train.environments.tools.sql import QueryError, QueryLimits, QueryResult, find_database, query
 from skyrl_train.errors import ConfigError, DataError
 

@@ -124,7 +124,9 @@ def _check_parts(schema: dict[str, Any], dialect: str) -> None:
             for pattern in [*node.get("patternProperties", ()), *([node["pattern"]] if "pattern" in node else ())]:
                 regex.compile(pattern)
         except regex.error as error:
-            raise SchemaError(f"it has {error.pattern!r:.{MAX_LIST_CHARS}}, which is no regular expression: {error}") from error
+            raise SchemaError(
+                f"it has {error.pattern!r:.{MAX_LIST_CHARS}}, which is no regular expression: {error}"
+            ) from error
         for keyword in {"$ref", "$dynamicRef"} & node.keys():
             _check_reference(node[keyword], resolver)
         for inner in specification.create_resource(node).subresources():
@@ -152,7 +154,9 @@ def _check_reference(reference: Any, resolver: Any) -> None:
     try:
         found = resolver.lookup(reference).contents
     except Unresolvable as error:
-        raise SchemaError(f"it refers to {error.ref!r:.{MAX_LIST_CHARS}}, which is not in it, and nothing is fetched") from error
+        raise SchemaError(
+            f"it refers to {error.ref!r:.{MAX_LIST_CHARS}}, which is not in it, and nothing is fetched"
+        ) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise SchemaError(f"it refers to {_shown(reference)}, which cannot be read: {error}") from error
     if not isinstance(found, dict | bool):
@@ -172,7 +176,9 @@ def _validator_class(dialect: Any) -> Any:
 
     draft: Any = validators.validator_for({"$schema": dialect}, default=None)
     if draft is None:
-        raise SchemaError(f"$schema={_shown(dialect)} is none of draft-04, 06, 07, 2019-09 and 2020-12 of json-schema.org")
+        raise SchemaError(
+            f"$schema={_shown(dialect)} is none of draft-04, 06, 07, 2019-09 and 2020-12 of json-schema.org"
+        )
     own = {
         "pattern": _pattern,
         "patternProperties": _pattern_properties,

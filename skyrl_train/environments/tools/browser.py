@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
+from skyrl_train.aio import with_timeout
 from skyrl_train.config.redaction import is_credential_name
 from skyrl_train.environments.tools.base import Tool, ToolError
-from skyrl_train.environments.tools.url_policy import UrlPolicy
 from skyrl_train.environments.tools.proxy import DENIED_HEADER, FilteringProxy
+from skyrl_train.environments.tools.url_policy import UrlPolicy
 from skyrl_train.errors import ConfigError
-from skyrl_train.aio import with_timeout
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from skyrl_train.environments.tools.base import Tool, ToolError
-from skyrl_train.environments.tools.url_policy import UrlPolicy, UrlNotAllowed, Target
+from skyrl_train.environments.tools.url_policy import Target, UrlNotAllowed, UrlPolicy
 
 MAX_REDIRECTS = 5
 MAX_BYTES = 2 * 2**20
@@ -33,7 +33,9 @@ INVISIBLE_ELEMENTS = {
 CHARSETS = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift_jis|ascii|mac")
 TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
 HREF = re.compile(r"\shref\s*=\s*(\"[^\"]*\"|'[^']*'|[^\s\"'>]+)", re.IGNORECASE)
-BLOCK_ELEMENTS = frozenset({"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre"})
+BLOCK_ELEMENTS = frozenset(
+    {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,9 @@ class McpTool(Tool):
         except (ToolError, asyncio.CancelledError):
             raise
         except Exception as error:
-            if getattr(error, "code", CONNECTION_CLOSED) == CONNECTION_CLOSED:  # the connection ended, or the error is not the server's
+            if (
+                getattr(error, "code", CONNECTION_CLOSED) == CONNECTION_CLOSED
+            ):  # the connection ended, or the error is not the server's
                 self._connections.pop(name, None)
                 await connection.close()
             raise ToolError(f"{arguments['tool']} failed: {root_cause(error)}") from error

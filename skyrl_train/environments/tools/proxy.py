@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from skyrl_train.environments.tools.url_policy import HOST_PORT, UrlPolicy, UrlNotAllowed, Target
+from skyrl_train.environments.tools.url_policy import HOST_PORT, Target, UrlNotAllowed, UrlPolicy
 
 MAX_HEADER_BYTES = 2**16
 CONNECT_TIMEOUT_S = 15.0

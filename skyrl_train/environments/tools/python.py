@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.environments.tools.base import Tool
-from skyrl_train.environments.tools.sandbox import KILL_TIMEOUT_S, PYTHON, START_TIMEOUT_S, Limits, SandboxResult, Sandbox, Session
+from skyrl_train.environments.tools.sandbox import (
+    KILL_TIMEOUT_S,
+    PYTHON,
+    START_TIMEOUT_S,
+    Limits,
+    Sandbox,
+    SandboxResult,
+    Session,
+)
 
 
 class PythonTool(Tool):

@@ -2,7 +2,7 @@
 
 A run is a separate process tree, with these layers: an unprivileged user (bubblewrap started as root is no boundary);
 bubblewrap with new namespaces of every kind, a read-only /usr, a small /tmp and an empty environment; limits of each
-process, bubblewrap's own inside included, and of all together (`sandbox_view`); a seccomp filter (`syscalls`). None of
+process, bubblewrap's own inside included, and of all together (`sandbox_monitor`); a seccomp filter (`seccomp_filter`). None of
 its processes is alive when `run` returns, and none runs between two blocks of a session.
 """
 
@@ -30,8 +30,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from skyrl_train.config.environment import SandboxConfig
-from skyrl_train.environments.tools.sandbox_streams import POLL_INTERVAL_S, CodeBlock, OutputStreams
 from skyrl_train.environments.tools.sandbox_monitor import SandboxMonitor
+from skyrl_train.environments.tools.sandbox_streams import POLL_INTERVAL_S, CodeBlock, OutputStreams
 from skyrl_train.environments.tools.seccomp_filter import build_filter
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 from skyrl_train.terminal import print_stderr
@@ -50,7 +50,7 @@ START_TIMEOUT_S = 60.0
 TOKEN_BYTES = 16
 _SCRATCH_UID = 2_000_000_000
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-_INSIDE = Path(__file__).with_name("sandbox_inside.py")
+_INSIDE = Path(__file__).with_name("session_in_sandbox.py")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import logging
 from typing import Any
 
 from skyrl_train.environments.tools import bm25
-from skyrl_train.environments.tools.json_request import RequestFailed, post_json
 from skyrl_train.environments.tools.base import Tool, ToolError
+from skyrl_train.environments.tools.json_request import RequestFailed, post_json
 from skyrl_train.errors import ConfigError
 
 log = logging.getLogger(__name__)

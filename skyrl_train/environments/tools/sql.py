@@ -18,7 +18,7 @@ from skyrl_train.errors import ConfigError, DataError
 START_TIMEOUT_S = 30.0
 """Time for a query's process to start on a busy machine; not counted as the query's time."""
 MEMORY_MB = 1024
-_INSIDE = Path(__file__).with_name("sql_inside.py")
+_INSIDE = Path(__file__).with_name("sql_query_process.py")
 SUFFIXES = (".sqlite", ".sqlite3", ".db")
 
 

@@ -145,7 +145,9 @@ def is_public(text: str) -> bool:
         if address.scope_id is not None:
             return False
     special = any(address in network for network in SPECIAL_PURPOSE_NETWORKS if network.version == address.version)
-    refused = address.is_multicast or address.is_reserved or address.is_unspecified or address in CLOUD_PLATFORM_ADDRESSES
+    refused = (
+        address.is_multicast or address.is_reserved or address.is_unspecified or address in CLOUD_PLATFORM_ADDRESSES
+    )
     return address.is_global and not special and not refused
 
 

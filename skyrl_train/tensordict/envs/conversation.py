@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 
-from skyrl_train.data.chat import decode_response, get_reasoning_opening, get_message_text
+from skyrl_train.data.chat import decode_response, get_message_text, get_reasoning_opening
 from skyrl_train.data.messages import Message, continues_last_message, join_text_parts
 from skyrl_train.data.reasoning import find_trailing_opening
 from skyrl_train.tensordict.containers import ChatHistory

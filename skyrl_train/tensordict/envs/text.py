@@ -193,7 +193,12 @@ class IncrementalTokenizer(Transform):
                 render_continuation(self.tokenizer, messages, places, self.template_kwargs) if places else None
             )
             if continuation is not None:
-                if continuation and ids and is_control_token(self.tokenizer, continuation[0]) and ids[-1] == continuation[0]:
+                if (
+                    continuation
+                    and ids
+                    and is_control_token(self.tokenizer, continuation[0])
+                    and ids[-1] == continuation[0]
+                ):
                     continuation = continuation[1:]  # the model already ended its turn
                 return ids + continuation
         return self._rendered(written)

@@ -53,7 +53,9 @@ class EngineView:
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """dtype and shape of every tensor that a sync sends, by checkpoint name; a tied head is not listed."""
         dtype = dtype_of(self.dtype)
-        return {name: (one.dtype, one.shape) for name, one in load_meta_model(self.model_path, dtype).named_parameters()}
+        return {
+            name: (one.dtype, one.shape) for name, one in load_meta_model(self.model_path, dtype).named_parameters()
+        }
 
     def update_weights(self, weights: Source | Iterable[tuple[str, Tensor]], version: int | None = None) -> int:
         """Load a model's weights (merging LoRA), or tensors by name; return the version that is now served.

@@ -17,9 +17,9 @@ from skyrl_train.engines.base import InferenceEngine
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.tensordict.wrappers.base import LLMWrapperBase
 from skyrl_train.tensordict.wrappers.event_loop import call
-from skyrl_train.weight_sync.sender import WeightSenderMixin, WeightSender
-from skyrl_train.weight_sync.sync import WeightSync
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
+from skyrl_train.weight_sync.sender import WeightSender, WeightSenderMixin
+from skyrl_train.weight_sync.sync import WeightSync
 
 Source: TypeAlias = nn.Module | LLMWrapperBase | TensorDictBase | Mapping[str, Tensor]
 """A model, a wrapper over one, or tensors by Hugging Face name; a nested tensordict's keys are joined by

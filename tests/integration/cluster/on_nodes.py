@@ -11,14 +11,20 @@ import pytest
 import ray
 
 from skyrl_train.cluster.actors import ActorProxy, spawn
-from skyrl_train.cluster.shared_paths import SharedPath, check_shared_paths
-from skyrl_train.cluster.placement import ResourcePool, wait_for_rescheduling, reserve_pool
 from skyrl_train.cluster.capacity import ResourceDemand, can_place, query_free_capacity
+from skyrl_train.cluster.placement import ResourcePool, reserve_pool, wait_for_rescheduling
 from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.cluster.shared_paths import SharedPath, check_shared_paths
 from skyrl_train.errors import ConfigError, InsufficientResources, WorkerDied
 
 TRAINER = {"role": "trainer"}
-ONE_OF_EACH: dict[str, Any] = {"actors_per_slot": 1, "device": "cpu", "total_slots": 5, "deadline_s": 20.0, "key": "test"}
+ONE_OF_EACH: dict[str, Any] = {
+    "actors_per_slot": 1,
+    "device": "cpu",
+    "total_slots": 5,
+    "deadline_s": 20.0,
+    "key": "test",
+}
 
 
 def say(line: str) -> None:
@@ -35,7 +41,9 @@ def check_placement(cluster: Cluster) -> tuple[ResourcePool, ResourcePool]:
     ranks = reserve_pool(cluster, count=2, strategy="SPREAD", labels=TRAINER, **ONE_OF_EACH)
     assert labels_of(ranks) == ["trainer", "trainer"]
     assert len(set(ranks.slot_node_ids)) == 2
-    pair = reserve_pool(cluster, count=2, slots_per_bundle=2, strategy="SPREAD", labels={"role": "engine"}, **ONE_OF_EACH)
+    pair = reserve_pool(
+        cluster, count=2, slots_per_bundle=2, strategy="SPREAD", labels={"role": "engine"}, **ONE_OF_EACH
+    )
     assert len(set(pair.slot_node_ids)) == 1
     assert pair.bundle_index(1) == 0
     with pytest.raises(ConfigError, match=r"test: needs 1 slots of .* on nodes with the labels {'role': 'nobody'}"):

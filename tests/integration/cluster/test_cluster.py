@@ -26,8 +26,8 @@ from skyrl_train.config.predicates import count_slots
 from skyrl_train.config.schema import GeneratorConfig, PlacementConfig
 from skyrl_train.errors import ConfigError, DeadlineExceeded, WorkerDied
 from skyrl_train.experiment.placement import RunPlacement, reserve_slots
-from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.learner.batch_sharding import StoredCall
+from skyrl_train.learner.learner import BatchSizes, Learner, WorkerGroup
 from skyrl_train.tensordict.wrappers.backends import RemoteTransformersWrapper
 from tests.integration.cluster.subject import Together
 from tests.support.padded_reference import grouped_batch
@@ -75,7 +75,9 @@ def test_workers_that_imported_early_become_the_actors(cluster: Cluster):
     deadline = time.monotonic() + 60
     while len(workers := idle_workers()) < CPUS and time.monotonic() < deadline:
         time.sleep(0.1)
-    slots = reserve_pool(cluster, count=CPUS, actors_per_slot=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test")
+    slots = reserve_pool(
+        cluster, count=CPUS, actors_per_slot=1, device="cpu", total_slots=CPUS, deadline_s=10, key="test"
+    )
     time.sleep(LONGER_THAN_RAY_KEEPS_SPARE_WORKERS_S)
     kwargs: dict[str, Any] = {"pool": slots, "name": "subject", "deadline_s": 60.0}
     subjects = [spawn(cluster, SUBJECT, {}, index=index, is_async=index == 0, **kwargs) for index in range(CPUS)]
@@ -282,7 +284,9 @@ def test_more_than_the_cluster_has_is_refused_at_once_with_need_and_have(cluster
     begun = time.monotonic()
     with pytest.raises(ConfigError, match=r"policy.*needs 2 slots of 1 GPU, 2 GPUs.*has .* and 0 GPUs"):
         reserve_pool(cluster, count=2, actors_per_slot=1, device="cuda", total_slots=2, deadline_s=10, key="policy")
-    occupied = reserve_pool(cluster, count=1, actors_per_slot=1, device="cpu", total_slots=1, deadline_s=10, key="first")
+    occupied = reserve_pool(
+        cluster, count=1, actors_per_slot=1, device="cpu", total_slots=1, deadline_s=10, key="first"
+    )
     assert occupied.num_slots == 1
     with pytest.raises(ConfigError, match=r"engines: needs 64 slots of 1 CPU.*not placed within 1 s.*colocate"):
         reserve_pool(cluster, count=64, actors_per_slot=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
@@ -358,12 +362,12 @@ def test_leaving_a_cluster_ends_its_processes_and_gives_its_slots_back():
         "first, second = Cluster(), Cluster()\n"
         "first.connect()\n"
         "with second as cluster:\n"
-        "    cluster.owns_group(ray.util.placement_group([{'CPU': 0.1}]))\n"
-        "    assert cluster.cpus >= 1 and cluster.nodes == 1\n"
+        "    cluster.register_placement_group(ray.util.placement_group([{'CPU': 0.1}]))\n"
+        "    assert cluster.num_cpus >= 1 and cluster.num_nodes == 1\n"
         "    first.__exit__(None, None, None)\n"
         "    assert ray.is_initialized()\n"
         "    folder = Path(ray._private.worker._global_node.get_temp_dir_path())\n"
-        "    assert folder.is_dir() and second.death() is None\n"
+        "    assert folder.is_dir() and second.failure() is None\n"
         "    assert folder.parent.stat().st_mode & 0o777 == 0o700, 'others must not reach its sockets'\n"
         "assert not ray.is_initialized()\n"
         "assert not folder.parent.exists()\n"
@@ -391,14 +395,14 @@ def test_sigterm_handler_survives_connecting_and_disconnecting():
 def test_a_raylet_that_is_stopped_is_named_and_does_not_hold_up_the_end():
     code = (
         "import psutil\n"
-        "from skyrl_train.cluster import placement, runtime\n"
+        "from skyrl_train.cluster import placement, ray_cluster\n"
         "from skyrl_train.errors import ClusterLost\n"
-        "runtime._CLOSES_S, placement._ANSWERS_WITHIN_S = 3, 1\n"
-        "with runtime.Cluster() as cluster:\n"
+        "ray_cluster._CLOSE_TIMEOUT_S, placement._PROBE_TIMEOUT_S = 3, 1\n"
+        "with ray_cluster.Cluster() as cluster:\n"
         "    next(child for child in psutil.Process().children() if child.name() == 'raylet').suspend()\n"
         "    try:\n"
-        "        slots = {'count': 1, 'tenants': 1, 'total_slots': 1}\n"
-        "        placement.reserve(cluster, **slots, device='cpu', deadline_s=1, key='slots=1')\n"
+        "        slots = {'count': 1, 'actors_per_slot': 1, 'total_slots': 1}\n"
+        "        placement.reserve_pool(cluster, **slots, device='cpu', deadline_s=1, key='slots=1')\n"
         "    except ClusterLost as lost:\n"
         "        assert 'a raylet does not answer' in str(lost)\n"
         "    else:\n"

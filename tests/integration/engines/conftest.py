@@ -24,8 +24,8 @@ from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 from tests.support.engine_harness import MAX_MODEL_LEN, MAX_NUM_SEQS, BackgroundLoop, EngineHarness, save_as_base_model
 from tests.support.native_servers import TOKEN, NativeServerProcess
-from tests.support.vllm_async_scheduling import enable_async_scheduling
 from tests.support.reference_sampler import Reference
+from tests.support.vllm_async_scheduling import enable_async_scheduling
 
 # What is started: "transformers", the same behind HTTP, and with an untied head where a second start is cheap.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,7 +27,9 @@ from tests.support.engine_harness import (
 from tests.support.reference_sampler import Reference
 
 
-def paused_with_new_weights(bench: EngineHarness, mode: str, requests: list[SampleRequest]) -> tuple[list[Any], Any, list[int]]:
+def paused_with_new_weights(
+    bench: EngineHarness, mode: str, requests: list[SampleRequest]
+) -> tuple[list[Any], Any, list[int]]:
     """Completions of `requests`, one of a request that came while paused, and the versions before and after."""
 
     async def run() -> tuple[list[Any], Any, list[int]]:
@@ -76,7 +78,9 @@ def test_pause_keep_goes_on_with_the_new_weights_where_it_stood(bench: EngineHar
         assert_spans(completion, versions)
         before, after = completion.versions
         old = reference.score([[*request.token_ids.tolist(), *completion.token_ids[: before.stop].tolist()]])[0]
-        assert largest_difference(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
+        assert (
+            largest_difference(completion.full_logprobs[: before.stop], old[len(request.token_ids) - 1 :]) <= TOLERANCE
+        )
         wanted = new.full_logprobs_after(reference, request.token_ids, completion.token_ids, after.start)
         assert largest_difference(completion.full_logprobs[after.start :], wanted) <= TOLERANCE
 
@@ -124,7 +128,9 @@ def test_pause_wait_finishes_what_runs_with_the_old_weights(bench: EngineHarness
 
 
 @pytest.mark.parametrize("on_sync", ["keep", "recompute", pytest.param("abort", marks=pytest.mark.on_demand)])
-def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(bench: EngineHarness, reference: Reference, on_sync: str):
+def test_of_64_requests_that_a_sync_finds_under_way_none_is_lost(
+    bench: EngineHarness, reference: Reference, on_sync: str
+):
     """As a run syncs that samples meanwhile: 16 of them have begun, the others wait for room."""
     if refuses_mode(bench, PAUSE_MODES[on_sync]):
         return

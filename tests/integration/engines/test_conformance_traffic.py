@@ -351,7 +351,9 @@ def test_an_adapter_outlives_a_sync_and_is_replaced_by_name(bench: EngineHarness
     bench.run(bench.engine.unload_adapter("a"))
 
 
-def test_an_adapter_that_goes_while_its_request_waits_harms_no_other(bench: EngineHarness, reference: Reference, tmp_path):
+def test_an_adapter_that_goes_while_its_request_waits_harms_no_other(
+    bench: EngineHarness, reference: Reference, tmp_path
+):
     folder = save_tiny_adapter(tmp_path / "a", bench.model, seed=1)
     if refuses_adapters(bench, folder):
         return
@@ -376,7 +378,9 @@ def test_an_adapter_that_goes_while_its_request_waits_harms_no_other(bench: Engi
         assert isinstance(answer, UnsupportedParameter) and "adapter='a'" in str(answer)
 
 
-def test_an_adapter_that_does_not_fit_is_refused_and_the_rest_goes_on(bench: EngineHarness, reference: Reference, tmp_path):
+def test_an_adapter_that_does_not_fit_is_refused_and_the_rest_goes_on(
+    bench: EngineHarness, reference: Reference, tmp_path
+):
     other = save_tiny_adapter(tmp_path / "other", bench.random_model(0), rank=4, targets=("q_proj",), r=5)
     if refuses_adapters(bench, other):
         return

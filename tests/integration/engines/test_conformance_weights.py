@@ -11,8 +11,8 @@ from torch import Tensor
 
 from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, UnsupportedParameter, WeightSyncError
 from skyrl_train.weight_sync.buckets import plan_buckets
-from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES, Bucket
+from skyrl_train.weight_sync.sender import WeightSender
 from tests.support.engine_harness import TOLERANCE, EngineHarness, assert_logprobs
 from tests.support.reference_sampler import Reference
 from tests.support.weight_targets import LocalTrainer
@@ -210,7 +210,9 @@ def unserved_model(bench: EngineHarness, seed: int) -> Any:
 
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize("altered", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_one_altered_bit_is_caught_by_the_tensors_name(bench: EngineHarness, route: str, reference: Reference, altered: str):
+def test_one_altered_bit_is_caught_by_the_tensors_name(
+    bench: EngineHarness, route: str, reference: Reference, altered: str
+):
     trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
     failing_sync(bench, route, WeightSyncError, rf"{altered}.* arrived altered", trainer=trainer)
     assert_old_or_partial_then_repaired(bench, route, reference)
@@ -231,7 +233,9 @@ def test_a_lost_bucket_is_caught_by_name(bench: EngineHarness, route: str, refer
 
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_stale_version_is_refused_and_the_weights_stay(bench: EngineHarness, route: str, reference: Reference, behind: int):
+def test_a_stale_version_is_refused_and_the_weights_stay(
+    bench: EngineHarness, route: str, reference: Reference, behind: int
+):
     trainer = LocalTrainer(bench.random_model(0))
 
     async def run() -> None:

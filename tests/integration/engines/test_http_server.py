@@ -80,7 +80,8 @@ def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: HttpSe
     prompt = tuple(answer.prompt_token_ids)  # type: ignore[attr-defined]
     sampling = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9)
     requests = [
-        SampleRequest(f"{n}", to_token_array(prompt), sampling, request_seed(5, "0", n, 0, 0), group="g") for n in range(3)
+        SampleRequest(f"{n}", to_token_array(prompt), sampling, request_seed(5, "0", n, 0, 0), group="g")
+        for n in range(3)
     ]
     own: list[Completion] = served.loop.run(served.engine.generate(requests))
     assert len({tuple(one.token_ids) for one in own}) == 3

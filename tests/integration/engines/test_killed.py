@@ -23,8 +23,8 @@ from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from skyrl_train.weight_sync.sync import WeightSync
 from skyrl_train.weight_sync.protocol import Bucket
+from skyrl_train.weight_sync.sync import WeightSync
 from tests.support.weight_targets import LocalTrainer
 
 TOKEN = "a-secret-of-this-test"

@@ -98,7 +98,9 @@ def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
 
     async def use(engine: NativeEngine) -> None:
         for temperature in (0.0, 1.0):
-            request = SampleRequest("r", to_token_array(PROMPT), SamplingParams(max_tokens=16, temperature=temperature), 1)
+            request = SampleRequest(
+                "r", to_token_array(PROMPT), SamplingParams(max_tokens=16, temperature=temperature), 1
+            )
             assert_logprobs(reference, request, (await engine.generate([request]))[0])
 
     server.run(use)

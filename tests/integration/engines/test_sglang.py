@@ -206,8 +206,8 @@ def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_stays(
     instance = uuid.uuid4().hex
     script = f"""
 import sys, time
-from skyrl_train.engines.sglang.processes import _Files
-files = _Files()
+from skyrl_train.engines.sglang.processes import _TempFiles
+files = _TempFiles()
 files.name({instance!r})
 print(files.folder, flush=True)
 time.sleep(60)

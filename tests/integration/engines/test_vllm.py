@@ -25,14 +25,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.engines.step_loop import DeviceMonitor
 from skyrl_train.engines.lifecycle import EngineState
+from skyrl_train.engines.step_loop import DeviceMonitor
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from tests.support.engine_harness import TOLERANCE, BackgroundLoop, EngineHarness, assert_logprobs, largest_difference
-from tests.support.vllm_async_scheduling import enable_async_scheduling
 from tests.support.reference_sampler import Reference
+from tests.support.vllm_async_scheduling import enable_async_scheduling
 
 pytestmark = [
     pytest.mark.slow,
@@ -124,7 +124,9 @@ def test_requests_are_made_ready_while_steps_go_on(
     assert threads == ["engine-bench"], "the caller's, not the one that takes steps"
 
 
-def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(running: RunningEngine, reference: Reference):
+def test_a_score_beside_a_full_cache_sends_kept_requests_back_to_the_queue(
+    running: RunningEngine, reference: Reference
+):
     bench, engine = running.bench, running.engine
     requests = [bench.request(prompt, max_tokens=50, seed=n) for n, prompt in enumerate((FIRST, SECOND))]
 
@@ -233,7 +235,9 @@ def test_on_an_accelerator_weights_wake_first_and_the_rest_later(on_device: Runn
 
 
 @pytest.mark.defect("probe-wakes-the-cache-beside-the-learner")
-def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(on_device: RunningEngine, reference: Reference):
+def test_on_an_accelerator_a_score_borrows_the_cache_of_an_engine_asleep(
+    on_device: RunningEngine, reference: Reference
+):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(1))
     with pytest.raises(EngineError, match="asleep"):
@@ -292,7 +296,9 @@ def test_graphs_are_for_accelerators_where_they_are_the_default(running: Running
     assert engine_arguments(model, False, 0, given | {"enforce_eager": True})["enforce_eager"] is True
 
 
-def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
+def test_batch_invariant_kernels_are_chosen_before_vllm_reads_which(
+    running: RunningEngine, monkeypatch: pytest.MonkeyPatch
+):
     from skyrl_train.engines.vllm.arguments import enable_batch_invariance
 
     with pytest.raises(ConfigError, match=r"generator\.batch_invariant=true: .*CPUs have no such mode"):

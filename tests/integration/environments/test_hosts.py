@@ -221,7 +221,7 @@ def test_without_a_host_calls_wait_for_the_deadline_and_then_end_the_run(cluster
     async def scenario(pool: Any) -> None:
         episode = await opened(pool, "Counter")
         host = await host_of((await episode.step("one")).metadata["pid"])
-        pool.deadline_s = 0.5  # less than a start takes
+        pool.environment_hosts_s = 0.5  # less than a start takes
         host.kill()
         error = r"all of them are lost.*environment_hosts_s=0.5 s\. The last one: environment host 0 died"
         with pytest.raises(EnvironmentHostsLost, match=error):

@@ -20,7 +20,7 @@ from skyrl_train.data.messages import Prompt
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.process_supervisor import MAX_STDERR_BYTES
 from skyrl_train.errors import EnvironmentFailure
-from tests.support.process_state import wait_for_exit, is_running
+from tests.support.process_state import is_running, wait_for_exit
 
 PLUGINS = Path(__file__).parent / "plugins"
 

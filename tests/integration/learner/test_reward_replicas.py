@@ -11,8 +11,8 @@ from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.predicates import count_slots
 from skyrl_train.errors import ConfigError, RewardModelLost
-from skyrl_train.experiment.placement import reserve_slots
 from skyrl_train.experiment.learner import build_reward_model
+from skyrl_train.experiment.placement import reserve_slots
 from skyrl_train.learner.reward_worker import RewardModel
 from skyrl_train.testing.tiny_models import save_tiny_reward_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import LoraConfig, OptimizerConfig
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError

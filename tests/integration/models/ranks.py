@@ -15,9 +15,9 @@ from torch import Tensor
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
+from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
-from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.process_group import close_process_group
 from tests.integration.strategies.parallel_group_ranks import (
     accumulate,

@@ -12,11 +12,11 @@ import torch
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.models.export import export_adapter
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.testing.tiny_models import byte_tokenizer
-from tests.support.multimodal_models import save_composite
 from tests.support.engine_harness import TOLERANCE, BackgroundLoop, EngineHarness, largest_difference
+from tests.support.multimodal_models import save_composite
 from tests.support.tiny_adapters import fill_adapters
 
 from .agreement import PROMPTS, assert_agrees_with_the_learner, learners_logprobs
@@ -45,7 +45,9 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 @pytest.fixture(scope="module")
-def bench(name: str, engine: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+def bench(
+    name: str, engine: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
     folder = tmp_path_factory.mktemp("model")
     row = composite(name)
     if engine == "vllm":
@@ -57,7 +59,9 @@ def bench(name: str, engine: str, loop: BackgroundLoop, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize(("name", "engine"), cells(), scope="module")
-def test_engine_serves_the_language_model_of_a_composite(name: str, engine: str, bench: EngineHarness, tmp_path: Path) -> None:
+def test_engine_serves_the_language_model_of_a_composite(
+    name: str, engine: str, bench: EngineHarness, tmp_path: Path
+) -> None:
     assert_agrees_with_the_learner(bench)
     row = composite(name)
     other = save_composite(tmp_path / "other", row.kind, seed=5, **row.shape)

@@ -11,8 +11,8 @@ import torch
 from skyrl_train.models.composite import get_composite
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.models.logprob_model import LogprobModel
-from tests.support.multimodal_models import KINDS, composite_model, save_composite
 from tests.support.double_precision import double_precision
+from tests.support.multimodal_models import KINDS, composite_model, save_composite
 from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores
 
 from .test_learner import Gradients, loss_of, ragged_gradients

@@ -63,7 +63,9 @@ def make_beside(engine: Any, name: str, seed: int = 0) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def bench(name: str, column: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+def bench(
+    name: str, column: str, loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
     """Of wider scope than a test: the first vLLM of a process may keep a port until that ends."""
     folder = tmp_path_factory.mktemp("model")
     engine = start(column, save(name, folder / "model"))

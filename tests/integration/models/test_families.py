@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import list_checkpoint_names, to_checkpoint_tensors, check_causal_lm, load_causal_lm
+from skyrl_train.models.loading import check_causal_lm, list_checkpoint_names, load_causal_lm, to_checkpoint_tensors
 from skyrl_train.models.logprob_model import LogprobModel, check_model_supported
 from tests.support.padded_reference import padded_scores, ragged_batch
 from tests.support.tiny_families import tiny_family

@@ -15,8 +15,8 @@ from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores, ragged_batch

@@ -26,8 +26,8 @@ from skyrl_train.config.keys import canonical_key
 from skyrl_train.entrypoints import cli
 from skyrl_train.listeners import API_KEY_ENV
 from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
-from tests.support.native_servers import end
 from tests.support.doc_pages import REPOSITORY, Command, fenced_blocks, find_commands
+from tests.support.native_servers import end
 from tests.support.serve_process import serving
 from tests.unit.environments.integrations.test_openenv import Server
 

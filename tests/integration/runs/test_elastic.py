@@ -47,7 +47,7 @@ class Elastic(Experiment):
                 await until(lambda: engine_processes() == 1)
                 await client.health()
                 assert list(client.dead) == ["engine 1"]
-                client.revive_dead()
+                client.start_restart()
                 await until(lambda: len(client.engines) == 2)
             if version == 3:
                 type(self).sampled = [one.generated_tokens for one in await client.health()]

@@ -32,9 +32,9 @@ from pathlib import Path
 NO_SUCH_PYTHON = """
 import sys
 from skyrl_train.cluster import ray_cluster
-runtime.LONGEST_START_S = 3.0
+ray_cluster.START_TIMEOUT_S = 3.0
 sys.executable = "/no/such/python"
-runtime.Cluster().connect()
+ray_cluster.Cluster().connect()
 """
 """A driver whose Python the cluster has not got."""
 

@@ -60,7 +60,7 @@ def check_time_line(found: dict[tuple[str, str], list[Slice]]) -> None:
     inside = {name: [one for one in steps if one.name == name] for name in PHASES}
     for role, method, phase, count in (
         ("learner 0", "update", "update", 2),
-        ("reference 0", "score", "score", 2),
+        ("reference 0", "forward", "score", 2),
         ("engine 0", "commit_weights", "publish", 3),
         ("engine 0", "generate", "generate", 2),
     ):

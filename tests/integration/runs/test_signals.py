@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from skyrl_train.cluster.addresses import free_address
-from tests.support.signal_handlers import handles_signal, default_sighup
+from tests.support.signal_handlers import default_sighup, handles_signal
 
 from .conftest import command
 

@@ -18,13 +18,13 @@ from transformers.distributed.mixin import DistributedMixin
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
-from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
-from tests.support.weight_sync_counters import count_synced_bytes
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import tiny_spec
 from tests.support.recording_strategies import RecordingWorker
+from tests.support.weight_sync_counters import count_synced_bytes
 
 from .parallel_group_ranks import (
     SPEC,

@@ -26,21 +26,21 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.batch_sharding import MicroBatchLimits, split_into_micro_batches
 from skyrl_train.learner.worker import MiniBatch, filler_batch
-from skyrl_train.models.lora import LoraAdapters
-from skyrl_train.models.ragged_model import RaggedModel
-from skyrl_train.models.parallel_group import ParallelGroup
-from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.parallel_group import ParallelGroup
+from skyrl_train.models.ragged_model import RaggedModel
+from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.weight_sync_counters import count_synced_bytes
 from tests.support.double_precision import double_precision
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.padded_reference import grouped_batch, ragged_batch
 from tests.support.recording_strategies import RecordingWorker
 from tests.support.tiny_adapters import fill_adapters
+from tests.support.weight_sync_counters import count_synced_bytes
 
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -97,7 +97,9 @@ def adapted(kind: str) -> tuple[PreTrainedModel, LoraAdapters]:
 def merged(strategy: Any, kind: str = "adapted") -> dict[str, Tensor]:
     """The weights that engines get, and adapters as peft saves them."""
     of_peft: dict[str, Tensor] = {}
-    whole = {name: one.full_tensor() for name, one in adapted(kind)[1].iter_merged(strategy.sharded_parameters(), of_peft)}
+    whole = {
+        name: one.full_tensor() for name, one in adapted(kind)[1].iter_merged(strategy.sharded_parameters(), of_peft)
+    }
     return {name: tensor.contiguous() for name, tensor in (whole | of_peft).items()}
 
 

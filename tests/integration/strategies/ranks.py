@@ -24,17 +24,17 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
-from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import close_process_group, init_process_group
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.weight_sync_counters import count_synced_bytes, with_nan
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import ragged_batch
 from tests.support.tiny_adapters import fill_adapters
+from tests.support.weight_sync_counters import count_synced_bytes, with_nan
 
 DTYPES = {"fsdp2": torch.float64, "zero2": torch.float32, "zero3": torch.float32}
 KINDS = {
@@ -387,7 +387,9 @@ def memory_of(tensor: Tensor) -> int:
 def on_device(strategy: DeepSpeedStrategy) -> set[int]:
     """The memory of all parameters and of what the optimizer keeps."""
     tensors = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters_of(strategy).values()]
-    shard = strategy.get_checkpoint_shard().tensors  # on a CPU it shares the memory of what is trained, except the counts of steps
+    shard = (
+        strategy.get_checkpoint_shard().tensors
+    )  # on a CPU it shares the memory of what is trained, except the counts of steps
     tensors += [tensor for key, tensor in shard.items() if not key.startswith("step/")]
     if optimizer := getattr(strategy.module, "basic_optimizer", None):
         tensors += [value for state in optimizer.state.values() for value in state.values()]
@@ -523,7 +525,9 @@ def check_syncs(ranks: Ranks) -> dict[str, Any]:
     merged = {name: tensor.full_tensor() for name, tensor in adapters.iter_merged(adapted.sharded_parameters())}
     if ranks.rank == 0:
         save_file(merged, ranks.folder / "merged.safetensors")
-    found["merged"] = {"float32": count_synced_bytes(lambda: adapters.iter_merged(adapted.sharded_parameters()), "float32")}
+    found["merged"] = {
+        "float32": count_synced_bytes(lambda: adapters.iter_merged(adapted.sharded_parameters()), "float32")
+    }
     found["non_finite"] = with_nan(policies["policy"].sharded_parameters)  # type: ignore[assignment]
     everywhere: list[Any] = [None] * ranks.world
     dist.all_gather_object(everywhere, found)

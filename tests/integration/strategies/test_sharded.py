@@ -23,8 +23,8 @@ from skyrl_train.cluster.addresses import free_address
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import CheckpointError, ConfigError, DeadlineExceeded
-from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.strategies.deepspeed import DeepSpeedStrategy
 from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.process_group import init_process_group

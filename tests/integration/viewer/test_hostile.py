@@ -94,7 +94,9 @@ def hostile_run(run: Path) -> Path:
     write_run(run, NAMES[0] + NAMES[32], steps=12)
     lines = [{"step": step, "time": 1.8e9, **{f"own/{name}": step + 0.5 for name in NAMES}} for step in range(13)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = with_messages(synthetic_rollouts(ROWS, 1, samples_per_prompt=1, mean_tokens=6), [conversation(text) for text in texts])
+    table = with_messages(
+        synthetic_rollouts(ROWS, 1, samples_per_prompt=1, mean_tokens=6), [conversation(text) for text in texts]
+    )
     turns = [[{**row[-1], "start": 0}] for row in table["turns"].to_pylist()]
     ids = [[index + 1, *row[1:]] for index, row in enumerate(table["response_ids"].to_pylist())]
     replaced = {

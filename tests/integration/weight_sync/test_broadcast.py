@@ -23,10 +23,10 @@ from skyrl_train.errors import DeadlineExceeded, EngineError, SkyRLError, Weight
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.broadcast import BroadcastGroup, abort_group
 from skyrl_train.weight_sync.buckets import fingerprint
+from skyrl_train.weight_sync.protocol import Bucket
 from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from skyrl_train.weight_sync.protocol import Bucket
-from tests.support.weight_targets import LocalTrainer, FakeEngine, score
+from tests.support.weight_targets import FakeEngine, LocalTrainer, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 

@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.sync import WeightSync
-from tests.support.weight_targets import LocalTrainer, FakeEngine
+from tests.support.weight_targets import FakeEngine, LocalTrainer
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 TAKES = ("connect_weights", "begin_weights", "receive_weights", "commit_weights", "score", "health")

@@ -16,7 +16,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost
 from skyrl_train.rollouts.conversation import TrajectoryBuilder
-from skyrl_train.trainer.checkpoint_manager import SkippedUpdates, PendingActions
+from skyrl_train.trainer.checkpoint_manager import PendingActions, SkippedUpdates
 from tests.support.simulation.timings import Timings
 
 
@@ -43,7 +43,9 @@ class SimulatedConversations:
         await asyncio.gather(*(self._play(*one, position) for one in zip(items, ledgers, first, strict=True)))
         return TrajectoryGroup(prompt, items)
 
-    async def _play(self, item: Trajectory, ledger: TrajectoryBuilder, completion: Completion | None, position: int) -> None:
+    async def _play(
+        self, item: Trajectory, ledger: TrajectoryBuilder, completion: Completion | None, position: int
+    ) -> None:
         rng = random.Random(f"{self._seed}.{position}.{item.sample}")
         for turn in range(1, self._timings.turns + 1):
             if completion is None:
@@ -159,13 +161,13 @@ class SimulatedCheckpointManager:
             return 0, PendingActions((), {})
         step, states = self.saved
         for name, controller in self._controllers.items():
-            controller.load_state(states[name])
+            controller.load_state_dict(states[name])
         self._learner.version = step
         self.capture_state()
         return step, PendingActions((), {})
 
     def capture_state(self) -> None:
-        self._captured_state = {name: controller.state() for name, controller in self._controllers.items()}
+        self._captured_state = {name: controller.state_dict() for name, controller in self._controllers.items()}
 
     async def save(self, step: int, unfinished: PendingActions | None = None) -> None:
         self.saved, self.saved_step = (step, self._captured_state), step

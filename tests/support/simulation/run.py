@@ -16,15 +16,15 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.experiment.publisher import PAUSE_MODES
 from skyrl_train.experiment.trainer import build_group_filter_settings
 from skyrl_train.rollouts.collector import RolloutCollector
-from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.trainer.engine_scaler import EngineScaler
+from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.trainer.trainer import OffloadManager, StepSchedule, Trainer
 from tests.support.simulation.engine import SimulatedEngine
 from tests.support.simulation.parts import (
     NoTracker,
+    SimulatedCheckpointManager,
     SimulatedConversations,
     SimulatedLearner,
-    SimulatedCheckpointManager,
     SimulatedWeightSync,
 )
 from tests.support.simulation.timings import Timings
@@ -123,7 +123,7 @@ def build_run(
         publisher=publisher,
         offload_manager=OffloadManager(),
         evaluator=None,
-        state=state,
+        checkpoint_manager=state,
         trackers=trackers,
     )
     return SimulatedRun(trainer, collector, client, scaler, weight_sync, state, learner, engines)

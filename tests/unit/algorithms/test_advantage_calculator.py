@@ -10,10 +10,10 @@ from skyrl_train.algorithms.advantages import (
     AdvantageCalculator,
     KLInReward,
     batch_normalize,
-    record_advantage_metrics,
     dr_grpo,
     gae,
     grpo,
+    record_advantage_metrics,
     reinforce_pp,
     reinforce_pp_baseline,
 )
@@ -84,7 +84,12 @@ def test_kl_in_the_reward_is_paid_on_the_token_that_strayed():
     returns = step(with_garbage(batch, torch.nan), Metrics()).returns
     assert returns is not None and batch.token_rewards is not None
     gaps = batch.old_logprobs - batch.ref_logprobs
-    rows = zip(select_masked(batch, returns), select_masked(batch, batch.token_rewards), select_masked(batch, gaps), strict=True)
+    rows = zip(
+        select_masked(batch, returns),
+        select_masked(batch, batch.token_rewards),
+        select_masked(batch, gaps),
+        strict=True,
+    )
     for found, rewards, of_row in rows:
         paid = [r - 0.1 * (torch.tensor(-d).exp().item() - 1 + d) for r, d in zip(rewards, of_row, strict=True)]
         assert found == pytest.approx([sum(paid[t:]) for t in range(len(paid))], rel=1e-6)

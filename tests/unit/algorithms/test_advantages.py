@@ -130,7 +130,9 @@ ONE_VALUE_A_GROUP = ["grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce++_bas
 
 def make_calculator(name: str, *, grpo_norm_by_std: bool = True) -> AdvantageCalculator:
     settings = {"gamma": GAMMA, "lambd": LAMBDA, "grpo_norm_by_std": grpo_norm_by_std}
-    return AdvantageCalculator(registry.bind_settings(registry.advantage_estimators.get(name), name, settings, advantages.ESTIMATOR_TENSORS))
+    return AdvantageCalculator(
+        registry.bind_settings(registry.advantage_estimators.get(name), name, settings, advantages.ESTIMATOR_TENSORS)
+    )
 
 
 def batches() -> list[TrainBatch]:

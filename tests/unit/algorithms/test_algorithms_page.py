@@ -11,7 +11,7 @@ import skyrl_train as sk
 from skyrl_train.algorithms import advantages, policy_objective as policy, registry
 from skyrl_train.algorithms.advantages import AdvantageCalculator
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.environments.registry import environments
@@ -62,7 +62,9 @@ def test_the_pages_example_trains(monkeypatch: pytest.MonkeyPatch):
     estimator = registry.advantage_estimators.get("plain_reward")
     step = AdvantageCalculator(registry.bind_settings(estimator, "plain_reward", known, advantages.ESTIMATOR_TENSORS))
     batch = assign_loss_weights(step(batch, Metrics()), partial(token_mean, max_seq_len=1))
-    loss = registry.bind_settings(registry.policy_losses.get("reinforce"), "reinforce", known, policy.POLICY_LOSS_TENSORS)
+    loss = registry.bind_settings(
+        registry.policy_losses.get("reinforce"), "reinforce", known, policy.POLICY_LOSS_TENSORS
+    )
     logprobs = torch.full((7,), -1.0, requires_grad=True)
     PolicyObjective(loss)(batch, logprobs, None, 3, Metrics()).backward()
     assert logprobs.grad is not None

@@ -10,15 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.corrections import OffPolicyCorrection, effective_sample_size, within_bounds, sequence_ratios
+from skyrl_train.algorithms.corrections import (
+    OffPolicyCorrection,
+    effective_sample_size,
+    sequence_ratios,
+    within_bounds,
+)
 from skyrl_train.algorithms.losses import importance_sampling
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.ratios import importance_ratios
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
-from tests.support.edge_case_batches import SHAPES, as_padded, current_logprobs, edge_case_batch, select_masked, with_garbage
+from tests.support.edge_case_batches import (
+    SHAPES,
+    as_padded,
+    current_logprobs,
+    edge_case_batch,
+    select_masked,
+    with_garbage,
+)
 
 Rows = list[list[float]]
 

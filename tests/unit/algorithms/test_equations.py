@@ -173,9 +173,13 @@ def compute_losses(name: str, batch: TrainBatch, logprobs: Tensor, frozen: Tenso
         if name in KL
         else (registry.sft_losses.get(name), (mask,))
     )
-    tensors = {name: getattr(batch, name) for name in (*policy.POLICY_LOSS_TENSORS - {"frozen_logprobs"}, "ref_logprobs")}
+    tensors = {
+        name: getattr(batch, name) for name in (*policy.POLICY_LOSS_TENSORS - {"frozen_logprobs"}, "ref_logprobs")
+    }
     function = registry.bind_settings(chosen, name, SETTINGS, policy.POLICY_LOSS_TENSORS | {"ref_logprobs"})
-    result = function(logprobs, *arguments, **registry.select_keyword_arguments(function, {**tensors, "frozen_logprobs": frozen}))
+    result = function(
+        logprobs, *arguments, **registry.select_keyword_arguments(function, {**tensors, "frozen_logprobs": frozen})
+    )
     return result[0] if name in POLICY or name in ANCHORED else result
 
 
@@ -242,7 +246,9 @@ def test_nothing_outside_the_mask_has_a_value_a_gradient_or_an_influence(name: s
     expected = value_and_gradient(name, batch, clean)
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e300, -1e300):
         logprobs = clean.detach().masked_fill(~batch.loss_mask, garbage).requires_grad_()
-        for found, wanted in zip(value_and_gradient(name, with_garbage(batch, garbage), logprobs), expected, strict=True):
+        for found, wanted in zip(
+            value_and_gradient(name, with_garbage(batch, garbage), logprobs), expected, strict=True
+        ):
             assert (found[~batch.loss_mask] == 0).all()
             assert torch.equal(found[batch.loss_mask], wanted[batch.loss_mask])
 

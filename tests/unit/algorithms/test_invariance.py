@@ -15,17 +15,17 @@ from skyrl_train.algorithms import policy_objective as policy, registry, sft
 from skyrl_train.algorithms.losses import cross_entropy
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import assign_loss_weights
-from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.algorithms.sft import SFTObjective
 from skyrl_train.algorithms.skyrl_adapters import SkyRLPolicyLoss
+from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS, SFT_LOSSES
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.experiment.algorithm import algorithm_keywords
 from skyrl_train.metrics import Metrics
-from tests.support.table_cases import check_each
 from tests.support.edge_case_batches import SHAPES, as_padded, current_logprobs, edge_case_batch
+from tests.support.table_cases import check_each
 
 CONFIG = AlgorithmConfig()
 CONFIG.clip_cov.clip_ratio, CONFIG.clip_cov.clip_cov_lb = 0.3, 0.0
@@ -52,7 +52,9 @@ def skyrl_sequence_mean(log_probs, old_log_probs, advantages, config, loss_mask)
 
 
 def policy_objective(name: str) -> PolicyObjective:
-    return PolicyObjective(registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS))
+    return PolicyObjective(
+        registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS)
+    )
 
 
 def kl_objective(name: str) -> PolicyObjective:
@@ -112,7 +114,9 @@ def prepared(name: str, batch: TrainBatch, whole: TrainBatch, reduction: Callabl
     return batch.with_tokens(selected=bound(scores, batch.old_logprobs, batch.advantages, batch.loss_mask))
 
 
-def split_variants(name: str, batch: TrainBatch, reduction: Callable[..., Tensor]) -> Iterator[tuple[str, list[TrainBatch]]]:
+def split_variants(
+    name: str, batch: TrainBatch, reduction: Callable[..., Tensor]
+) -> Iterator[tuple[str, list[TrainBatch]]]:
     """The same mini-batch in other pieces."""
     whole = prepared(name, batch, batch, reduction)
     yield "one by one", whole.split_micro_batches(max_sequences=1)
@@ -122,7 +126,10 @@ def split_variants(name: str, batch: TrainBatch, reduction: Callable[..., Tensor
     order = random.Random(0).sample(range(len(batch)), len(batch))
     yield "another order", prepared(name, batch.select(order), batch, reduction).split_micro_batches(max_sequences=3)
     yield "padded", [prepared(name, as_padded(batch, torch.nan), batch, reduction)]
-    yield "padded, one by one", prepared(name, as_padded(batch, torch.inf), batch, reduction).split_micro_batches(max_sequences=1)
+    yield (
+        "padded, one by one",
+        prepared(name, as_padded(batch, torch.inf), batch, reduction).split_micro_batches(max_sequences=1),
+    )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

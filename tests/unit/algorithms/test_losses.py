@@ -74,7 +74,9 @@ def test_a_token_past_its_bound_is_counted_as_clipped_and_pulls_no_more(name, bo
     function = registry.bind_settings(registry.policy_losses.get(name), name, SETTINGS, policy.POLICY_LOSS_TENSORS)
     tensors = {"frozen_logprobs": logprobs.detach(), "rollout_logprobs": old, "sequence_ids": torch.tensor([0])}
     tensors |= {"old_logprobs": old, "selected": torch.tensor([False])}
-    loss, clipped = function(logprobs, sign * one, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors))
+    loss, clipped = function(
+        logprobs, sign * one, torch.tensor([True]), **registry.select_keyword_arguments(function, tensors)
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (gradient.item() == 0) is is_zero[side]
     if name == "cispo":

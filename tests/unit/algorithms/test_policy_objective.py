@@ -13,7 +13,7 @@ from skyrl_train.algorithms import registry
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import cispo, clipped_surrogate, gspo, importance_sampling
 from skyrl_train.algorithms.policy_objective import POLICY_LOSS_TENSORS, PolicyObjective
-from skyrl_train.algorithms.reductions import sequence_mean, token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean, token_mean
 from skyrl_train.algorithms.skyrl_adapters import SkyRLPolicyLoss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.choices import KL_ESTIMATORS, POLICY_LOSSES
@@ -152,7 +152,7 @@ def test_metrics_show_the_distance_between_engine_and_trainer():
     assert report["mismatch/ratio_mean"] == pytest.approx(gap.exp().mean().item())
     assert report["mismatch/ratio_max"] == pytest.approx(gap.exp().max().item())
     corrected = Metrics()
-    gradients(replace(FULL, reports_mismatch=False), batch, corrected)
+    gradients(replace(FULL, report_mismatch=False), batch, corrected)
     assert not [key for key in corrected.flush() if key.startswith("mismatch/")], "a correction has them"
 
 
@@ -178,7 +178,11 @@ def users_loss(log_probs, old_log_probs, advantages, config, loss_mask):  # type
 
 @pytest.mark.parametrize("name", [*POLICY_LOSSES, *KL_ESTIMATORS, "users_loss"])
 def test_an_objective_travels_to_a_worker_and_is_the_same_there(name: str):
-    kl = registry.bind_settings(registry.kl_estimators.get(name), name, SETTINGS, POLICY_LOSS_TENSORS) if name in KL_ESTIMATORS else k3
+    kl = (
+        registry.bind_settings(registry.kl_estimators.get(name), name, SETTINGS, POLICY_LOSS_TENSORS)
+        if name in KL_ESTIMATORS
+        else k3
+    )
     loss = SkyRLPolicyLoss(users_loss, AlgorithmConfig()) if name == "users_loss" else importance_sampling
     if name in POLICY_LOSSES:
         loss = registry.policy_losses.get(name)  # type: ignore[assignment]

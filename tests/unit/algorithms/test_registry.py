@@ -45,7 +45,9 @@ def test_bind_fills_in_settings_and_the_rest_is_asked_for_by_name():
     def loss(logprobs, *, eps_clip_low, rollout_logprobs, selected=None):
         return logprobs, eps_clip_low, rollout_logprobs, selected
 
-    bound = registry.bind_settings(loss, "test", {"eps_clip_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"}))
+    bound = registry.bind_settings(
+        loss, "test", {"eps_clip_low": 0.2, "other": 1}, frozenset({"rollout_logprobs", "selected"})
+    )
     tensors = {"rollout_logprobs": 5, "selected": 6, "unwanted": 7}
     assert bound(1, **registry.select_keyword_arguments(bound, tensors)) == (1, 0.2, 5, 6)
 

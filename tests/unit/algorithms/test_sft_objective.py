@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.algorithms.registry import select_keyword_arguments
 from skyrl_train.algorithms.sft import SFTObjective, minor_sft
 from skyrl_train.data.batch import TrainBatch
@@ -46,7 +46,7 @@ def test_loss_is_the_mean_negative_log_likelihood_of_the_mask():
 def test_neither_asks_for_entropy_and_both_travel():
     for objective in (SFTObjective(), SFTObjective(partial(minor_sft, minor_beta=0.2))):
         arrived = pickle.loads(pickle.dumps(objective))
-        assert arrived.wants_entropy is False
+        assert arrived.needs_entropy is False
         assert arrived.sft_loss(torch.zeros(0), torch.zeros(0).bool(), **extras(objective)).shape == (0,)
 
 

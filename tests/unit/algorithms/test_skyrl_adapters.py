@@ -41,7 +41,11 @@ def mean_of_rows(log_probs, old_log_probs, advantages, config, loss_mask=None, r
 
 
 def make_calculator(function) -> AdvantageCalculator:  # type: ignore[no-untyped-def]
-    return AdvantageCalculator(registry.bind_settings(SkyRLAdvantageEstimator(function, CONFIG), "test", algorithm_keywords(CONFIG), advantages.ESTIMATOR_TENSORS))
+    return AdvantageCalculator(
+        registry.bind_settings(
+            SkyRLAdvantageEstimator(function, CONFIG), "test", algorithm_keywords(CONFIG), advantages.ESTIMATOR_TENSORS
+        )
+    )
 
 
 def test_they_are_recognised_by_their_arguments():
@@ -82,7 +86,9 @@ def test_an_estimator_gets_the_rest_by_skyrl_s_names():
 def test_a_loss_gets_rectangles_and_its_scalar_counts_once_for_every_token():
     batch = edge_case_batch("failed rows")
     logprobs = current_logprobs(batch)
-    loss = registry.bind_settings(SkyRLPolicyLoss(mean_of_rows, CONFIG), "test", algorithm_keywords(CONFIG), policy.POLICY_LOSS_TENSORS)
+    loss = registry.bind_settings(
+        SkyRLPolicyLoss(mean_of_rows, CONFIG), "test", algorithm_keywords(CONFIG), policy.POLICY_LOSS_TENSORS
+    )
     tensors = {name: getattr(batch, name) for name in ("old_logprobs", "sequence_ids", "rollout_logprobs")}
     values, clipped = loss(logprobs, batch.advantages, batch.loss_mask, **tensors)
     assert batch.advantages is not None

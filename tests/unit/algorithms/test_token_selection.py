@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.losses import clip_cov, kl_cov, sapo
-from skyrl_train.algorithms.token_selection import select_clip_cov_tokens, select_kl_cov_tokens, get_token_selector
+from skyrl_train.algorithms.token_selection import get_token_selector, select_clip_cov_tokens, select_kl_cov_tokens
 
 CLIP_COV = partial(
     select_clip_cov_tokens, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio=0.01, clip_cov_lb=0.5, clip_cov_ub=3.0

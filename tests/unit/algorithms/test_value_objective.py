@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.algorithms.value_objective import ValueObjective, explained_variance
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.placement import ResourcePool, order_by_node
 from skyrl_train.cluster.capacity import NodeCapacity, ResourceDemand, can_place, count_fitting_slots
+from skyrl_train.cluster.placement import ResourcePool, order_by_node
 
 TRAINER = {"role": "trainer"}
 GPU = {"CPU": 1.0, "GPU": 1.0}
@@ -23,11 +23,17 @@ NODES = [
         ([ResourceDemand(7, GPU)], True),
         ([ResourceDemand(8, GPU)], False),
         ([ResourceDemand(4, GPU, TRAINER), ResourceDemand(3, GPU)], True),
-        ([ResourceDemand(3, GPU), ResourceDemand(4, GPU, TRAINER)], True),  # those that may be anywhere leave room for those that may not
+        (
+            [ResourceDemand(3, GPU), ResourceDemand(4, GPU, TRAINER)],
+            True,
+        ),  # those that may be anywhere leave room for those that may not
         ([ResourceDemand(5, GPU, TRAINER)], False),
         ([ResourceDemand(6, GPU, slots_per_bundle=2)], True),
         ([ResourceDemand(4, GPU, TRAINER), ResourceDemand(2, GPU, slots_per_bundle=2), ResourceDemand(1, GPU)], True),
-        ([ResourceDemand(4, GPU, slots_per_bundle=4), ResourceDemand(4, GPU, slots_per_bundle=4)], False),  # six are free, but on no node four
+        (
+            [ResourceDemand(4, GPU, slots_per_bundle=4), ResourceDemand(4, GPU, slots_per_bundle=4)],
+            False,
+        ),  # six are free, but on no node four
         ([ResourceDemand(6, GPU), ResourceDemand(1, HOST)], True),
         ([ResourceDemand(7, GPU), ResourceDemand(2, HOST)], False),  # no CPU is left beside them for the last one's GPU
         ([ResourceDemand(1, HOST), ResourceDemand(1, {"CPU": 6.0})], True),

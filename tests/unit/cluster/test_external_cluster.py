@@ -16,8 +16,8 @@ import os, ray
 ray.init(num_cpus=1, num_gpus=4, include_dashboard=False, logging_level="ERROR")
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 from skyrl_train.config.prepare import prepare
-from skyrl_train.cluster.external_cluster import named_cluster_has_gpus
-there = named_cluster_has_gpus()
+from skyrl_train.cluster.external_cluster import external_cluster_has_gpus
+there = external_cluster_has_gpus()
 print(there, prepare(["device=cuda"], there).config.device)
 ray.shutdown()
 """

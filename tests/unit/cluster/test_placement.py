@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster import placement
-from skyrl_train.cluster.placement import ResourcePool, wait_for_rescheduling, await_unless_node_lost
+from skyrl_train.cluster.placement import ResourcePool, await_unless_node_lost, wait_for_rescheduling
 from skyrl_train.errors import ClusterLost, InsufficientResources
 
 
@@ -23,7 +23,15 @@ def slots_of(monkeypatch: pytest.MonkeyPatch, *looks: dict[int, str]) -> Resourc
     monkeypatch.setattr(placement.ray, "nodes", lambda: [{"NodeID": one, "Alive": one == "a"} for one in "ab"])
     monkeypatch.setattr(placement, "CHECK_INTERVAL_S", 0.01)
     group: Any = None
-    return ResourcePool(group, num_slots=2, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1, bundle_order=(1, 0))
+    return ResourcePool(
+        group,
+        num_slots=2,
+        cpus_per_slot=1.0,
+        gpus_per_slot=0.0,
+        actors_per_slot=1,
+        min_cores_per_slot=1,
+        bundle_order=(1, 0),
+    )
 
 
 @pytest.mark.defect("C2-a-dead-node-is-restarted")

@@ -15,9 +15,9 @@ import pytest
 
 DRIVER = """
 import os, signal, subprocess, sys, time
-from skyrl_train.cluster.ray_reaper import Guard, leave
-guard = Guard(os.environ.get("FOLDER"))
-with guard.marking():
+from skyrl_train.cluster.ray_reaper import RayReaper, exit_now
+guard = RayReaper(os.environ.get("FOLDER"))
+with guard.tag_children():
     raylet = subprocess.Popen([sys.argv[1], "60"])
     other = subprocess.Popen(["sleep", "60"])
     print(raylet.pid, other.pid, flush=True)
@@ -25,25 +25,25 @@ with guard.marking():
         time.sleep(0.5)
         os._exit(1)
     if sys.argv[2] == "told in the start":
-        leave(143)
+        exit_now(143)
 if sys.argv[2] == "told":
-    leave(143)
+    exit_now(143)
 if sys.argv[2] == "raylet first":
     raylet.kill()
-    while guard.dead_head() is None:
+    while guard.dead_process() is None:
         time.sleep(0.01)
-    assert guard.dead_head() == f"raylet (process {raylet.pid})"
+    assert guard.dead_process() == f"raylet (process {raylet.pid})"
     time.sleep(0.5)
 elif sys.argv[2] == "raylet stopped":
     raylet.send_signal(signal.SIGSTOP)
     time.sleep(0.1)
     guard.kill_stopped_head(50)
-    assert guard.dead_head() is None
+    assert guard.dead_process() is None
     guard.kill_stopped_head(50)
     assert raylet.wait() == -signal.SIGKILL
-    assert guard.dead_head() == f"raylet (process {raylet.pid})"
+    assert guard.dead_process() == f"raylet (process {raylet.pid})"
 else:
-    assert guard.dead_head() is None
+    assert guard.dead_process() is None
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -90,10 +90,10 @@ def test_a_start_that_waits_for_its_processes_without_end_has_one():
     """The driver waits as Ray's code does: nothing in it gets to run meanwhile."""
     program = """
 import subprocess
-from skyrl_train.cluster.ray_reaper import Guard
+from skyrl_train.cluster.ray_reaper import RayReaper
 import time
-guard = Guard(start_s=2)
-with guard.marking():
+guard = RayReaper(start_s=2)
+with guard.tag_children():
     first = subprocess.Popen(["sleep", "4"])
     time.sleep(3)  # another run holds the lock
     guard.begin()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.hydra import load_preset, rename_aliases, replace_value_aliases, save_resolved
-from skyrl_train.config.keys import key_aliases, all_keys, canonical_key, find_key, value_keys, get_value
+from skyrl_train.config.keys import all_keys, canonical_key, find_key, get_value, key_aliases, value_keys
 from skyrl_train.config.prepare import PreparedConfig, prepare_config
 from skyrl_train.config.section import KeyMetadata
 from skyrl_train.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.hydra import flag_parser, load_preset, print_hydra_info
-from skyrl_train.config.keys import KEY_SUGGESTIONS, value_keys, suggest_key
+from skyrl_train.config.keys import KEY_SUGGESTIONS, suggest_key, value_keys
 from skyrl_train.config.prepare import read_command_line
 from skyrl_train.errors import ConfigError
 
@@ -18,7 +18,10 @@ def command_line_problems(*argv: str) -> str:
 @pytest.mark.fault("F01")
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 def test_unknown_key_is_named_with_its_nearest_match_whatever_the_prefix(prefix: str):
-    assert command_line_problems(f"{prefix}trainer.epcohs=20") == "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?"
+    assert (
+        command_line_problems(f"{prefix}trainer.epcohs=20")
+        == "trainer.epcohs=20: unknown key. Did you mean trainer.epochs?"
+    )
 
 
 @pytest.mark.fault("F01")
@@ -168,7 +171,9 @@ def test_load_refuses_what_the_command_line_check_refuses():
         load_preset(["+trainer.epcohs=1", "trainer.seed=x"])
     head, *lines = str(caught.value).splitlines()
     assert head == "2 problems in the configuration:"
-    assert {line.strip() for line in lines} == set(command_line_problems("+trainer.epcohs=1", "trainer.seed=x").splitlines())
+    assert {line.strip() for line in lines} == set(
+        command_line_problems("+trainer.epcohs=1", "trainer.seed=x").splitlines()
+    )
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))

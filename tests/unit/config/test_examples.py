@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from skyrl_train.config.prepare import prepare_config
-from tests.support.table_cases import check_each
 from tests.support.doc_pages import Command, find_commands
+from tests.support.table_cases import check_each
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples"

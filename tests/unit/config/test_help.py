@@ -6,8 +6,8 @@ import pytest
 
 from skyrl_train.config.key_help import format_help
 from skyrl_train.config.keys import value_keys
-from skyrl_train.config.sanity_warnings import IGNORED_KEYS
 from skyrl_train.config.prepare import run_entrypoint
+from skyrl_train.config.sanity_warnings import IGNORED_KEYS
 
 
 def test_every_key_has_its_line_with_its_choices():

@@ -47,7 +47,9 @@ def find_problems(*overrides: str, components: RunComponents = RunComponents(), 
 
 def test_nothing_is_missing_where_all_is_there_or_may_be_on_the_hub(there: list[str]):
     assert find_problems(*there) == []
-    assert find_problems(*there, "data.train_data=[openai/gsm8k:train]", "trainer.policy.model.path=Qwen/Qwen3-4B") == []
+    assert (
+        find_problems(*there, "data.train_data=[openai/gsm8k:train]", "trainer.policy.model.path=Qwen/Qwen3-4B") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,10 @@ def test_models_and_data_that_nothing_reads_may_be_missing(there: list[str], tmp
 def test_an_engine_must_be_installed_unless_servers_have_it(there: list[str], monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(local_checks.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
-    assert "generator.backend=vllm: must be an engine that is installed" in find_problems(*there, "generator.backend=vllm")[0]
+    assert (
+        "generator.backend=vllm: must be an engine that is installed"
+        in find_problems(*there, "generator.backend=vllm")[0]
+    )
     servers = ["generator.run_engines_locally=false", "generator.backend=vllm"]
     monkeypatch.setenv("SKYRL_API_KEY", "token")
     assert find_problems(*there, *servers) == []

@@ -35,7 +35,7 @@ def test_installed_wheel_finds_its_presets_outside_the_checkout(tmp_path: Path):
 
     elsewhere.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(target), "CUDA_VISIBLE_DEVICES": ""}
-    where = "import skyrl_train.config.hydra as h; print(h.presets_dir())"
+    where = "import skyrl_train.config.hydra as h; print(h.presets_folder())"
     for name in sorted(Path(preset).stem for preset in presets):
         check = ["-m", "skyrl_train.entrypoints.check_config", "--elsewhere", "--config-name", name]
         for arguments in (["-c", where], check):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.hydra import load_preset, to_dict, presets_folder, save_resolved
+from skyrl_train.config.hydra import load_preset, presets_folder, save_resolved, to_dict
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.errors import ConfigError
 
@@ -112,14 +112,19 @@ def test_references_that_lead_nowhere_or_to_the_wrong_type_are_named(tmp_path: P
 
 def test_section_may_follow_another(tmp_path: Path):
     text = BASE + "trainer: {ref: {fsdp_config: '${trainer.policy.fsdp_config}'}}\n"
-    config = prepare_config(write_preset(tmp_path, text, "trainer.policy.fsdp_config.fsdp_size=2"), has_accelerator=False).config
+    config = prepare_config(
+        write_preset(tmp_path, text, "trainer.policy.fsdp_config.fsdp_size=2"), has_accelerator=False
+    ).config
     assert config.trainer.ref.fsdp_config.fsdp_size == 2
 
 
 def test_other_names_work_in_yaml_and_contradictions_are_an_error(tmp_path: Path):
     text = BASE + "generator: {sampling_params: {max_new_tokens: 17}}\n"
     assert (
-        prepare_config(write_preset(tmp_path, text), has_accelerator=False).config.generator.sampling_params.max_generate_length == 17
+        prepare_config(
+            write_preset(tmp_path, text), has_accelerator=False
+        ).config.generator.sampling_params.max_generate_length
+        == 17
     )
     message = prepare_error(write_preset(tmp_path, text, "generator.sampling_params.max_generate_length=18"))
     assert "They are one setting" in message

@@ -10,7 +10,13 @@ from urllib.parse import quote
 import pytest
 
 from skyrl_train.config.prepare import prepare_config
-from skyrl_train.config.redaction import contains_password, contains_secret, is_credential_name, redact, find_secret_pieces
+from skyrl_train.config.redaction import (
+    contains_password,
+    contains_secret,
+    find_secret_pieces,
+    is_credential_name,
+    redact,
+)
 from skyrl_train.errors import ConfigError
 
 AWKWARD = 'a "quoted" \\ back/slash & <sign> ü'

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.prepare import prepare_config
-from skyrl_train.config.run_folder import training_settings, run_identity
+from skyrl_train.config.run_folder import run_identity, training_settings
 
 
 def get_run_folders(*overrides: str) -> tuple[Path, Path]:

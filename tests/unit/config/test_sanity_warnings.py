@@ -21,8 +21,8 @@ from skyrl_train.algorithms.token_selection import get_token_selector
 from skyrl_train.config import predicates
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
 from skyrl_train.config.keys import Key, all_keys, value_keys
-from skyrl_train.config.sanity_warnings import CLIPPING_LOSSES, IGNORED_KEYS, EFFECT_CONDITIONS, get_conditions
 from skyrl_train.config.prepare import prepare_config
+from skyrl_train.config.sanity_warnings import CLIPPING_LOSSES, EFFECT_CONDITIONS, IGNORED_KEYS, get_conditions
 from skyrl_train.errors import ConfigError
 
 PACKAGE = Path(skyrl_train.__file__).parent
@@ -273,13 +273,19 @@ def test_every_key_is_read_refused_or_named_as_having_no_effect():
     read = set(re.findall(r"\.([A-Za-z_]\w*)", read_source())) | get_algorithm_keywords()
     explained = {name for name, key in all_keys().items() if has_condition(key)} | IGNORED_KEYS.keys()
     explained.add("generator.weight_sync_backend")  # only what the device has is accepted
-    assert [key for key in set(value_keys()).difference(expand_sections(explained)) if key.rpartition(".")[2] not in read] == []
+    assert [
+        key for key in set(value_keys()).difference(expand_sections(explained)) if key.rpartition(".")[2] not in read
+    ] == []
 
 
 def test_what_is_ignored_are_keys_of_skyrl():
     assert IGNORED_KEYS.keys() <= all_keys().keys()
     theirs = [line.partition("\t")[0] for line in SKYRL_KEYS.read_text().splitlines()[1:]]
-    unknown = [key for key in expand_sections(set(IGNORED_KEYS)) if not any(f"{name}.".startswith(f"{key}.") for name in theirs)]
+    unknown = [
+        key
+        for key in expand_sections(set(IGNORED_KEYS))
+        if not any(f"{name}.".startswith(f"{key}.") for name in theirs)
+    ]
     assert unknown == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.hydra import load_preset, to_dict
-from skyrl_train.config.keys import all_keys, value_keys, get_value
+from skyrl_train.config.keys import all_keys, get_value, value_keys
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import FrozenMapping, freeze
 

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 from omegaconf.basecontainer import BaseContainer
 
-from skyrl_train.config.value_parsing import ALLOWED_RESOLVERS, find_value_problems, is_public_variable, find_unsafe_values
-from skyrl_train.config.hydra import load_preset, to_dict, save_resolved
-from skyrl_train.config.prepare import PreparedConfig, run_entrypoint, prepare_config
+from skyrl_train.config.hydra import load_preset, save_resolved, to_dict
+from skyrl_train.config.prepare import PreparedConfig, prepare_config, run_entrypoint
 from skyrl_train.config.redaction import redact
+from skyrl_train.config.value_parsing import (
+    ALLOWED_RESOLVERS,
+    find_unsafe_values,
+    find_value_problems,
+    is_public_variable,
+)
 from skyrl_train.errors import ConfigError
 
 SECRET = "s3cr3t-value-of-a-credential"
@@ -323,8 +328,12 @@ def test_code_of_a_run_is_taken_from_the_command_line_and_from_presets(copied_ru
         "environment.skyrl_gym.tool_use.tool_settings.mcp.servers.a.command=evil-program",
         "environment.skyrl_gym.tool_use.tool_settings.mcp.servers.a.args=[-c]",
     ]
-    assert prepare_config([*given, *told], False, trust_run_folder=False).config.trainer.plugins == ("module_of_a_copied_run",)
+    assert prepare_config([*given, *told], False, trust_run_folder=False).config.trainer.plugins == (
+        "module_of_a_copied_run",
+    )
     with pytest.raises(ConfigError, match=r"trainer\.plugins="):
         prepare_config([*given, *told[1:]], False, trust_run_folder=False)
     (copied_run / "run.json").unlink()
-    assert prepare_config(given, False, trust_run_folder=False).config.trainer.plugins, "a folder of presets is the user's own"
+    assert prepare_config(given, False, trust_run_folder=False).config.trainer.plugins, (
+        "a folder of presets is the user's own"
+    )

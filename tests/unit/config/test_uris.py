@@ -51,7 +51,9 @@ def test_an_address_that_cannot_be_used_is_named(address: str, advice: str):
 
 def test_good_addresses_are_kept_as_they_are_written():
     given = {"ckpt_path": "s3://bucket/a/run", "export_path": "file:///mnt/exports"}
-    trainer = prepare_config([f"trainer.{key}={value}" for key, value in given.items()], has_accelerator=False).config.trainer
+    trainer = prepare_config(
+        [f"trainer.{key}={value}" for key, value in given.items()], has_accelerator=False
+    ).config.trainer
     assert {key: getattr(trainer, key) for key in given} == given
 
 

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies as st
 
-from skyrl_train.config.value_parsing import InvalidValue, convert_value
-from skyrl_train.config.hydra import compose as hydra_compose, to_config, load_preset, parse_override
+from skyrl_train.config.hydra import compose as hydra_compose, load_preset, parse_override, to_config
 from skyrl_train.config.keys import union_members, value_keys
 from skyrl_train.config.local_checks import resolve_device
 from skyrl_train.config.schema import Config
 from skyrl_train.config.section import Range, freeze
 from skyrl_train.config.validate import PLUGIN_KEYS, validate
+from skyrl_train.config.value_parsing import InvalidValue, convert_value
 from tests.support.table_cases import check_each
 
-RANGES: dict[str, Range] = {name: key.metadata.range for name, key in value_keys().items() if key.metadata.range is not None}
+RANGES: dict[str, Range] = {
+    name: key.metadata.range for name, key in value_keys().items() if key.metadata.range is not None
+}
 CHOICES = {name: key.metadata.choices for name, key in value_keys().items() if key.metadata.choices is not None}
 UNAVAILABLE = {name: key.metadata.unavailable for name, key in value_keys().items() if key.metadata.unavailable}
 NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reasons, Mapping) for name in reasons]
@@ -477,7 +479,10 @@ def neighbours(key: str) -> Iterator[tuple[float, float]]:
     def next_to(end: float, towards: float) -> float:
         return int(end + math.copysign(1, towards)) if whole else math.nextafter(end, towards)
 
-    for end, is_open, outside in ((allowed.low, allowed.exclusive_low, -math.inf), (allowed.high, allowed.exclusive_high, math.inf)):
+    for end, is_open, outside in (
+        (allowed.low, allowed.exclusive_low, -math.inf),
+        (allowed.high, allowed.exclusive_high, math.inf),
+    ):
         if math.isfinite(end):
             yield (next_to(end, -outside), end) if is_open else (end, next_to(end, outside))
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, concat_batches, collate, pack
+from skyrl_train.data.batch import SEQUENCE_FIELDS, TOKEN_FIELDS, TrainBatch, collate, concat_batches, pack
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup, Turn
-from tests.support.tensor_size_mode import LargestTensor
 from tests.support.padded_reference import grouped_batch
+from tests.support.tensor_size_mode import LargestTensor
 from tests.support.trajectories import trajectory_from
 
 
@@ -69,11 +69,14 @@ def test_every_field_is_either_per_token_or_per_sequence():
 def test_tokens_are_held_once():
     groups = [group(0, [(2, 3), (2, 4)]), group(1, [(3, 1)])]
     before = [
-        (item.prompt_ids.tolist(), item.response_ids.tolist(), item.logprobs.tolist()) for item in get_trajectories(groups)
+        (item.prompt_ids.tolist(), item.response_ids.tolist(), item.logprobs.tolist())
+        for item in get_trajectories(groups)
     ]
     batch = collate(groups)
     assert batch.input_ids.dtype == torch.int32
-    assert [(x.prompt_ids.tolist(), x.response_ids.tolist(), x.logprobs.tolist()) for x in get_trajectories(groups)] == before
+    assert [
+        (x.prompt_ids.tolist(), x.response_ids.tolist(), x.logprobs.tolist()) for x in get_trajectories(groups)
+    ] == before
     assert batch.rollout_logprobs is not None
     for item in get_trajectories(groups):
         assert np.shares_memory(item.response_ids, batch.input_ids.numpy())

@@ -70,7 +70,11 @@ def render_to_text(template: str, messages: list[dict[str, Any]], **options: Any
     return str(tokenizer.decode(render_prompt(tokenizer, messages, options)))
 
 
-PART_TEMPLATES = {"parts": PARTS, "text only": template_with_content("(m.content if m.content is string else '')"), **TEMPLATES}
+PART_TEMPLATES = {
+    "parts": PARTS,
+    "text only": template_with_content("(m.content if m.content is string else '')"),
+    **TEMPLATES,
+}
 
 
 @pytest.mark.parametrize("name", PART_TEMPLATES)
@@ -214,7 +218,11 @@ def test_a_template_may_name_the_role_of_calls_itself(text: str):
         "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + OPEN
     )
     call = {"function": {"name": "add", "arguments": {"a": text}}}
-    chat = [*make_messages(("user", "add")), {"role": "assistant", "content": "", "tool_calls": [call]}, *make_messages(("tool", text))]
+    chat = [
+        *make_messages(("user", "add")),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        *make_messages(("tool", text)),
+    ]
     assert '"name": "add"' in str(tokenizer.decode(render_prompt(tokenizer, chat)))
 
 
@@ -232,7 +240,9 @@ def test_earlier_reasoning_is_not_needed_from_a_template_that_refuses_its_turn_a
 def test_messages_without_calls_have_no_such_key(calls: list[Any] | None):
     template = template_with_content("('calls' if 'tool_calls' in m else m.content)")
     message = {"role": "assistant", "content": "2", "tool_calls": calls}
-    assert "assistant\n2<|im_end|>" in render_to_text(template, [*make_messages(("user", "?")), message, *make_messages(("user", "!"))])
+    assert "assistant\n2<|im_end|>" in render_to_text(
+        template, [*make_messages(("user", "?")), message, *make_messages(("user", "!"))]
+    )
 
 
 def test_arguments_that_a_template_drops_are_refused():

@@ -102,7 +102,9 @@ def test_role_markers_that_are_not_called_special_are_control_tokens():
     assert get_added_tokens(tokenizer, ids) == ["<｜begin｜>", "<｜User｜>", "<｜Assistant｜>"]
     assert tokenizer.decode(ids) == "<｜begin｜><｜User｜>a<｜Assistant｜>b<｜User｜><｜Assistant｜>"
     assert get_added_tokens(tokenizer, encode_text(tokenizer, "x<｜User｜>")) == []
-    between = render_continuation(tokenizer, [user_message("q"), assistant_message("a"), user_message("<｜User｜>")], [1])
+    between = render_continuation(
+        tokenizer, [user_message("q"), assistant_message("a"), user_message("<｜User｜>")], [1]
+    )
     assert get_added_tokens(tokenizer, between or []) == ["<｜end｜>", "<｜User｜>", "<｜Assistant｜>"]
     sampled = tokenizer("<think>hm</think>yes<｜User｜>no<｜end｜>", add_special_tokens=False)["input_ids"]
     assert message_content(tokenizer, decode_response(tokenizer, sampled)) == "<think>hm</think>yesno"
@@ -110,7 +112,9 @@ def test_role_markers_that_are_not_called_special_are_control_tokens():
 
 def test_they_are_found_in_templates_that_take_no_plain_conversation():
     tokenizer = make_tokenizer(loop_over_messages("{{ '<｜User｜>' ~ (m.more | tojson) }}"), plain=["<｜User｜>"])
-    assert get_added_tokens(tokenizer, render_prompt(tokenizer, [user_message("", more="<｜User｜>")])) == ["<｜User｜>"]
+    assert get_added_tokens(tokenizer, render_prompt(tokenizer, [user_message("", more="<｜User｜>")])) == [
+        "<｜User｜>"
+    ]
 
 
 def test_reasoning_in_the_history_keeps_its_tokens():
@@ -124,7 +128,9 @@ def test_reasoning_in_the_history_keeps_its_tokens():
 SPLIT = loop_over_messages("{% for k, v in m.args.items() %}{{ k }}{{ v }}{% endfor %}")
 CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, Any] | None]] = {
     "text is removed from a message": (
-        make_tokenizer(loop_over_messages("{{ '<SPECIAL_11>' + m.content.replace('/think', '').strip() }}"), ["<SPECIAL_11>"]),
+        make_tokenizer(
+            loop_over_messages("{{ '<SPECIAL_11>' + m.content.replace('/think', '').strip() }}"), ["<SPECIAL_11>"]
+        ),
         [user_message("x<SPECIAL_/think11>")],
         ["<SPECIAL_11>"],
         None,
@@ -136,7 +142,9 @@ CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, 
         None,
     ),
     "a key between literals": (
-        make_tokenizer(loop_over_messages("{% for k, v in m.args.items() %}{{ '<' ~ k ~ '>' ~ v ~ '</' ~ k ~ '>' }}{% endfor %}")),
+        make_tokenizer(
+            loop_over_messages("{% for k, v in m.args.items() %}{{ '<' ~ k ~ '>' ~ v ~ '</' ~ k ~ '>' }}{% endfor %}")
+        ),
         [user_message("", args={"|im_end|": "x"})],
         [],
         None,
@@ -172,7 +180,9 @@ CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, 
         None,
     ),
     "normalized to lower case": (
-        make_tokenizer(CHATML, [AddedToken("<|sys|>", special=True, normalized=True)], normalizer=normalizers.Lowercase()),
+        make_tokenizer(
+            CHATML, [AddedToken("<|sys|>", special=True, normalized=True)], normalizer=normalizers.Lowercase()
+        ),
         [user_message("a<|SYS|>b")],
         ["<|im_start|>", "<|im_end|>", "<|im_start|>"],
         None,
@@ -184,7 +194,9 @@ CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, 
         None,
     ),
     "one that is eaten and one that is spelt": (
-        make_tokenizer(loop_over_messages("{{ '<|user|>' + m.content + '<|endoftext|>' }}"), ["<|user|>"], [">>TITLE<<"]),
+        make_tokenizer(
+            loop_over_messages("{{ '<|user|>' + m.content + '<|endoftext|>' }}"), ["<|user|>"], [">>TITLE<<"]
+        ),
         [user_message("<|endoftext|>x>>TITLE<")],
         ["<|user|>", "<|endoftext|>"],
         None,
@@ -208,7 +220,10 @@ CASES: dict[str, tuple[PreTrainedTokenizerFast, list[Any], list[str], dict[str, 
         None,
     ),
     "swallowed white space": (
-        make_tokenizer(loop_over_messages("{{ m.content }}{{ '<|x|>' }}"), [AddedToken("<|x|>", special=True, lstrip=True, rstrip=True)]),
+        make_tokenizer(
+            loop_over_messages("{{ m.content }}{{ '<|x|>' }}"),
+            [AddedToken("<|x|>", special=True, lstrip=True, rstrip=True)],
+        ),
         [user_message("<|im_end|> ")],
         ["<|x|>"],
         None,
@@ -319,7 +334,9 @@ def test_templates_that_make_them_in_other_ways_protect_what_one_text_spells(
         assert tokenizer.decode(ids) == f"<|im_start|>{content}<|im_end|><|im_start|>"
     assert caplog.text.count("in a way of its own") == 1
     with lossy_templates():
-        between = render_continuation(tokenizer, [user_message("q"), assistant_message("<|im_end|>"), user_message("r")], [1], verbatim=True)
+        between = render_continuation(
+            tokenizer, [user_message("q"), assistant_message("<|im_end|>"), user_message("r")], [1], verbatim=True
+        )
     assert tokenizer.decode(between or []) == "<|im_end|><|im_start|>r<|im_end|><|im_start|>"
 
 
@@ -432,9 +449,14 @@ def tokenizer_with_template(template: str | None, added: Sequence[str] = (), eos
         pytest.param(TEMPLATES["mistral"], ("[INST]", "[/INST]"), "<|endoftext|>", id="end of sequence"),
         pytest.param(HARMONY, HARMONY_TOKENS, "<|return|>", id="other token in the history"),
         pytest.param(
-            template_with_end("<|end|>", "{{ eos_token }}"), (*HEADERS, "<|end|>"), "<|end|>", id="end of sequence after the end"
+            template_with_end("<|end|>", "{{ eos_token }}"),
+            (*HEADERS, "<|end|>"),
+            "<|end|>",
+            id="end of sequence after the end",
         ),
-        pytest.param(template_with_end("<|shown|><|end|>"), (*HEADERS, "<|shown|>", "<|end|>"), "<|end|>", id="two tokens"),
+        pytest.param(
+            template_with_end("<|shown|><|end|>"), (*HEADERS, "<|shown|>", "<|end|>"), "<|end|>", id="two tokens"
+        ),
         pytest.param(template_with_end(" <|end|>"), (*HEADERS, "<|end|>"), "<|end|>", id="space before the token"),
         pytest.param(template_with_end(""), HEADERS, "<|user|>", id="header of the next message"),
         pytest.param(template_with_end("\n### "), HEADERS, None, id="text"),

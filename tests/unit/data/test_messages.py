@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.data.messages import parse_messages, get_chat_template_kwargs, parse_tools, append_assistant_text
+from skyrl_train.data.messages import append_assistant_text, get_chat_template_kwargs, parse_messages, parse_tools
 from skyrl_train.errors import DataError
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -76,7 +76,10 @@ def test_tools_of_another_form_are_refused_or_the_environments(value: Any):
 def test_an_answer_continues_the_last_message_of_the_assistant():
     question = {"role": "user", "content": "?"}
     begun = {"role": "assistant", "content": "The answer"}
-    assert append_assistant_text([question, begun], " is 4") == [question, {"role": "assistant", "content": "The answer is 4"}]
+    assert append_assistant_text([question, begun], " is 4") == [
+        question,
+        {"role": "assistant", "content": "The answer is 4"},
+    ]
     assert append_assistant_text([question], "4") == [question, {"role": "assistant", "content": "4"}]
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
     assert append_assistant_text([called], "4") == [called, {"role": "assistant", "content": "4"}]

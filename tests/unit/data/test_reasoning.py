@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from skyrl_train.data.chat import decode_response, message_content, get_reasoning_opening, render_prompt
+from skyrl_train.data.chat import decode_response, get_reasoning_opening, message_content, render_prompt
 from skyrl_train.data.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     final_answer,
-    find_unclosed_marker,
     find_trailing_opening,
+    find_unclosed_marker,
     reasoning_blocks,
 )
 from skyrl_train.testing.tiny_models import byte_tokenizer
@@ -43,7 +43,10 @@ def test_answer_follows_the_last_closed_block(form: ReasoningFormat):
     assert final_answer(f"{opens}41?") == final_answer(f"42{opens}41?") == final_answer(f"{opens}41?{closes}") == ""
     assert reasoning_blocks(f"{opens} 41? {closes}42") == ["41?"]
     assert find_unclosed_marker(f"{opens}41?") == opens and find_unclosed_marker(f"{opens}41?{closes}42") == ""
-    assert find_trailing_opening(f"assistant\n{opens}\n") == f"{opens}\n" and find_trailing_opening(f"{opens}\n{closes}\n") == ""
+    assert (
+        find_trailing_opening(f"assistant\n{opens}\n") == f"{opens}\n"
+        and find_trailing_opening(f"{opens}\n{closes}\n") == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,11 @@ def test_answer_of_each_shape_of_text(text: str, answer: str):
 def test_open_channel_is_named():
     assert find_unclosed_marker(f"{ANALYSIS}41") == ANALYSIS
     assert find_unclosed_marker(f"{ANALYSIS}41<|end|>{FINAL}4") == "<|channel|>final<|message|>"
-    assert find_unclosed_marker(f"{ANALYSIS}41<|end|>") == find_unclosed_marker(f"{ANALYSIS}41<|end|><|channel|>final") == ""
+    assert (
+        find_unclosed_marker(f"{ANALYSIS}41<|end|>")
+        == find_unclosed_marker(f"{ANALYSIS}41<|end|><|channel|>final")
+        == ""
+    )
 
 
 def test_blocks_are_those_outside_the_final_channel():

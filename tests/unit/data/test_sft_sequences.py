@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.data.chat import render_conversation, render_sft_sequences, render_prompt
+from skyrl_train.data.chat import render_conversation, render_prompt, render_sft_sequences
 from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import DataError
 from skyrl_train.testing.tiny_models import byte_tokenizer

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.data.token_arrays import lazy_zeros, trim_memory, append_array, spans_to_mask, mask_to_spans, to_token_array
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import (
+    append_array,
+    lazy_zeros,
+    mask_to_spans,
+    spans_to_mask,
+    to_token_array,
+    trim_memory,
+)
 from skyrl_train.engines.base import Capabilities, SampleRequest, SamplingParams
 from skyrl_train.engines.sampling_params import RequestValidator
 from skyrl_train.errors import UnsupportedParameter
@@ -40,8 +47,14 @@ def test_a_part_of_something_larger_does_not_keep_it():
 def test_requests_have_arrays_and_what_is_scored_python_s_own_integers(ids: Any):
     request = SampleRequest("a", ids, SamplingParams(max_tokens=1), 0)
     assert request.token_ids.tolist() == [1, 2, 3] and request.token_ids.dtype == np.int32
-    assert request == replace(request, token_ids=to_token_array([1, 2, 3])) != replace(request, token_ids=to_token_array([1]))
-    scored = RequestValidator(Capabilities("any"), vocab_size=4, max_model_len=9, max_score_len=9).check_score([ids], 1.0)
+    assert (
+        request
+        == replace(request, token_ids=to_token_array([1, 2, 3]))
+        != replace(request, token_ids=to_token_array([1]))
+    )
+    scored = RequestValidator(Capabilities("any"), vocab_size=4, max_model_len=9, max_score_len=9).check_score(
+        [ids], 1.0
+    )
     assert scored == [(1, 2, 3)] and {*map(type, scored[0])} == {int}
 
 

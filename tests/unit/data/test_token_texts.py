@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.chat import decode_completion, decode_response, get_undecoded_tokens
-from skyrl_train.data.token_texts import TokenAligner, token_text, get_vocabulary_texts
+from skyrl_train.data.token_texts import TokenAligner, get_vocabulary_texts, token_text
 from skyrl_train.testing.tiny_models import byte_tokenizer
 from tests.support.tokenizers import KINDS, sentencepiece_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines import client
 from skyrl_train.engines.base import SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient, BatchedEngineClient
+from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 

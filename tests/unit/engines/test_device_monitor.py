@@ -11,8 +11,8 @@ import torch
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.step_loop import DeviceMonitor, check_device
 from skyrl_train.engines.lifecycle import Lifecycle
+from skyrl_train.engines.step_loop import DeviceMonitor, check_device
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model

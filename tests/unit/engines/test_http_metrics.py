@@ -13,7 +13,7 @@ from skyrl_train.engines.http import server
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.http_endpoint import CALL, CHAT, ask, answers_with, serve
+from tests.support.http_endpoint import CALL, CHAT, answers_with, ask, serve
 
 CHATS = "/v1/chat/completions"
 Series = dict[tuple[str, ...], float]

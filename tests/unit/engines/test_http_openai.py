@@ -12,12 +12,12 @@ import pytest
 
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.openai import Translator
-from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.protocol import Limits
+from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer
-from tests.support.http_endpoint import CHAT, TOKENIZER, ask, ids_of, answers_with, serve
+from tests.support.http_endpoint import CHAT, TOKENIZER, answers_with, ask, ids_of, serve
 from tests.support.tokenizers import KINDS, sentencepiece_tokenizer
 
 

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from openapi_spec_validator import validate
 
-from skyrl_train.engines.http.openai_protocol import ChatCompletionResponse, ErrorResponse, CompletionResponse
-from skyrl_train.engines.http.openapi import build_openapi_document
 from skyrl_train.engines.http.json_body import MAX_MEMBERS
-from skyrl_train.engines.http.server import HttpEndpoint
+from skyrl_train.engines.http.openai_protocol import ChatCompletionResponse, CompletionResponse, ErrorResponse
+from skyrl_train.engines.http.openapi import build_openapi_document
 from skyrl_train.engines.http.protocol import Limits
+from skyrl_train.engines.http.server import HttpEndpoint
 from tests.support.http_endpoint import CALL, CHAT, ask, serve
 
 
@@ -48,8 +48,14 @@ def _check(kind: str, value: Any) -> None:
 
 GOOD = [
     ("ChatCompletionRequest", CHAT),
-    ("ChatCompletionRequest", CHAT | {"temperature": None, "tools": [], "user": "me", "stop": ["a"], "seed": 3, "top_p": 1}),
-    ("CompletionRequest", {"model": "m", "prompt": [[1], [2, 3]], "logprobs": 0, "stop": "x", "frequency_penalty": 0.0}),
+    (
+        "ChatCompletionRequest",
+        CHAT | {"temperature": None, "tools": [], "user": "me", "stop": ["a"], "seed": 3, "top_p": 1},
+    ),
+    (
+        "CompletionRequest",
+        {"model": "m", "prompt": [[1], [2, 3]], "logprobs": 0, "stop": "x", "frequency_penalty": 0.0},
+    ),
     ("CompletionRequest", {"model": "m", "prompt": "x", "echo": True, "add_special_tokens": False}),
     ("Generate", CALL),
 ]
@@ -67,7 +73,11 @@ BAD = [
     ("CompletionRequest", {"model": "m", "prompt": "x", "messages": []}),
     ("Generate", {"requests": [CALL["requests"][0] | {"extra": 1}]}),
 ]
-ROUTE = {"ChatCompletionRequest": "/v1/chat/completions", "CompletionRequest": "/v1/completions", "Generate": "/generate"}
+ROUTE = {
+    "ChatCompletionRequest": "/v1/chat/completions",
+    "CompletionRequest": "/v1/completions",
+    "Generate": "/generate",
+}
 
 
 def test_what_it_says_of_bodies_is_what_the_endpoint_takes():

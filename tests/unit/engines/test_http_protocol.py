@@ -16,9 +16,9 @@ from pydantic_core import PydanticSerializationError
 
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Capabilities, Completion, SampleRequest, SamplingParams, VersionSpan
-from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TextPart
-from skyrl_train.engines.http.openai import Translator
 from skyrl_train.engines.http.json_body import InvalidBodyError, parse_body, read_json, write_json
+from skyrl_train.engines.http.openai import Translator
+from skyrl_train.engines.http.openai_protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TextPart
 from skyrl_train.engines.http.protocol import (
     REMOTE_METHODS,
     BeginWeights,
@@ -28,8 +28,8 @@ from skyrl_train.engines.http.protocol import (
     ReceiveWeights,
     Result,
     ServerInfo,
-    encode_error,
     decode_error,
+    encode_error,
 )
 from skyrl_train.errors import (
     DataError,

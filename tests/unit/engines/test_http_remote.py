@@ -18,9 +18,9 @@ from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.connection import MAX_ATTEMPTS
+from skyrl_train.engines.http.protocol import Limits
 from skyrl_train.engines.http.remote import RemoteEngine
 from skyrl_train.engines.http.server import HttpEndpoint
-from skyrl_train.engines.http.protocol import Limits
 from skyrl_train.errors import ConfigError, DeadlineExceeded, EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 from skyrl_train.weight_sync.protocol import Bucket, Manifest, SharedHandle, TensorSpec
@@ -46,7 +46,9 @@ def remotely(test: Callable[[RemoteEngine], Awaitable[Any]], engine: ScriptedEng
 
 
 def test_every_method_reaches_the_engine():
-    engine = ScriptedEngine(capabilities=replace(ALL_CAPABILITIES, weight_routes=frozenset({"in_process", "broadcast"})))
+    engine = ScriptedEngine(
+        capabilities=replace(ALL_CAPABILITIES, weight_routes=frozenset({"in_process", "broadcast"}))
+    )
 
     async def test(remote: RemoteEngine) -> None:
         assert remote.capabilities == replace(engine.capabilities, name="far", weight_routes=frozenset({"broadcast"}))

@@ -11,15 +11,15 @@ import aiohttp
 import pytest
 
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits
+from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import (
     EngineError,
     EnginesLost,
 )
 from skyrl_train.experiment.engines import wait_until_all_dead
 from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
-from tests.support.http_endpoint import CALL, CHAT, TOKEN, TOKENIZER, ask, answers_with, serve
+from tests.support.http_endpoint import CALL, CHAT, TOKEN, TOKENIZER, answers_with, ask, serve
 
 
 def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():

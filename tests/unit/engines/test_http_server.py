@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from skyrl_train.config.prepare import prepare_config
-from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.engines.http.protocol import REMOTE_METHODS, Limits
+from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -28,7 +28,7 @@ from skyrl_train.errors import (
 )
 from skyrl_train.experiment.engines import check_endpoint
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.http_endpoint import CALL, CHAT, TOKEN, ask, answers_with, serve
+from tests.support.http_endpoint import CALL, CHAT, TOKEN, answers_with, ask, serve
 
 ROUTES = [(call.verb, call.route) for call in REMOTE_METHODS.values()]
 ROUTES += [

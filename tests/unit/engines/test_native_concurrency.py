@@ -32,7 +32,7 @@ class Server(NativeServer):
         self.running: dict[str, asyncio.Future[str]] = {}
         """Id of each running request -> its stop reason, once it has one."""
 
-    async def start(self, deadline_s: float) -> None:
+    async def discover(self, deadline_s: float) -> None:
         pass
 
     async def sample(self, rid: str, request: SampleRequest) -> ServerCompletion:
@@ -56,7 +56,7 @@ class Server(NativeServer):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
 
-    async def load(self, folder: str) -> None:
+    async def load_weights(self, folder: str) -> None:
         pass
 
     async def reset_prefix_cache(self) -> None:
@@ -68,7 +68,7 @@ class Server(NativeServer):
     async def wake_up(self, tags: Sequence[str]) -> None:
         pass
 
-    async def check(self) -> None:
+    async def check_alive(self) -> None:
         pass
 
 

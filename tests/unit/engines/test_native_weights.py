@@ -11,7 +11,7 @@ import torch
 
 from skyrl_train.engines.http.native import CheckpointWeightStore
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.models.loading import list_checkpoint_names, load_causal_lm, load_tokenizer, load_meta_model
+from skyrl_train.models.loading import list_checkpoint_names, load_causal_lm, load_meta_model, load_tokenizer
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 
@@ -39,7 +39,9 @@ def test_what_is_handed_over_is_a_published_checkpoint_with_every_bit(
     seen: list[str] = []
 
     def hand_over(folder: str) -> None:
-        assert list_checkpoint_names(folder) == list_checkpoint_names(str(tmp_path / "model")), "as save_pretrained names them"
+        assert list_checkpoint_names(folder) == list_checkpoint_names(str(tmp_path / "model")), (
+            "as save_pretrained names them"
+        )
         found = dict(load_causal_lm(folder, dtype=torch.float32).named_parameters())
         wanted = dict(tiny_model(seed=1, **model).named_parameters())
         assert found.keys() == wanted.keys()

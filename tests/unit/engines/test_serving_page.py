@@ -16,8 +16,8 @@ from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.http_endpoint import TOKEN, TOKENIZER, answers_with
 from tests.support.doc_pages import fenced_blocks, snippets
+from tests.support.http_endpoint import TOKEN, TOKENIZER, answers_with
 
 PAGE = "docs/serving.md"
 OPENAI, ENDPOINT, REMOTE = snippets(PAGE)

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, min_kept_prob, mask_by_sorting, random_uniform
+from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, mask_by_sorting, min_kept_prob, random_uniform
 
 CPU = torch.device("cpu")
 GOLDEN = 0x9E3779B97F4A7C15

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skyrl_train.engines.transformers.attention import PackedPrompts
-from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
+from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from skyrl_train.weight_sync.buckets import plan_buckets
-from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.protocol import Manifest, TensorSpec, dtype_name
+from skyrl_train.weight_sync.sender import WeightSender
 
 TOKENIZER = byte_tokenizer()
 EOS = 2

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.transformers.cache import DecodeCache, PromptKey, NewPrompt
+from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.errors import EngineError

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.batch import collate
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.engine import TransformersEngine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.entrypoints import doctor
-from skyrl_train.entrypoints.doctor import NOTE, OK, PROBLEM, CheckResult, run_checks, report
+from skyrl_train.entrypoints.doctor import NOTE, OK, PROBLEM, CheckResult, report, run_checks
 
 
 def named(check: doctor.Check) -> dict[str, CheckResult]:

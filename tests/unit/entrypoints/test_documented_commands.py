@@ -15,7 +15,9 @@ from tests.support.doc_pages import Command, find_commands
 
 MODULES = {"main_base": main_base, "check_config": check_config}
 CHECKS = find_commands(r"python -m skyrl_train\.entrypoints\.check_config |skyrl-train plan (?!--probe)")
-PRINTS = [one for one in find_commands(r"python -m skyrl_train|skyrl-train train ") if {"--cfg", "--help"} & {*one.words}]
+PRINTS = [
+    one for one in find_commands(r"python -m skyrl_train|skyrl-train train ") if {"--cfg", "--help"} & {*one.words}
+]
 ROWS = [{"prompt": [{"role": "user", "content": "6 * 3?"}], "reward_spec": {"ground_truth": "18"}}] * 4
 
 

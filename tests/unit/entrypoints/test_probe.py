@@ -19,16 +19,16 @@ from skyrl_train.entrypoints.probe import (
     LIMIT,
     MAX_SIZES,
     MAX_STEPS,
-    TIMINGS_S,
     STEPS_S,
-    ProbeSchedule,
+    TIMINGS_S,
     MicroBatchTiming,
     ProbeResult,
-    response_lengths,
+    ProbeSchedule,
+    as_temporary_run,
     probe,
+    response_lengths,
     sizes_between,
     temporary_folder,
-    as_temporary_run,
 )
 from skyrl_train.entrypoints.probe_report import best_timing, probe_lines
 from skyrl_train.errors import ConfigError, EngineError, RunInterrupted
@@ -169,7 +169,11 @@ def probed(cfg: Config, prompts: int, **changes: Any) -> ProbeResult:
         "eval_prompts": 0,
         "responses": [10, 20, 30, 32],
         "timed_tokens": 1000,
-        "timings": [MicroBatchTiming(None, 2.0, 1.0), MicroBatchTiming(512, 1.0, 1.5), MicroBatchTiming(1024, float("inf"), None)],
+        "timings": [
+            MicroBatchTiming(None, 2.0, 1.0),
+            MicroBatchTiming(512, 1.0, 1.5),
+            MicroBatchTiming(1024, float("inf"), None),
+        ],
     }
     return ProbeResult(**parts | changes)
 

@@ -11,7 +11,11 @@ from tests.support.probe_steps import REST_S, SYNC_S, measured_step
 
 
 def test_steps_of_the_runs_own_size_are_taken_as_they_are():
-    step = estimate_step([measured_step(8, noise=1.1), measured_step(8), measured_step(8, noise=3.0), measured_step(2)], 8, optimizer_steps=2)
+    step = estimate_step(
+        [measured_step(8, noise=1.1), measured_step(8), measured_step(8, noise=3.0), measured_step(2)],
+        8,
+        optimizer_steps=2,
+    )
     alike = measured_step(8, noise=1.1).row
     assert not step.scaled
     assert step.step_s == pytest.approx(alike["timing/step_s"])
@@ -21,7 +25,9 @@ def test_steps_of_the_runs_own_size_are_taken_as_they_are():
 
 def test_steps_that_are_slow_and_fast_in_turn_take_their_mean():
     bursts = [measured_step(8, noise=noise) for noise in (3.0, 1.0, 1.0)]
-    assert estimate_step(bursts, 8, 2, ahead=True).step_s == pytest.approx(5 / 3 * measured_step(8).row["timing/step_s"])
+    assert estimate_step(bursts, 8, 2, ahead=True).step_s == pytest.approx(
+        5 / 3 * measured_step(8).row["timing/step_s"]
+    )
     assert estimate_step(bursts, 8, 2).step_s == pytest.approx(measured_step(8).row["timing/step_s"])
 
 
@@ -29,7 +35,9 @@ def test_smaller_steps_are_scaled_by_tokens_and_optimizer_steps():
     """Phases that do not grow with the prompts, such as the wait for the longest answer, are not scaled."""
     step = estimate_step([measured_step(2), measured_step(4)], 32, optimizer_steps=8)
     assert step.scaled
-    assert step.seconds == pytest.approx({name: measured_step(32).row[f"timing/{name}_s"] for name in PHASES} | {REST: REST_S})
+    assert step.seconds == pytest.approx(
+        {name: measured_step(32).row[f"timing/{name}_s"] for name in PHASES} | {REST: REST_S}
+    )
     assert step.step_s == pytest.approx(measured_step(32).row["timing/step_s"])
 
 

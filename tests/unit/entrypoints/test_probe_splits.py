@@ -15,8 +15,8 @@ from skyrl_train.config.keys import replace_value
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints import probe_splits
-from skyrl_train.entrypoints.probe_splits import Comparison, Split, compare_splits, configured_split, keys_of, table
 from skyrl_train.entrypoints.probe_estimate import MeasuredStep
+from skyrl_train.entrypoints.probe_splits import Comparison, Split, compare_splits, configured_split, keys_of, table
 from tests.support.probe_steps import REST_S, SYNC_S, config, measured_step
 
 LENGTHS = [10, 20, 30, 40]

@@ -18,11 +18,11 @@ import pytest
 
 from skyrl_train.entrypoints.report import main as report
 from skyrl_train.entrypoints.watch import main as watch
-from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import write_rollouts
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts
+from tests.support.synthetic_run_folders import synthetic_metrics, write_metrics, write_synthetic_run
 from tests.support.viewer_page import requires_viewer
-from tests.support.synthetic_run_folders import synthetic_metrics, write_synthetic_run, write_metrics
 
 pytestmark = requires_viewer
 

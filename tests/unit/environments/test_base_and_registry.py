@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.base import BaseTextEnv, AttrDict, StepOutput, TextEnv, validate_step_output
+from skyrl_train.environments.base import AttrDict, BaseTextEnv, StepOutput, TextEnv, validate_step_output
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 

@@ -11,10 +11,15 @@ import pytest
 
 import skyrl_train as sk
 from skyrl_train.data.messages import Prompt
-from skyrl_train.environments.user_registrations import MAX_PICKLE_BYTES, serialize_user_registrations, load_user_registrations, serialization_problem
 from skyrl_train.environments.pool import WorkerPool
 from skyrl_train.environments.registry import environments
 from skyrl_train.environments.tools.registry import make_tool, tools
+from skyrl_train.environments.user_registrations import (
+    MAX_PICKLE_BYTES,
+    load_user_registrations,
+    serialization_problem,
+    serialize_user_registrations,
+)
 from skyrl_train.errors import ConfigError
 
 BONUS = 0.125

@@ -55,7 +55,9 @@ def test_an_engine_that_must_take_one_and_cannot_is_named(room: int, why: str):
 
 def test_vllm_is_started_with_room_for_the_adapter_only_where_it_comes():
     vllm = ["generator.backend=vllm", RANK]
-    assert engine_generator_config(config(*vllm, "generator.model_dtype=bfloat16")).engine_init_kwargs == {"max_lora_rank": 32}
+    assert engine_generator_config(config(*vllm, "generator.model_dtype=bfloat16")).engine_init_kwargs == {
+        "max_lora_rank": 32
+    }
     for merged in (
         [*vllm, "generator.model_dtype=float32"],
         ["generator.backend=transformers", RANK, "trainer.policy.model.lora.sync=adapter"],

@@ -19,18 +19,18 @@ from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import (
+    algorithm_keywords,
     build_advantage_step,
     build_correction_steps,
     build_objective,
+    build_policy_objective_spec,
     comparison_scope,
     get_off_policy_correction,
-    build_policy_objective_spec,
     reads_old_logprobs_before_loss,
-    algorithm_keywords,
 )
 from skyrl_train.metrics import Metrics
-from tests.support.table_cases import check_each
 from tests.support.edge_case_batches import edge_case_batch
+from tests.support.table_cases import check_each
 
 BELOW = "trainer.algorithm."
 
@@ -107,7 +107,9 @@ def test_every_kl_estimator_can_be_built():
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_every_reduction_gives_weights(name: str):
-    reduction = build_policy_objective_spec(load_preset([f"{BELOW}loss_reduction={name}", f"{BELOW}max_seq_len=4"])).reduction
+    reduction = build_policy_objective_spec(
+        load_preset([f"{BELOW}loss_reduction={name}", f"{BELOW}max_seq_len=4"])
+    ).reduction
     ids = torch.tensor([0, 0, 1, 1])
     assert reduction(torch.ones(4, dtype=torch.bool), ids, ids).sum() == pytest.approx(0.5 if "norm" in name else 1.0)
 

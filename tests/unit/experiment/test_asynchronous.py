@@ -28,7 +28,9 @@ AHEAD = ("trainer.fully_async.enabled=true", "trainer.placement.colocate_all=fal
 
 
 def config(*overrides: str) -> Config:
-    return prepare_config(["trainer.policy.model.path=model", *overrides], has_user_code=True, has_accelerator=True).config
+    return prepare_config(
+        ["trainer.policy.model.path=model", *overrides], has_user_code=True, has_accelerator=True
+    ).config
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,13 @@ def test_a_full_batch_leaves_out_equal_rewards_and_fills_their_places():
     full = "trainer.fully_async.sample_full_batch=true"
     filtered = config(*AHEAD, full, "trainer.algorithm.zero_variance_filter=true")
     off = "trainer.fully_async.sample_full_batch=false"
-    assert build_group_filter_settings(filtered).dynamic_sampling == DynamicSampling(max_sample_batches=30, disable_hint=off)
-    assert build_group_filter_settings(replace_value(filtered, "trainer.fully_async.enabled", False)).dynamic_sampling is None
+    assert build_group_filter_settings(filtered).dynamic_sampling == DynamicSampling(
+        max_sample_batches=30, disable_hint=off
+    )
+    assert (
+        build_group_filter_settings(replace_value(filtered, "trainer.fully_async.enabled", False)).dynamic_sampling
+        is None
+    )
     with pytest.raises(ConfigError, match=r"sample_full_batch.*false without trainer\.algorithm\.zero_variance_filter"):
         config(*AHEAD, full)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.experiment.trainer import build_group_filter_settings
-from skyrl_train.rollouts.collector import Curriculum, DynamicSampling, RewardShaping, GroupFilterSettings
+from skyrl_train.rollouts.collector import Curriculum, DynamicSampling, GroupFilterSettings, RewardShaping
 
 
 def samplers(*overrides: str) -> GroupFilterSettings:
@@ -11,7 +11,9 @@ def samplers(*overrides: str) -> GroupFilterSettings:
 
 
 def test_every_sampler_is_off_by_default():
-    assert samplers("generator.sampling_params.max_generate_length=8") == GroupFilterSettings(RewardShaping(max_generate_length=8))
+    assert samplers("generator.sampling_params.max_generate_length=8") == GroupFilterSettings(
+        RewardShaping(max_generate_length=8)
+    )
 
 
 def test_keys_reach_their_samplers():
@@ -24,7 +26,9 @@ def test_keys_reach_their_samplers():
         "trainer.algorithm.overlong_buffer.penalty_factor=0.5",
         "trainer.algorithm.zero_variance_filter=true",
     )
-    assert found == GroupFilterSettings(RewardShaping(True, True, OverlongBufferConfig(16, 0.5), 64), None, True, 0.25, None)
+    assert found == GroupFilterSettings(
+        RewardShaping(True, True, OverlongBufferConfig(16, 0.5), 64), None, True, 0.25, None
+    )
 
 
 def test_filter_wants_all_groups_useful_and_replace_a_share():

@@ -19,8 +19,15 @@ from typing import IO
 import pytest
 from ray.exceptions import RayTaskError
 
-from skyrl_train.errors import ClusterLost, EngineError, SkyRLError, RunInterrupted
-from skyrl_train.experiment.driver import BUG_REPORT_HINT, GC_THRESHOLDS, format_failure, relaxed_gc, exit_on_signals, run_until_signaled
+from skyrl_train.errors import ClusterLost, EngineError, RunInterrupted, SkyRLError
+from skyrl_train.experiment.driver import (
+    BUG_REPORT_HINT,
+    GC_THRESHOLDS,
+    exit_on_signals,
+    format_failure,
+    relaxed_gc,
+    run_until_signaled,
+)
 from skyrl_train.report.logs import TRACEBACK_NOTE_PREFIX
 from tests.support.signal_handlers import default_sighup
 
@@ -116,13 +123,13 @@ def test_whoever_is_cancelled_waits_for_the_end_of_the_work_also_in_a_thread_wit
 def test_a_process_that_was_told_to_end_says_so_whatever_its_teardown_does(code: int, status: int):
     program = f"""
 import atexit, os, sys
-from skyrl_train.experiment.driver import exits_as_told
+from skyrl_train.experiment.driver import exit_with_signal_status
 class Library:
     def __del__(self, abort=os.abort):
         abort()
 library = Library()
 atexit.register(print, "closed")
-with exits_as_told():
+with exit_with_signal_status():
     print("ended by a signal")
     sys.exit({code})
 """
@@ -133,7 +140,7 @@ with exits_as_told():
 
 TAKES_TIME_TO_SAVE = """
 import asyncio
-from skyrl_train.experiment.driver import until_told
+from skyrl_train.experiment.driver import run_until_signaled
 async def work():
     try:
         print("running", flush=True)
@@ -143,7 +150,7 @@ async def work():
         await asyncio.sleep(3)
         print("saved", flush=True)
         await asyncio.sleep(60)
-asyncio.run(until_told(work(), asyncio.Event().wait()))
+asyncio.run(run_until_signaled(work(), asyncio.Event().wait()))
 """
 
 
@@ -218,7 +225,7 @@ def test_handlers_from_before_are_back_once_the_work_has_ended(number: int):
 def test_a_signal_to_a_process_whose_work_is_over_is_not_its_crash(place: str, number: signal.Signals):
     program = f"""
 import asyncio, atexit, os, sys
-from skyrl_train.experiment.driver import exits_as_told, until_told
+from skyrl_train.experiment.driver import exit_with_signal_status, run_until_signaled
 def told(here, kill=os.kill, pid=os.getpid()):
     if here == "{place}":
         kill(pid, {int(number)})
@@ -229,11 +236,11 @@ class Library:
 library = Library()
 async def work():
     pass
-@exits_as_told()
+@exit_with_signal_status()
 def main():
     atexit.register(told, "exit")
     told("work")
-    asyncio.run(until_told(work(), asyncio.Event().wait()))
+    asyncio.run(run_until_signaled(work(), asyncio.Event().wait()))
     told("closing")
 main()
 """
@@ -251,12 +258,12 @@ def test_a_signal_in_a_start_ends_it_whatever_library_it_interrupts(number: sign
     """Exceptions in weak references' callbacks are printed and lost, as those in the release of a lock are."""
     program = f"""
 import os, weakref
-from skyrl_train.experiment.driver import signals_leave
+from skyrl_train.experiment.driver import exit_on_signals
 class Thing:
     pass
 thing = Thing()
 ref = weakref.ref(thing, lambda ref: os.kill(os.getpid(), {int(number)}))
-with signals_leave():
+with exit_on_signals():
     del thing
     print("went on", flush=True)
 """

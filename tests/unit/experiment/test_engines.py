@@ -38,8 +38,13 @@ def test_loopback_is_no_address_for_an_engine_of_a_cluster_that_has_grown(
     monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: Started())
     cluster: Any = SimpleNamespace(single_machine=single_machine, cpus=2.0)
     group: Any = None
-    slots = RolePlacement(ResourcePool(group, num_slots=1, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1), 1)
-    engine: Any = asyncio.run(build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", member_index=0))
+    slots = RolePlacement(
+        ResourcePool(group, num_slots=1, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1),
+        1,
+    )
+    engine: Any = asyncio.run(
+        build_engine(1, cluster, GeneratorConfig(), TimeoutsConfig(), slots, "cpu", member_index=0)
+    )
     assert engine.capabilities.other_machine != single_machine
     assert engine.capabilities.name == "engine 1"
 
@@ -65,7 +70,14 @@ def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(mo
     monkeypatch.setattr(engines, "find_free_address", address)
     cluster: Any = SimpleNamespace(single_machine=False, cpus=8.0)
     group: Any = None
-    slots = RolePlacement(ResourcePool(group, 8, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1, slots_per_bundle=2), 2, slots_per_member=4, nodes_per_member=2)
+    slots = RolePlacement(
+        ResourcePool(
+            group, 8, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1, slots_per_bundle=2
+        ),
+        2,
+        slots_per_member=4,
+        nodes_per_member=2,
+    )
     generator = GeneratorConfig(backend="vllm", inference_engine_tensor_parallel_size=4)
     engine = asyncio.run(build_engine(1, cluster, generator, TimeoutsConfig(), slots, "cpu"))
     (first, at, name, kwargs), (second, at_second, name_second, kwargs_second) = started

@@ -25,13 +25,13 @@ from skyrl_train.entrypoints.export import main
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.experiment.data import chat_template_text
 from skyrl_train.experiment.export import ExportRequest, atomic_folder, export
-from skyrl_train.learner.checkpoint_policy import verify_model, open_policy
+from skyrl_train.learner.checkpoint_policy import open_policy, verify_model
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
-from tests.support.engine_harness import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
-from tests.support.hub_server import TOKEN, hub_server
 from tests.support.checkpoint_fixtures import rewrite_trainer_state
 from tests.support.checkpointed_run import save_run
+from tests.support.engine_harness import END_OF_SEQUENCE, END_OF_TURN, save_as_base_model
+from tests.support.hub_server import TOKEN, hub_server
 
 LORA = ("trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.alpha=8")
 IDS = torch.arange(40).view(2, 20)
@@ -352,7 +352,9 @@ def test_template_among_the_variables_is_exported(recorded: bool, tmp_path: Path
     saved["generator"]["chat_template_kwargs"] = {"chat_template": TEMPLATES["mistral"]}
     file.write_text(yaml.safe_dump(saved))
     if recorded:
-        rewrite_trainer_state(checkpoint, chat_template=chat_template_text(byte_tokenizer(), saved["generator"]["chat_template_kwargs"]))
+        rewrite_trainer_state(
+            checkpoint, chat_template=chat_template_text(byte_tokenizer(), saved["generator"]["chat_template_kwargs"])
+        )
     folder = written(checkpoint, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES["mistral"]
 

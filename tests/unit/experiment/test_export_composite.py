@@ -18,8 +18,8 @@ from skyrl_train.errors import CheckpointError
 from skyrl_train.experiment.export import ExportRequest, export
 from skyrl_train.learner.checkpoint_policy import open_policy
 from skyrl_train.models.loading import load_causal_lm
-from tests.support.multimodal_models import KINDS, save_composite
 from tests.support.checkpointed_run import save_run
+from tests.support.multimodal_models import KINDS, save_composite
 
 LORA = ("trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.alpha=8")
 IDS = torch.arange(3, 43).view(2, 20)

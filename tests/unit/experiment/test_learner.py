@@ -14,8 +14,8 @@ from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import build_policy_objective_spec
 from skyrl_train.experiment.data import check_same_tokens
-from skyrl_train.experiment.placement import RolePlacement
 from skyrl_train.experiment.learner import critic_spec, reference_spec, threads_per_process
+from skyrl_train.experiment.placement import RolePlacement
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model
 from skyrl_train.trainer.trainer import StepSchedule
 from tests.support.learner_specs import tiny_spec
@@ -43,10 +43,15 @@ def with_other_ids(folder: Path) -> str:
 def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
     cluster: Any = SimpleNamespace(cpus=6.0)
     group: Any = None
-    role = RolePlacement(ResourcePool(group, num_slots=2, cpus_per_slot=1.0, gpus_per_slot=1.0, actors_per_slot=2, min_cores_per_slot=12), count=2)
+    role = RolePlacement(
+        ResourcePool(
+            group, num_slots=2, cpus_per_slot=1.0, gpus_per_slot=1.0, actors_per_slot=2, min_cores_per_slot=12
+        ),
+        count=2,
+    )
     assert threads_per_process(cluster, role, "cuda") == 12
     assert threads_per_process(cluster, role, "cpu") == 3, "a CPU slot has its share of the cluster"
-    assert threads_per_process(cluster, replace(role, beside=1), "cpu") == 2, "an engine computes meanwhile"
+    assert threads_per_process(cluster, replace(role, num_concurrent=1), "cpu") == 2, "an engine computes meanwhile"
 
 
 def test_models_of_a_family_may_have_added_different_tokens(tmp_path: Path) -> None:
@@ -84,7 +89,7 @@ def test_only_what_is_trained_has_adapters_each_model_its_own():
 
 def test_all_models_are_compiled_where_one_is_and_the_policy_alone_records_its_allocations():
     cfg = load_preset(["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=/x"])
-    spec = tiny_spec("/x", use_torch_compile=True, memory_folder="/records")
+    spec = tiny_spec("/x", use_torch_compile=True, memory_snapshot_folder="/records")
     critic = critic_spec(spec, cfg.trainer, None, build_policy_objective_spec(cfg), StepSchedule(8, 4, 1))
     for other in (reference_spec(spec, cfg.trainer, None), critic):
         assert other.use_torch_compile

@@ -21,8 +21,8 @@ from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.memory_plan import (
     MemoryItem,
-    SlotMemoryPlan,
     ParameterShape,
+    SlotMemoryPlan,
     memory_capacity,
     memory_plan,
     model_shape,
@@ -113,7 +113,9 @@ def allocated_at_most(call: Callable[[], Any]) -> int:
 
 def state_bytes(strategy: Strategy) -> int:
     """Bytes of this rank's optimizer state."""
-    return sum(tensor.nbytes for key, tensor in strategy.get_checkpoint_shard().tensors.items() if not key.startswith("param/"))
+    return sum(
+        tensor.nbytes for key, tensor in strategy.get_checkpoint_shard().tensors.items() if not key.startswith("param/")
+    )
 
 
 def peak_of_update(spec: LearnerSpec, rank: int, world_size: int, port: int | None = None) -> tuple[int, int, int]:

@@ -18,8 +18,15 @@ from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.experiment import memory_tuning
 from skyrl_train.experiment.algorithm import build_policy_objective_spec, build_sft_objective_spec
-from skyrl_train.experiment.memory_tuning import MAX_MEMORY_FRACTION, MAX_MICRO_BATCH_TOKENS, memory_saving_advice, tune_and_report, tune_to_memory, as_out_of_memory
 from skyrl_train.experiment.memory_plan import memory_plan
+from skyrl_train.experiment.memory_tuning import (
+    MAX_MEMORY_FRACTION,
+    MAX_MICRO_BATCH_TOKENS,
+    as_out_of_memory,
+    memory_saving_advice,
+    tune_and_report,
+    tune_to_memory,
+)
 
 GIB = 1 << 30
 BUDGET = "trainer.max_tokens_per_microbatch"

@@ -31,8 +31,8 @@ from skyrl_train.entrypoints.serve import ServingExp
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.experiment.base import Experiment, required_components
 from skyrl_train.experiment.plugins import check_plugins
-from skyrl_train.experiment.preflight import check_uris, check_run, check_trainable, checked_model
-from skyrl_train.models.loading import POLICY_PATH_KEY, check_causal_lm, build_meta_model
+from skyrl_train.experiment.preflight import check_run, check_trainable, check_uris, checked_model
+from skyrl_train.models.loading import POLICY_PATH_KEY, build_meta_model, check_causal_lm
 from skyrl_train.models.logprob_model import check_model_supported
 from skyrl_train.storage.hugging_face_hub import hub_model_problem
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, save_tiny_reward_model, tiny_config
@@ -360,7 +360,9 @@ def test_train_finds_mistake_before_ray_starts(good: list[str], tmp_path: Path, 
 def test_several_mistakes_are_reported_at_once(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     opt(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*OPTForCausalLM.*raise trainer\.max_prompt_length"):
-        check_run(prepare_config([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, RunComponents())
+        check_run(
+            prepare_config([*good, *short_limit(tmp_path, monkeypatch)], has_accelerator=False).config, RunComponents()
+        )
 
 
 def test_single_mistake_keeps_its_kind(good: list[str]):
@@ -393,7 +395,10 @@ def test_sample_of_parquet_converts_few_rows(good: list[str], tmp_path: Path, mo
         return _python_rows(batch, path, before)
 
     monkeypatch.setattr("skyrl_train.data.dataset._python_rows", counted)
-    check_run(prepare_config([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config, RunComponents())
+    check_run(
+        prepare_config([*good, f"data.train_data=['{tmp_path}/rows.parquet']"], has_accelerator=False).config,
+        RunComponents(),
+    )
     assert sum(converted) < 5_000
 
 
@@ -525,7 +530,7 @@ def test_sglang_check_reads_no_weights(good: list[str], tmp_path: Path, monkeypa
     def read(path: str) -> bool:
         raise AssertionError("on the hub this would download the weights")
 
-    monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_separate_head", read)
+    monkeypatch.setattr("skyrl_train.engines.sglang.arguments.has_untied_head", read)
     options = "generator.engine_init_kwargs={dtype: float32, max_num_seqs: 4}"  # of the engine, not of ServerArgs
     config = prepare_config([*good, "generator.backend=sglang", options], has_accelerator=False).config
     checked_model(config, RunComponents(), POLICY_PATH_KEY, f"{tmp_path}/model")
@@ -586,7 +591,11 @@ def test_more_ranks_than_cpus_are_a_warning(good: list[str], monkeypatch: pytest
 
 @pytest.mark.parametrize("typed", [r"\n", r"\nObservation:", r"end\t", r"\r\n"])
 def test_typed_escape_in_stop_string_is_a_warning(good: list[str], typed: str):
-    (warning,) = prepare_config([*good, f"generator.eval_sampling_params.stop=['{typed}']"], has_accelerator=False).warnings
+    (warning,) = prepare_config(
+        [*good, f"generator.eval_sampling_params.stop=['{typed}']"], has_accelerator=False
+    ).warnings
     assert "generator.eval_sampling_params.stop=" in warning and "$'generator.eval_sampling_params.stop=" in warning
     real = typed.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
-    assert prepare_config([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []
+    assert (
+        prepare_config([*good, f'generator.eval_sampling_params.stop=["{real}"]'], has_accelerator=False).warnings == []
+    )

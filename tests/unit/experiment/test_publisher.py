@@ -16,7 +16,9 @@ from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 
 
 def config(*overrides: str, device: str = "cuda") -> Config:
-    cfg = prepare_config(["trainer.policy.model.path=m", "data.train_data=[d]", *overrides], has_accelerator=False).config
+    cfg = prepare_config(
+        ["trainer.policy.model.path=m", "data.train_data=[d]", *overrides], has_accelerator=False
+    ).config
     return replace(cfg, device=device)
 
 

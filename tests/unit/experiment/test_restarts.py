@@ -27,7 +27,7 @@ from skyrl_train.errors import (
     RewardModelLost,
     WorkerDied,
 )
-from skyrl_train.experiment.restarts import smaller_configs, fits_on_nodes, raise_lost_ranks, with_restarts
+from skyrl_train.experiment.restarts import fits_on_nodes, raise_lost_ranks, smaller_configs, with_restarts
 from skyrl_train.storage.uris import resolve_local_folder
 from skyrl_train.trainer.run_folder import LOCK_FILE, RunFolder
 
@@ -279,7 +279,9 @@ def configured(*overrides: str) -> Config:
     )
 
 
-def shapes(config: Config, components: RunComponents | None = None, num_added_engines: int = 0) -> list[tuple[int, int]]:
+def shapes(
+    config: Config, components: RunComponents | None = None, num_added_engines: int = 0
+) -> list[tuple[int, int]]:
     found = list(smaller_configs(config, components or RunComponents(), lambda one: True, num_added_engines))
     assert found[0] is config, "what is configured comes first"
     slots = [count_run_slots(one, components or RunComponents()) for one in found]
@@ -296,7 +298,12 @@ def test_ranks_stay_a_multiple_of_what_shares_a_model_or_a_sequence():
 
 
 def test_a_run_without_engines_gives_up_ranks_alone():
-    assert shapes(configured(), RunComponents(val_data=False, engines=False, rewards=False)) == [(4, 0), (3, 0), (2, 0), (1, 0)]
+    assert shapes(configured(), RunComponents(val_data=False, engines=False, rewards=False)) == [
+        (4, 0),
+        (3, 0),
+        (2, 0),
+        (1, 0),
+    ]
 
 
 def test_engines_that_were_added_meanwhile_are_given_up_before_ranks():
@@ -322,7 +329,9 @@ def test_hosts_of_environments_need_room_too_and_are_given_up_before_ranks(nodes
     """Each node has room for a host, and for four slots of a whole CPU beside it."""
     config = configured("environment.hosts=3", "environment.host_cpus=2", "environment.host_resources={games: 1}")
     free = [NodeCapacity({"CPU": 6.0, "games": 1.0}) for _ in range(nodes)]
-    found = next(smaller_configs(config, RunComponents(), lambda one: fits_on_nodes(one, RunComponents(), free, cpus=24.0)))
+    found = next(
+        smaller_configs(config, RunComponents(), lambda one: fits_on_nodes(one, RunComponents(), free, cpus=24.0))
+    )
     slots = count_run_slots(found, RunComponents())
     assert (slots.policy, slots.engines, found.environment.hosts) == wanted
 

@@ -5,12 +5,14 @@ import pytest
 from skyrl_train.config.hydra import load_preset
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.learner import optimizer_steps
-from skyrl_train.experiment.run_resources import data_fingerprints, build_schedule
+from skyrl_train.experiment.run_resources import build_schedule, data_fingerprints
 from skyrl_train.registry import import_plugins
 
 
 def test_the_learning_rate_schedule_is_as_long_as_the_run():
-    trainer = load_preset(["trainer.train_batch_size=8", "trainer.update_epochs_per_batch=3", "trainer.epochs=2"]).trainer
+    trainer = load_preset(
+        ["trainer.train_batch_size=8", "trainer.update_epochs_per_batch=3", "trainer.epochs=2"]
+    ).trainer
     assert optimizer_steps(trainer, build_schedule(trainer, 10), mini_batch_size=4) == 2 * 3 * (2 + 1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.config.hydra import load_preset
 from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
 from skyrl_train.errors import DataError
-from skyrl_train.experiment.data import build_sft_examples, build_prompts
+from skyrl_train.experiment.data import build_prompts, build_sft_examples
 from skyrl_train.testing.tiny_models import byte_tokenizer
 
 

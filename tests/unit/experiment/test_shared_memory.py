@@ -14,8 +14,8 @@ from skyrl_train.learner.learner import BatchSizes, Learner
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.trainer.trainer import ColocatedOffloadManager
 from skyrl_train.weight_sync.buckets import plan_buckets
-from skyrl_train.weight_sync.sync import Probe, WeightSync
 from skyrl_train.weight_sync.protocol import Bucket, Manifest, TensorSpec
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 
 PARAMETERS, MOMENTS, LEFT_BY_UPDATE, REFERENCE, WEIGHTS, CACHE = 4, 8, 3, 2, 6, 16
 ROOM = 22

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from skyrl_train.algorithms.token_selection import select_kl_cov_tokens
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.learner.batch_sharding import MicroBatchLimits, should_share_prompts, split_into_micro_batches
 from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
-from skyrl_train.learner.batch_sharding import MicroBatchLimits, split_into_micro_batches, should_share_prompts
 from skyrl_train.learner.worker import MiniBatch
 from skyrl_train.metrics import Metrics
 from tests.support.padded_reference import grouped_batch
@@ -212,7 +212,9 @@ def test_log_probs_that_an_update_tells_are_found_in_their_place():
     batch = numbered()
     asyncio.run(learner.update(batch))
     first = int(batch.offsets[5])
-    assert learner.update_logprobs is not None and torch.equal(learner.update_logprobs[:first], batch.input_ids[:first].float())
+    assert learner.update_logprobs is not None and torch.equal(
+        learner.update_logprobs[:first], batch.input_ids[:first].float()
+    )
     assert not learner.update_logprobs[first:].any()
 
 
@@ -276,7 +278,9 @@ def test_rows_of_a_probe_are_balanced_over_ranks_whatever_mini_batches_are():
 
 def test_routing_that_the_scores_find_is_stored_for_the_update():
     class Routes(Rank):
-        def forward_with_routing(self, micro_batches: list[TrainBatch], count: int, share: bool) -> tuple[Tensor, Tensor]:
+        def forward_with_routing(
+            self, micro_batches: list[TrainBatch], count: int, share: bool
+        ) -> tuple[Tensor, Tensor]:
             scores = self.forward(micro_batches, count, share)
             return scores, scores.short().reshape(-1, 1, 1)
 
@@ -304,7 +308,11 @@ def test_another_batch_is_not_taken_for_the_one_that_is_stored():
 def test_arrays_of_rows_make_them_again_elsewhere():
     batch = numbered()
     rows = [7, 2, 3]
-    there = batch.select_logprob_inputs().select(rows).with_arrays(batch.to_arrays(rows, without=("input_ids", "loss_mask")))
+    there = (
+        batch.select_logprob_inputs()
+        .select(rows)
+        .with_arrays(batch.to_arrays(rows, without=("input_ids", "loss_mask")))
+    )
     assert torch.equal(there.rollout_logprobs, batch.select(rows).rollout_logprobs)  # type: ignore[arg-type]
     assert torch.equal(there.offsets, batch.select(rows).offsets)
     assert all(isinstance(value, np.ndarray) for value in batch.to_arrays(rows, without=()).values())

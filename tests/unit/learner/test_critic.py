@@ -162,7 +162,7 @@ def test_a_critic_changes_nothing_in_the_policy_s_update(tiny_model_path: str) -
             await learner.update(valued_batch())
             worker = learner.policy.workers[0].worker
             await learner.close()
-            return [p.detach().clone() for p in worker.scorer.parameters()]
+            return [p.detach().clone() for p in worker.module.parameters()]
 
         weights.append(asyncio.run(run()))
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
@@ -181,7 +181,9 @@ def test_a_reference_that_reloads_another_folder_scores_as_that_model(tiny_model
         await learner.update(batch)
         await learner.policy.call_all("export", str(tmp_path))
         await learner.reference.call_all("reload", str(tmp_path))
-        found = [await learner.compute_logprobs_or_values(group, batch) for group in (learner.reference, learner.policy)]
+        found = [
+            await learner.compute_logprobs_or_values(group, batch) for group in (learner.reference, learner.policy)
+        ]
         await learner.close()
         return [before, *found]
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from skyrl_train.algorithms.losses import clip_cov, kl_cov
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import sequence_mean, token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean, token_mean
 from skyrl_train.algorithms.token_selection import select_clip_cov_tokens, select_kl_cov_tokens
 from skyrl_train.cluster.addresses import BIND_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
 from skyrl_train.learner.batch_sharding import StoredCall
+from skyrl_train.learner.learner import BatchSizes, Learner, LocalWorker, WorkerGroup, mini_batch_rows
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.loading import load_causal_lm
@@ -59,7 +59,9 @@ def padded_gradients(
     """One padded rectangle through the model's own forward: what every other way must equal."""
     model = load_causal_lm(model_path, dtype=torch.float32)
     logprobs, entropy = padded_scores(model, batch)
-    objective(assign_loss_weights(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
+    objective(
+        assign_loss_weights(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()
+    ).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -87,7 +89,14 @@ def test_a_reduction_is_over_the_mini_batch_whatever_the_micro_batch_size(tiny_m
 SELECTING = {
     "clip_cov": (
         partial(clip_cov, eps_clip_low=0.2, eps_clip_high=0.2),
-        partial(select_clip_cov_tokens, eps_clip_low=0.2, eps_clip_high=0.2, clip_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=9.0),
+        partial(
+            select_clip_cov_tokens,
+            eps_clip_low=0.2,
+            eps_clip_high=0.2,
+            clip_ratio=0.2,
+            clip_cov_lb=0.0,
+            clip_cov_ub=9.0,
+        ),
     ),
     "kl_cov": (partial(kl_cov, ppo_kl_coef=1.0), partial(select_kl_cov_tokens, kl_cov_frac=0.2)),
 }
@@ -246,9 +255,9 @@ def test_a_batch_with_nothing_to_learn_changes_no_weight_and_says_so(
     async def run() -> tuple[dict[str, float], list[Tensor], list[Tensor]]:
         await learner.setup()
         worker = learner.policy.workers[0].worker
-        before = [p.detach().clone() for p in worker.scorer.parameters()]
+        before = [p.detach().clone() for p in worker.module.parameters()]
         metrics = await learner.update(masked)
-        after = [p.detach().clone() for p in worker.scorer.parameters()]
+        after = [p.detach().clone() for p in worker.module.parameters()]
         await learner.close()
         return metrics, before, after
 
@@ -364,10 +373,10 @@ def test_weights_are_given_out_at_the_end_of_a_step_and_under_its_version(tiny_m
     seen: list[tuple[int, int]] = []
 
     async def restart() -> None:
-        while not worker.strategy.updates:
+        while not worker.strategy.num_updates:
             await asyncio.sleep(0)
         async with learner.hold_version() as version:
-            seen.append((version, worker.strategy.updates))
+            seen.append((version, worker.strategy.num_updates))
 
     async def run() -> None:
         await learner.setup()

@@ -15,14 +15,14 @@ from transformers import Llama4TextConfig, LlavaModel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import to_composite_overrides
 from skyrl_train.models.loading import (
-    list_checkpoint_names,
-    to_checkpoint_tensors,
+    build_meta_model,
     has_untied_head,
+    list_checkpoint_names,
     load_causal_lm,
     load_config,
     load_meta_model,
-    build_meta_model,
     open_causal_lm,
+    to_checkpoint_tensors,
 )
 from skyrl_train.models.logprob_model import LogprobModel, check_model_supported
 from skyrl_train.models.sliding_windows import max_plain_attention_length

@@ -20,7 +20,7 @@ from skyrl_train.data.chat_templates import TEMPLATES
 from skyrl_train.errors import ConfigError
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.export import export_hf
-from skyrl_train.models.loading import list_checkpoint_names, has_untied_head, load_causal_lm
+from skyrl_train.models.loading import has_untied_head, list_checkpoint_names, load_causal_lm
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from tests.support.base_checkpoints import END_OF_SEQUENCE, END_OF_TURN, FILE, save_base_model, save_with_head
 from tests.support.learner_specs import tiny_spec

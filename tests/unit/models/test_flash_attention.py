@@ -193,7 +193,9 @@ def backward_of_flash_attention(
 def test_sinks_are_exact_with_a_kernel_that_knows_none(
     heads: int, kv_heads: int, window: int | None, repeated: list[int] | None, request: pytest.FixtureRequest
 ) -> None:
-    packing = SharedPromptLayout.from_offsets(torch.tensor([0, 6, 11, 15, 18]), None if repeated is None else torch.tensor(repeated))
+    packing = SharedPromptLayout.from_offsets(
+        torch.tensor([0, 6, 11, 15, 18]), None if repeated is None else torch.tensor(repeated)
+    )
     generator = torch.Generator().manual_seed(0)
     shape = len(packing.token_indices), HEAD_SIZE
     inputs = [

@@ -12,8 +12,8 @@ from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalL
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import ragged_attention
+from skyrl_train.models.logprob_model import CACHED_CHUNKS, LogprobModel, TokenLogprobs, chunk_bytes
 from skyrl_train.models.padding_free import check_padding_free
-from skyrl_train.models.logprob_model import CACHED_CHUNKS, TokenLogprobs, LogprobModel, chunk_bytes
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import assert_same_tensors, grouped_batch, padded_scores, ragged_batch
@@ -34,7 +34,9 @@ def make_batch() -> TrainBatch:
     return ragged_batch(LENGTHS, temperatures=TEMPERATURES)
 
 
-def compute_logprobs(model: LogprobModel, batch: TrainBatch, compute_entropy: bool = False, share: bool = False) -> TokenLogprobs:
+def compute_logprobs(
+    model: LogprobModel, batch: TrainBatch, compute_entropy: bool = False, share: bool = False
+) -> TokenLogprobs:
     tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     return model(*tensors, compute_entropy, batch.shared_prompt_lengths() if share else None)
 
@@ -137,7 +139,9 @@ def test_layers_with_a_sliding_window_and_capped_scores_see_what_they_should(kin
 
 
 def test_a_window_that_attention_ignores_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, ragged_attention.RAGGED_ATTENTION_NAME, lambda **_: None)
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping, ragged_attention.RAGGED_ATTENTION_NAME, lambda **_: None
+    )
     config = tiny_model("qwen2_moe").config
     windowed: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096}
     windowed["layer_types"] = ["full_attention", "sliding_attention"]
@@ -168,7 +172,9 @@ def test_a_prompt_that_is_run_once_gives_the_padded_gradient(kind: str) -> None:
     wanted = padded_gradients(model, batch, attention_of(kind))
     logprob_model = LogprobModel(model)
     for size in (1, 3, len(batch)):
-        assert_same_tensors(ragged_gradients(logprob_model, batch.split_micro_batches(max_sequences=size), share=True), wanted)
+        assert_same_tensors(
+            ragged_gradients(logprob_model, batch.split_micro_batches(max_sequences=size), share=True), wanted
+        )
 
 
 def test_repeated_prompts_do_not_go_through_the_model() -> None:
@@ -200,7 +206,9 @@ def test_mixture_of_experts_models_are_scored_as_they_are() -> None:
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         logprobs, _ = padded_scores(model, batch)
-        torch.testing.assert_close(compute_logprobs(LogprobModel(model), batch).logprobs, logprobs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            compute_logprobs(LogprobModel(model), batch).logprobs, logprobs, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_chunks_of_the_head_do_not_change_values_or_gradients() -> None:
@@ -274,7 +282,9 @@ def test_no_pad_token_enters_the_model() -> None:
 def test_temperature_zero_is_scored_at_one() -> None:
     batch, model = ragged_batch([5, 6], temperatures=[0.0, 0.0]), LogprobModel(double())
     at_one = ragged_batch([5, 6], temperatures=[1.0, 1.0])
-    torch.testing.assert_close(compute_logprobs(model, batch).logprobs, compute_logprobs(model, at_one).logprobs, rtol=0, atol=0)
+    torch.testing.assert_close(
+        compute_logprobs(model, batch).logprobs, compute_logprobs(model, at_one).logprobs, rtol=0, atol=0
+    )
 
 
 def test_a_batch_without_scored_tokens_gives_a_zero_gradient_to_every_parameter() -> None:

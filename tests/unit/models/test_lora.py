@@ -18,8 +18,8 @@ from skyrl_train.engines.peft_adapter import read_adapter
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.models.loading import load_causal_lm
-from skyrl_train.models.lora import LoraAdapters, get_adaptable_linears
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters, get_adaptable_linears
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
@@ -79,7 +79,9 @@ def test_the_adapters_gradient_is_that_of_a_padded_peft_model(
         fill_adapters(model)
         logprob_model = LogprobModel(model)
         for part in batch.split_micro_batches(max_sequences=size):
-            scores = logprob_model(part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask, True)
+            scores = logprob_model(
+                part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask, True
+            )
             loss_of(scores.logprobs, scores.entropy, part).backward()
         plain = twin(kind, dtype)
         loss_of(*padded_scores(plain, batch), batch).backward()
@@ -131,9 +133,9 @@ def share(batch: TrainBatch) -> MiniBatch:
 
 def test_an_update_changes_adapters_only(tmp_path: Path):
     worker = ready(save_tiny_model(tmp_path))
-    before = {name: p.detach().clone() for name, p in worker.scorer.named_parameters()}
+    before = {name: p.detach().clone() for name, p in worker.module.named_parameters()}
     worker.update(share(policy_batch()))
-    changed = {name for name, p in worker.scorer.named_parameters() if not torch.equal(p, before[name])}
+    changed = {name for name, p in worker.module.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if ".lora_" in name}
     state = [key for key in worker.strategy.shard().tensors if key.startswith("exp_avg/")]
     assert len(state) == len(changed)
@@ -154,14 +156,14 @@ def test_adapters_start_where_they_change_nothing_and_alike_for_a_seed(tmp_path:
 
 def test_merged_weights_score_as_the_adapted_model_and_leave_it_as_it_is(tmp_path: Path):
     worker = ready(save_tiny_model(tmp_path))
-    before = {name: p.detach().clone() for name, p in worker.scorer.named_parameters()}
+    before = {name: p.detach().clone() for name, p in worker.module.named_parameters()}
     merged = tiny_model(seed=1)
     tensors = {name: tensor.clone() for name, tensor in worker.full_parameters()}
     assert tensors.keys() == dict(merged.named_parameters()).keys()
     merged.load_state_dict(tensors, strict=False)
     batch = policy_batch()
-    torch.testing.assert_close(worker.score([batch], 1), padded_scores(merged, batch)[0].detach(), rtol=0, atol=1e-5)
-    assert all(torch.equal(p, before[name]) for name, p in worker.scorer.named_parameters())
+    torch.testing.assert_close(worker.forward([batch], 1), padded_scores(merged, batch)[0].detach(), rtol=0, atol=1e-5)
+    assert all(torch.equal(p, before[name]) for name, p in worker.module.named_parameters())
 
 
 def test_a_checkpoint_holds_the_adapters_alone_and_continues_bit_for_bit(tmp_path: Path):
@@ -193,7 +195,7 @@ def test_an_export_is_a_merged_model_and_an_adapter_that_peft_loads(tmp_path: Pa
     worker = ready(path, lora=lora(exclude_modules=exclude))
     worker.export(str(tmp_path / "export"))
     batch = policy_batch()
-    wanted = worker.score([batch], 1)
+    wanted = worker.forward([batch], 1)
     whole = load_causal_lm(str(tmp_path / "export"), dtype=torch.float32)
     base = load_causal_lm(path, dtype=torch.float32)
     loaded: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "export" / "adapter"))
@@ -209,13 +211,13 @@ def test_an_export_is_a_merged_model_and_an_adapter_that_peft_loads(tmp_path: Pa
 @pytest.mark.parametrize("value_head", [None, "value_head"])
 def test_a_frozen_model_is_kept_in_the_compute_dtype_and_adapters_in_float32(tmp_path: Path, value_head: str | None):
     worker = ready(save_tiny_model(tmp_path), dtype="bfloat16", value_head_prefix=value_head)
-    for name, parameter in worker.scorer.named_parameters():
+    for name, parameter in worker.module.named_parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
     products: list[torch.dtype] = []
-    for name, module in worker.scorer.named_modules():
+    for name, module in worker.module.named_modules():
         if name.endswith("0.mlp.up_proj.lora_A.default"):
             module.register_forward_hook(lambda m, i, o: products.append(o.dtype))
-    worker.score([policy_batch()], 1)
+    worker.forward([policy_batch()], 1)
     assert products == [torch.bfloat16]
     merged = {name: tensor.dtype for name, tensor in worker.full_parameters()}
     assert merged["model.layers.0.mlp.up_proj.weight"] == torch.float32, "one rounding, when it is sent"

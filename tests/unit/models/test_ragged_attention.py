@@ -127,7 +127,9 @@ def test_gradients_of_a_row_taken_often_are_the_same_bits_every_time():
     torch.set_num_threads(2)
     try:
         leaf = rows.requires_grad_()
-        gradients = [torch.autograd.grad((deterministic_index_select(leaf, index) * weights).sum(), leaf)[0] for _ in range(8)]
+        gradients = [
+            torch.autograd.grad((deterministic_index_select(leaf, index) * weights).sum(), leaf)[0] for _ in range(8)
+        ]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])

@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models import routing
-from skyrl_train.models.routing import Routers
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.routing import Routers
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.double_precision import double_precision
 from tests.support.padded_reference import grouped_batch
@@ -31,7 +31,9 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, checkpointing: boo
     return logprob_model
 
 
-def compute_logprobs(model: LogprobModel, replayed_experts: Tensor | None = None, share: bool = False) -> tuple[Tensor, Tensor]:
+def compute_logprobs(
+    model: LogprobModel, replayed_experts: Tensor | None = None, share: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probs, and the choices [T, L, k]."""
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2])])
     repeated = batch.shared_prompt_lengths() if share else None
@@ -158,14 +160,21 @@ def test_more_than_it_does_is_not_asked_of_a_router_that_is_not_known(
     routers.reset_load_metrics()
     with routers.forward_pass():
         router(hidden)
-    with routers.forward_pass(torch.zeros(3, 1, 2, dtype=torch.int16)), pytest.raises(ConfigError, match="Unknown chooses"):
+    with (
+        routers.forward_pass(torch.zeros(3, 1, 2, dtype=torch.int16)),
+        pytest.raises(ConfigError, match="Unknown chooses"),
+    ):
         router(hidden)
 
 
 def test_a_model_without_experts_has_no_routers() -> None:
     routers = Routers(tiny_model())
     routers.reset_load_metrics()
-    assert (routers.modules, routers.num_layers_and_top_k, routers.collect_load_metrics(lambda counts: counts)) == ([], (0, 0), {})
+    assert (routers.modules, routers.num_layers_and_top_k, routers.collect_load_metrics(lambda counts: counts)) == (
+        [],
+        (0, 0),
+        {},
+    )
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -192,7 +201,9 @@ def test_the_loss_of_the_load_has_its_gradient_for_every_micro_batch_size(
                 tensors = (part.input_ids, part.position_ids, part.offsets, part.temperature, part.loss_mask)
                 scores = logprob_model(*tensors, False, part.shared_prompt_lengths() if share else None)
                 (scores.logprobs * 0.0).sum().backward()
-            assert logprob_model.routers.collect_load_metrics(lambda x: x)["router_aux_loss"] == pytest.approx(explicit.item(), rel=1e-6)
+            assert logprob_model.routers.collect_load_metrics(lambda x: x)["router_aux_loss"] == pytest.approx(
+                explicit.item(), rel=1e-6
+            )
             for name, parameter in logprob_model.model.named_parameters():
                 got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(got, wanted.get(name, torch.zeros_like(got)), msg=name)

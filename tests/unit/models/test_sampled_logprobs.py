@@ -14,7 +14,12 @@ from skyrl_train.models.logits import LogitTransform
 
 ROWS, SIZE, VOCABULARY = 7, 5, 11
 sampled_logprobs: Any = module.sampled_logprobs
-SHAPES = [LogitTransform(), LogitTransform(factor=0.3), LogitTransform(softcap=2.0), LogitTransform(factor=1.5, softcap=1.0)]
+SHAPES = [
+    LogitTransform(),
+    LogitTransform(factor=0.3),
+    LogitTransform(softcap=2.0),
+    LogitTransform(factor=1.5, softcap=1.0),
+]
 
 
 def inputs(bias: bool, dtype: torch.dtype = torch.float64) -> Any:
@@ -47,7 +52,7 @@ def test_values_and_gradients_are_those_of_the_definition(
 ) -> None:
     given = inputs(bias)
     expected = written_out(*given, shape)
-    got = sampled_logprobs(*given, shape, chunk_rows, wants_entropy=True, kept_chunks=kept_chunks)
+    got = sampled_logprobs(*given, shape, chunk_rows, compute_entropy=True, cached_chunks=kept_chunks)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     trained = [x for x in given[:3] if x is not None]
     weights = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
@@ -95,7 +100,9 @@ def test_half_precision_products_are_normalised_in_float32() -> None:
     given = inputs(bias=False, dtype=torch.bfloat16)
     logprobs, entropy = sampled_logprobs(*given, LogitTransform(), 3, True)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    exact = written_out(*(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitTransform())
+    exact = written_out(
+        *(x.double() if x is not None and x.is_floating_point() else x for x in given), LogitTransform()
+    )
     torch.testing.assert_close(logprobs.double(), exact[0], rtol=0.03, atol=0.03)
     logprobs.sum().backward()
     assert given[0].grad is not None and given[0].grad.dtype == torch.bfloat16
@@ -131,7 +138,7 @@ def test_in_half_precision_the_weight_s_gradient_does_not_get_worse_with_the_num
         exact, half = (weight.to(dtype).requires_grad_() for dtype in (torch.float64, torch.bfloat16))
         for one in (exact, half):
             given = hidden.to(one.dtype), one, None, targets, divisor.to(one.dtype)
-            sampled_logprobs(*given, LogitTransform(), rows, False, kept_chunks=4)[0].sum().backward()
+            sampled_logprobs(*given, LogitTransform(), rows, False, cached_chunks=4)[0].sum().backward()
         assert exact.grad is not None and half.grad is not None
         errors.append(float((half.grad - exact.grad).norm() / exact.grad.norm()))
     assert errors[1] < 1.5 * errors[0] < 0.02

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.models.shared_prompts import SharedPromptLayout
 from skyrl_train.models.ragged_attention import deterministic_index_select, ragged_attention
+from skyrl_train.models.shared_prompts import SharedPromptLayout
 from tests.support.padded_reference import grouped_batch
 
 GROUPS = {
@@ -65,7 +65,9 @@ def test_attention_over_shared_prompts_is_that_over_whole_sequences(
     options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "softcap": cap}
     expected = ragged_attention(whole[:, 0], whole[:, 1, :2], whole[:, 2, :2], batch.offsets, **options)
     some = whole[packing.token_indices]
-    got = ragged_attention(some[:, 0], some[:, 1, :2], some[:, 2, :2], packing.segments, **options)[packing.inverse_indices]
+    got = ragged_attention(some[:, 0], some[:, 1, :2], some[:, 2, :2], packing.segments, **options)[
+        packing.inverse_indices
+    ]
     torch.testing.assert_close(got, expected)
     weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     wanted, found = (torch.autograd.grad((out * weights).sum(), whole)[0] for out in (expected, got))
@@ -98,7 +100,10 @@ def test_a_batch_of_few_tokens_is_filled_up_with_tokens_that_nobody_sees(share: 
     assert len(full.token_indices) == sum(full.segments.lengths) == 7
     assert len(packing.token_indices) == (3 if share else 4)
     assert torch.equal(batch.input_ids[full.token_indices[full.inverse_indices]], batch.input_ids)
-    assert SharedPromptLayout.from_offsets(batch.offsets, repeated, min_tokens=3).segments.lengths == packing.segments.lengths
+    assert (
+        SharedPromptLayout.from_offsets(batch.offsets, repeated, min_tokens=3).segments.lengths
+        == packing.segments.lengths
+    )
     states = []
     for one in (packing, full):
         table = (batch.input_ids.double() * (1 + batch.position_ids))[one.token_indices]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from transformers import AutoTokenizer
 
-from skyrl_train.models.stop_tokens import load_stop_configs, get_stop_tokens
+from skyrl_train.models.stop_tokens import get_stop_tokens, load_stop_configs
 from tests.support.base_checkpoints import END_OF_SEQUENCE, END_OF_TURN, save_base_model
 
 

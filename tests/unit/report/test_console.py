@@ -13,13 +13,13 @@ from skyrl_train.report import console as module
 from skyrl_train.report.console import (
     ConsoleTracker,
     best_evaluation,
-    truncate_text,
-    format_duration,
     evaluation_line,
+    format_duration,
     format_number,
     rollout_line,
     step_line,
     time_split,
+    truncate_text,
 )
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 

@@ -13,12 +13,12 @@ import pytest
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.report.html_report import MAX_REPORT_BYTES, make_report
-from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import RolloutReader, step_file, write_rollouts
 from skyrl_train.report.run_reader import RunReader, open_runs, overview
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_run
+from tests.support.synthetic_run_folders import ADVERSARIAL_TEXT, synthetic_metrics, write_metrics, write_synthetic_run
 from tests.support.viewer_page import requires_viewer
-from tests.support.synthetic_run_folders import ADVERSARIAL_TEXT, synthetic_metrics, write_synthetic_run, write_metrics
 
 pytestmark = requires_viewer
 

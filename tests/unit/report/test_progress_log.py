@@ -6,7 +6,7 @@ import time
 import pytest
 
 from skyrl_train.report import progress_log
-from skyrl_train.report.progress_log import startup_phase, report_progress
+from skyrl_train.report.progress_log import report_progress, startup_phase
 
 
 def test_a_phase_is_a_line_with_its_time(capsys: pytest.CaptureFixture[str]):

@@ -28,8 +28,8 @@ from skyrl_train.report.metric_catalog import METRICS
 from skyrl_train.report.prometheus import PrometheusTracker, check_metrics_address, prometheus_name
 from skyrl_train.report.protocol import SampleRow, TrackerSetup
 from skyrl_train.report.trackers import make_trackers
-from tests.support.table_cases import check_each
 from tests.support.slow_clients import open_connection
+from tests.support.table_cases import check_each
 
 TOKEN = "a-secret-of-this-test"
 

@@ -19,7 +19,6 @@ import pytest
 
 from skyrl_train.errors import DataError
 from skyrl_train.report import rollout_views
-from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import (
     FOLDER,
     RolloutReader,
@@ -29,7 +28,8 @@ from skyrl_train.report.rollout_files import (
     write_vocabulary,
 )
 from skyrl_train.report.rollout_views import ORDERS, Query, RolloutIndex, RolloutViews
-from skyrl_train.report.untrusted_files import to_json_value, to_json
+from skyrl_train.report.untrusted_files import to_json, to_json_value
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts, synthetic_run, synthetic_vocabulary
 from tests.support.rollout_examples import sampled_tokens
 from tests.support.synthetic_run_folders import ADVERSARIAL_TEXT
@@ -336,7 +336,9 @@ def test_a_file_that_is_only_half_copied_is_left_out_until_it_is_whole(
 
 
 def test_hostile_texts_are_found_and_stay_what_they_are(tmp_path: Path):
-    write_rollouts(tmp_path, 1, synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT))
+    write_rollouts(
+        tmp_path, 1, synthetic_rollouts(len(ADVERSARIAL_TEXT), samples_per_prompt=1, adversarial_texts=ADVERSARIAL_TEXT)
+    )
     views, table = RolloutViews(tmp_path), RolloutReader(tmp_path).table(columns=["text", "uid"]).to_pylist()
     for index, text in enumerate(ADVERSARIAL_TEXT):
         if not any("\ud800" <= sign <= "\udfff" for sign in text):

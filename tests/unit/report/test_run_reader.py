@@ -19,7 +19,7 @@ from skyrl_train.report.jsonl import METRICS_FILE
 from skyrl_train.report.metric_catalog import metric_of
 from skyrl_train.report.run_reader import RunReader, differing_keys, open_runs, overview
 from skyrl_train.trainer.run_folder import RunFolder
-from tests.support.synthetic_run_folders import synthetic_metrics, write_synthetic_run, write_metrics
+from tests.support.synthetic_run_folders import synthetic_metrics, write_metrics, write_synthetic_run
 
 OTHERS_LOCK = "process 1 on another-machine\n"
 
@@ -58,9 +58,9 @@ def test_a_run_is_under_way_while_its_process_holds_the_folder(tmp_path: Path):
 def test_a_process_that_was_killed_holds_no_folder(tmp_path: Path):
     write_synthetic_run(tmp_path, 3, total=8, rollouts=0)
     code = (
-        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunDirectory\n"
+        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunFolder\n"
         "run = {'run_name': 'a run', 'project_name': 'a project'}\n"
-        "with RunDirectory(Path(sys.argv[1]), run, resuming=True): print('held', flush=True); time.sleep(600)"
+        "with RunFolder(Path(sys.argv[1]), run, allow_resume=True): print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"

@@ -16,10 +16,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.terminal import escape_control_chars, escape_multiline
-from skyrl_train.report.protocol import IDS_FILE, SAMPLE_COLUMNS, SampleRow, TrackerSetup, flatten_config, save_run_id, load_run_id
+from skyrl_train.report.protocol import (
+    IDS_FILE,
+    SAMPLE_COLUMNS,
+    SampleRow,
+    TrackerSetup,
+    flatten_config,
+    load_run_id,
+    save_run_id,
+)
 from skyrl_train.report.tensorboard import TensorboardTracker
 from skyrl_train.report.trackers import Trackers, make_trackers
+from skyrl_train.terminal import escape_control_chars, escape_multiline
 
 HOSTILE = "\x1b[31m\x00[bold]x[/bold]</think><script>\ud800\u202e\r\n"
 

@@ -17,8 +17,8 @@ import pytest
 
 from skyrl_train.report import run_reader
 from skyrl_train.report.diagnosis import DIAGNOSIS_FILE
-from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.html_report import make_report
+from skyrl_train.report.jsonl import METRICS_FILE, read_metrics
 from skyrl_train.report.rollout_files import RolloutReader, step_file, vocabulary_file
 from skyrl_train.report.run_reader import RunReader
 from skyrl_train.report.untrusted_files import MAX_YAML_BYTES, open_untrusted, parse_yaml_mapping

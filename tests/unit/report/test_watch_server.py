@@ -16,15 +16,15 @@ from yarl import URL
 from skyrl_train import http_server
 from skyrl_train.errors import ConfigError
 from skyrl_train.http_server import ConnectionLimits
-from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.rollout_files import write_rollouts
 from skyrl_train.report.rollout_views import Query, RolloutViews
 from skyrl_train.report.run_reader import RunReader, open_runs, overview
+from skyrl_train.report.viewer_page import render_page
 from skyrl_train.report.watch_server import MAX_POINTS, WatchServer
 from skyrl_train.testing.synthetic_rollouts import synthetic_rollouts
-from tests.support.viewer_page import requires_viewer
-from tests.support.synthetic_run_folders import synthetic_metrics, write_synthetic_run, write_metrics
 from tests.support.slow_clients import open_connection, read_until_closed
+from tests.support.synthetic_run_folders import synthetic_metrics, write_metrics, write_synthetic_run
+from tests.support.viewer_page import requires_viewer
 
 pytestmark = requires_viewer
 
@@ -32,7 +32,10 @@ pytestmark = requires_viewer
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("runs")
-    return [write_synthetic_run(root / "a", 3, total=9, name="a", config={"x": 1}), write_synthetic_run(root / "b", 5, rollouts=0)]
+    return [
+        write_synthetic_run(root / "a", 3, total=9, name="a", config={"x": 1}),
+        write_synthetic_run(root / "b", 5, rollouts=0),
+    ]
 
 
 def watch(

@@ -11,15 +11,15 @@ import pytest
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.trajectory import FAILED, OK, Trajectory
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
-from skyrl_train.engines.client import EngineClient, BatchedEngineClient
+from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import EngineError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import (
     MAX_METRIC_LENGTH,
     MAX_METRICS,
     ConversationGenerator,
-    TrajectoryBuilder,
     RolloutSettings,
+    TrajectoryBuilder,
 )
 from skyrl_train.testing.scripted_engine import ScriptedEngine
 from skyrl_train.testing.tiny_models import byte_tokenizer

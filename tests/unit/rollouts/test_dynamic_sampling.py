@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import OverlongBufferConfig
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.dataset import PromptOrder
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.trajectory import FAILED, TrajectoryGroup, Turn
 from skyrl_train.errors import RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.collector import (
     Curriculum,
     DynamicSampling,
+    GroupFilterSettings,
     RewardShaping,
     RolloutCollector,
-    GroupFilterSettings,
     has_distinct_outcomes,
 )
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics
@@ -139,7 +139,10 @@ def test_filter_gives_up_at_its_bound_and_says_what_to_do():
 
 
 def test_without_a_bound_filter_goes_on():
-    run = Run(lambda position: MIXED if position % 20 == 19 else RIGHT, GroupFilterSettings(dynamic_sampling=DynamicSampling()))
+    run = Run(
+        lambda position: MIXED if position % 20 == 19 else RIGHT,
+        GroupFilterSettings(dynamic_sampling=DynamicSampling()),
+    )
     assert run.steps(0, 1) == [["19", "39", "59", "79"]]
 
 
@@ -181,7 +184,9 @@ def test_filter_holds_the_staleness_bound_and_the_order_when_it_runs_ahead(max_s
             assert all(has_distinct_outcomes(group) for group in groups)
             ages += [step - group.trajectories[0].min_version for group in groups]
             places += [int(group.prompt.uid) for group in groups]
-            assert collector.state_dict()["consumed"] == places[-1] + 1, "what runs ahead is begun again by a resumed run"
+            assert collector.state_dict()["consumed"] == places[-1] + 1, (
+                "what runs ahead is begun again by a resumed run"
+            )
             await asyncio.sleep(0.004)
             live = step + 1
             collector.on_weights_published(live)
@@ -218,7 +223,9 @@ def test_a_dropped_group_releases_its_slot_before_its_turn_comes():
 
 
 def replace(ratio: float, max_sample_batches: int = 3) -> GroupFilterSettings:
-    return GroupFilterSettings(dynamic_sampling=DynamicSampling(min_replace_ratio=ratio, max_sample_batches=max_sample_batches))
+    return GroupFilterSettings(
+        dynamic_sampling=DynamicSampling(min_replace_ratio=ratio, max_sample_batches=max_sample_batches)
+    )
 
 
 @pytest.mark.defect("groups-dropped-ahead-without-a-bound")
@@ -307,7 +314,9 @@ def test_over_provisioning_takes_the_first_to_finish_in_admission_order_and_canc
         return group_of(prompt, MIXED)
 
     async def go() -> tuple[list[str], dict[str, float], int]:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 4, 0, 0.5, GroupFilterSettings(over_provisioning=0.5))
+        collector = RolloutCollector(
+            rollout, prompt_at, lambda step: 4, 0, 0.5, GroupFilterSettings(over_provisioning=0.5)
+        )
         collector.start(0)
         metrics = Metrics()
         groups = await collector.next_groups(0, metrics)
@@ -342,7 +351,9 @@ def test_failures_that_over_provisioning_leaves_behind_are_counted_all_the_same(
         return group_of(prompt, (None, None) if position < 2 else MIXED)
 
     async def go(allowed: float) -> dict[str, float]:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, allowed, GroupFilterSettings(over_provisioning=1.0))
+        collector = RolloutCollector(
+            rollout, prompt_at, lambda step: 2, 0, allowed, GroupFilterSettings(over_provisioning=1.0)
+        )
         collector.start(0)
         metrics = Metrics()
         await collector.next_groups(0, metrics)
@@ -374,7 +385,9 @@ def test_an_exception_of_an_over_provisioned_rollout_reaches_the_trainer():
         raise ValueError("a bug")
 
     async def go() -> None:
-        collector = RolloutCollector(rollout, prompt_at, lambda step: 2, 0, 1.0, GroupFilterSettings(over_provisioning=1.0))
+        collector = RolloutCollector(
+            rollout, prompt_at, lambda step: 2, 0, 1.0, GroupFilterSettings(over_provisioning=1.0)
+        )
         collector.start(0)
         try:
             await collector.next_groups(0, Metrics())
@@ -432,7 +445,9 @@ def toy(samplers: Callable[[], GroupFilterSettings], size: int = 3, rows: int = 
     ],
 )
 @pytest.mark.parametrize("stopped_after", [1, 4, 7])
-def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(samplers: Callable[[], GroupFilterSettings], stopped_after: int):
+def test_a_resumed_run_gets_the_same_prompts_over_several_epochs(
+    samplers: Callable[[], GroupFilterSettings], stopped_after: int
+):
     straight, killed, resumed = toy(samplers), toy(samplers), toy(samplers)
     expected = straight.steps(0, 10)
     before = killed.steps(0, stopped_after)
@@ -473,7 +488,11 @@ def test_a_curriculum_over_a_whole_run_draws_right_and_wrong_prompts_half_as_oft
 
 
 def test_a_step_that_was_not_finished_leaves_no_trace_in_the_state():
-    run = toy(lambda: GroupFilterSettings(dynamic_sampling=DynamicSampling(max_sample_batches=1), curriculum=Curriculum(0.2, 0.8)))
+    run = toy(
+        lambda: GroupFilterSettings(
+            dynamic_sampling=DynamicSampling(max_sample_batches=1), curriculum=Curriculum(0.2, 0.8)
+        )
+    )
     with pytest.raises(RolloutsFailed):
         run.steps(0, 1)
     assert len(run.begun) == 3

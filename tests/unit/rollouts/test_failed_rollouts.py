@@ -88,5 +88,7 @@ def test_below_the_bound_they_are_counted_by_kind():
 def test_episodes_that_were_cut_by_their_deadline_are_a_warning_too(kind: str, caplog: pytest.LogCaptureFixture):
     _, values = collect(good=2, max_failed_fraction=0.5, kind=kind)
     assert values[f"rollouts/failed/{kind}"] == 10
-    said = "10 of 20 episodes were cut after trainer.timeouts.rollout_s and are masked" if kind == DEADLINE_KIND else kind
+    said = (
+        "10 of 20 episodes were cut after trainer.timeouts.rollout_s and are masked" if kind == DEADLINE_KIND else kind
+    )
     assert [said in record.message for record in caplog.records] == [True]

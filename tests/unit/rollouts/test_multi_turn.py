@@ -15,7 +15,7 @@ from skyrl_train.data.chat_templates import QWEN3_WITHOUT_THINKING
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.data.trajectory import FAILED, OK, Trajectory, TrajectoryGroup
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
-from skyrl_train.engines.client import EngineClient, BatchedEngineClient
+from skyrl_train.engines.client import BatchedEngineClient, EngineClient
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.errors import ConfigError, DataError, EnvironmentFailure
 from skyrl_train.rollouts.conversation import ConversationGenerator, EpisodeLimiter, RolloutSettings
@@ -227,7 +227,11 @@ class StopStringEngine(ScriptedEngine):
 def test_a_turn_that_a_stop_string_ended_gets_its_end_or_not(ends: bool):
     engine = StopStringEngine(says("ab</s>", end=False))
     (item,) = play(
-        lambda _: [], ToyEnvironments(until(2)), engine=engine, stop=("</s>",), append_eos_token_after_stop_str_in_multi_turn=ends
+        lambda _: [],
+        ToyEnvironments(until(2)),
+        engine=engine,
+        stop=("</s>",),
+        append_eos_token_after_stop_str_in_multi_turn=ends,
     )[0].trajectories
     following = ids("ab</s>") + [END] * ends + ids("\n<|im_start|>user\nmore 1<|im_end|>\n<|im_start|>assistant\n")
     assert contexts(engine)[1] == item.prompt_ids.tolist() + following
@@ -258,7 +262,11 @@ def test_what_an_environment_says_is_text_whatever_it_spells(one_message: bool):
 @pytest.mark.parametrize("one_message", [True, False])
 def test_a_conversation_that_is_too_long_ends_with_what_was_sampled(one_message: bool):
     group, engine = play(
-        says("ab"), ToyEnvironments(until(9)), max_input_length=70, max_turns=9, use_conversation_multi_turn=not one_message
+        says("ab"),
+        ToyEnvironments(until(9)),
+        max_input_length=70,
+        max_turns=9,
+        use_conversation_multi_turn=not one_message,
     )
     (item,) = group.trajectories
     assert (item.status, item.stop_reason) == (OK, "length")
@@ -388,7 +396,9 @@ def thinking() -> Any:
 
 
 def test_a_history_that_is_rewritten_begins_a_sequence_of_the_same_episode():
-    group, engine = play(says("<think>a</think>b"), ToyEnvironments(until(3)), tokenizer=thinking(), step_wise_trajectories=True)
+    group, engine = play(
+        says("<think>a</think>b"), ToyEnvironments(until(3)), tokenizer=thinking(), step_wise_trajectories=True
+    )
     (item,) = group.trajectories
     said = [*ids("<think>a</think>b"), END]
     assert item.response_ids.tolist() == said * 3 and item.loss_mask.tolist() == [1] * len(said) * 3
@@ -502,7 +512,9 @@ def test_an_error_that_ends_the_run_leaves_no_environment_behind():
 
 @pytest.mark.parametrize("number", [10**4000, float("nan"), float("inf")])
 def test_numbers_that_cannot_be_averaged_are_left_out(number: float):
-    environments = ToyEnvironments(lambda turn, text: StepOutput([], 1.0, True, {"odd": number, "fine": 2, "right": True}))
+    environments = ToyEnvironments(
+        lambda turn, text: StepOutput([], 1.0, True, {"odd": number, "fine": 2, "right": True})
+    )
     assert play(says("ab"), environments)[0].trajectories[0].env_metrics == {"fine": 2.0, "right": 1.0}
 
 

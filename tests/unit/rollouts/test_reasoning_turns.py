@@ -14,7 +14,18 @@ from skyrl_train.data.trajectory import OK
 from skyrl_train.environments import registry
 from skyrl_train.environments.base import StepOutput
 from skyrl_train.testing.tiny_models import CHATML, byte_tokenizer
-from tests.unit.rollouts.test_multi_turn import END, PROMPT, ToyEnvironments, contexts, ids, play, says, trained, until, user
+from tests.unit.rollouts.test_multi_turn import (
+    END,
+    PROMPT,
+    ToyEnvironments,
+    contexts,
+    ids,
+    play,
+    says,
+    trained,
+    until,
+    user,
+)
 
 OPENING = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
 KEEPING = (

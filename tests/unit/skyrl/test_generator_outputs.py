@@ -16,8 +16,13 @@ from skyrl_train.data.trajectory import Trajectory, TrajectoryGroup
 from skyrl_train.errors import ConfigError, RolloutsFailed
 from skyrl_train.metrics import Metrics
 from skyrl_train.skyrl.batches import PaddedLayout, to_training_input
+from skyrl_train.skyrl.generator_outputs import (
+    to_generator_output,
+    to_trajectories,
+    update_trajectories,
+    validate_output,
+)
 from skyrl_train.skyrl.interface import TrajectoryID
-from skyrl_train.skyrl.generator_outputs import validate_output, to_generator_output, update_trajectories, to_trajectories
 from skyrl_train.skyrl.trainer import RayPPOTrainer
 
 PROMPTS = [Prompt(name, [{"role": "user", "content": name}], "mine") for name in ("a", "a", "b", "b")]
@@ -207,7 +212,7 @@ def test_responses_may_not_be_changed_with_rewards():
             return generator_output | {"response_ids": generator_output["response_ids"][1:]}
 
     cfg = SimpleNamespace(trainer=SimpleNamespace(placement=SimpleNamespace(colocate_all=False)))
-    loop = SimpleNamespace(group_steps=[], batch_steps=[], evaluator=None, learner=None, state=None)
+    loop = SimpleNamespace(group_steps=[], batch_steps=[], evaluator=None, learner=None, checkpoint_manager=None)
     Shorter(cfg, None, SimpleNamespace(pad_token_id=0), None, None, None).connect(loop)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="changed response_ids or uids"):
         loop.group_steps[0](groups_of(output()), Metrics())

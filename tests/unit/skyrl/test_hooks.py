@@ -13,7 +13,13 @@ import torch
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
-from skyrl_train.skyrl.batches import PaddedLayout, TrainingInputBatch, to_training_input, apply_changes, set_from_output
+from skyrl_train.skyrl.batches import (
+    PaddedLayout,
+    TrainingInputBatch,
+    apply_changes,
+    set_from_output,
+    to_training_input,
+)
 from skyrl_train.skyrl.generator_outputs import PostprocessedOutput
 from skyrl_train.skyrl.trainer import RayPPOTrainer
 from skyrl_train.trainer.checkpoint_manager import PendingActions
@@ -89,7 +95,7 @@ def connected(kind: type[RayPPOTrainer], batch: TrainBatch | None = None) -> tup
         evaluator=None,
         batch_dump=SimpleNamespace(write=None),
         learner=Learner(),
-        state=State(),
+        checkpoint_manager=State(),
         metrics=Metrics(),
         samples_of_rows=[] if batch is None else samples_of(batch),
     )
@@ -195,7 +201,7 @@ def test_scores_and_updates_pass_through_their_overrides():
     _, loop = connected(Mine, batch)
 
     async def step() -> dict[str, float]:
-        scored = await loop.learner.score(batch)
+        scored = await loop.learner.add_logprobs_and_values(batch)
         mask = scored.loss_mask
         assert torch.equal(scored.ref_logprobs[mask], scored.old_logprobs[mask] - 1)
         assert scored.input_ids is batch.input_ids and scored.token_rewards is batch.token_rewards
@@ -224,7 +230,7 @@ def test_batch_of_a_step_is_forgotten_before_the_next():
             batch = edge_case_batch(shape)
             loop.samples_of_rows = samples_of(batch)
             loop.group_steps[0]([], loop.metrics)
-            await loop.learner.score(batch)
+            await loop.learner.add_logprobs_and_values(batch)
             assert loop.metrics.flush() == {"rows": len(batch)}
 
     asyncio.run(run())
@@ -268,18 +274,18 @@ def test_checkpoint_overrides_run_around_saves_and_loads():
 
     async def run() -> None:
         left = PendingActions(("export",), {})
-        await loop.state.save(4, left)
-        assert loop.state.calls == [("save", 4, left), "written"]
-        assert await loop.state.resume() == (4, PendingActions(("evaluate",), {}))
-        await loop.state.export(4)
-        await loop.state.update_reference()
-        assert loop.state.calls[2:] == ["reference"] and loop.metrics.flush() == {"exported": 4}
+        await loop.checkpoint_manager.save(4, left)
+        assert loop.checkpoint_manager.calls == [("save", 4, left), "written"]
+        assert await loop.checkpoint_manager.resume() == (4, PendingActions(("evaluate",), {}))
+        await loop.checkpoint_manager.export(4)
+        await loop.checkpoint_manager.update_reference()
+        assert loop.checkpoint_manager.calls[2:] == ["reference"] and loop.metrics.flush() == {"exported": 4}
         Mine.loaded = 3, None
         with pytest.raises(ConfigError, match=r"load_checkpoints returned \(3, None\).*with the step 4"):
-            await loop.state.resume()
+            await loop.checkpoint_manager.resume()
         Mine.calls_super = False
         with pytest.raises(ConfigError, match=r"must call super\(\)\.save_checkpoints\(\) once; set trainer\.ckpt_int"):
-            await loop.state.save(5)
+            await loop.checkpoint_manager.save(5)
 
     asyncio.run(run())
     with pytest.raises(ConfigError, match=r"save_checkpoints: the run calls it when it is due"):

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from skyrl_train.config.prepare import prepare_config, prepare_composed
+from skyrl_train.config.prepare import prepare_composed, prepare_config
 from skyrl_train.config.utils import get_default_config
 from skyrl_train.entrypoints.main_base import config_dir, validate_cfg
 from skyrl_train.errors import ConfigError

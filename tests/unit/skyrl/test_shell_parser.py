@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.skyrl.shell_parser import ShellScript, parse_commands, unexpanded_parts, quote_word, display_word
+from skyrl_train.skyrl.shell_parser import ShellScript, display_word, parse_commands, quote_word, unexpanded_parts
 
 PLAIN = r"""
 set -x

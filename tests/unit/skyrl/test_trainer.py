@@ -48,7 +48,7 @@ def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
         batch_steps=[step, "correction"],
         evaluator=None,
         learner=None,
-        state=None,
+        checkpoint_manager=None,
         batch_dump=None,
         metrics=Metrics(),
         samples_of_rows=[],

@@ -13,12 +13,28 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.skyrl.client import InferenceEngineClient
 from skyrl_train.skyrl.experiment import BasePPOExp
 from skyrl_train.skyrl.gym_generator import SkyRLGymGenerator
-from skyrl_train.skyrl.unsupported import CLIENT_REPLACEMENTS, EXPERIMENT_REPLACEMENTS, GENERATOR_REPLACEMENTS, READ_ONLY_ATTRIBUTES, TRAINER_REPLACEMENTS
 from skyrl_train.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
+from skyrl_train.skyrl.unsupported import (
+    CLIENT_REPLACEMENTS,
+    EXPERIMENT_REPLACEMENTS,
+    GENERATOR_REPLACEMENTS,
+    READ_ONLY_ATTRIBUTES,
+    TRAINER_REPLACEMENTS,
+)
 
 CFG = SimpleNamespace(trainer=SimpleNamespace(placement=SimpleNamespace(colocate_all=False)))
-TABLES = {"trainer": TRAINER_REPLACEMENTS, "experiment": EXPERIMENT_REPLACEMENTS, "generator": GENERATOR_REPLACEMENTS, "client": CLIENT_REPLACEMENTS, "steps": READ_ONLY_ATTRIBUTES}
-BASES = ((RayPPOTrainer, TRAINER_REPLACEMENTS), (FullyAsyncRayPPOTrainer, TRAINER_REPLACEMENTS), (BasePPOExp, EXPERIMENT_REPLACEMENTS))
+TABLES = {
+    "trainer": TRAINER_REPLACEMENTS,
+    "experiment": EXPERIMENT_REPLACEMENTS,
+    "generator": GENERATOR_REPLACEMENTS,
+    "client": CLIENT_REPLACEMENTS,
+    "steps": READ_ONLY_ATTRIBUTES,
+}
+BASES = (
+    (RayPPOTrainer, TRAINER_REPLACEMENTS),
+    (FullyAsyncRayPPOTrainer, TRAINER_REPLACEMENTS),
+    (BasePPOExp, EXPERIMENT_REPLACEMENTS),
+)
 
 
 def trainer(kind: type[RayPPOTrainer] = RayPPOTrainer, **more: Any) -> RayPPOTrainer:

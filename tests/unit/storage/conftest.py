@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.storage.download_cache import local_copy
-from tests.support.s3_server import S3Server, s3_server
 from tests.support.mirrored_runs import URI
+from tests.support.s3_server import S3Server, s3_server
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,8 +17,8 @@ from skyrl_train.experiment.preflight import check_uris
 from skyrl_train.learner.worker import LearnerWorker
 from skyrl_train.models.loading import load_causal_lm, load_config
 from skyrl_train.storage.download_cache import local_copy
-from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.manifests import download_folder, upload_folder, write_manifest
+from skyrl_train.storage.remote_folder import RemoteFolder
 from tests.support.learner_specs import tiny_spec
 from tests.support.s3_server import BUCKET, S3Server
 

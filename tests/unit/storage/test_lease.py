@@ -15,11 +15,11 @@ import pytest
 from skyrl_train.errors import RunFolderError, StorageError
 from skyrl_train.experiment.run_resources import Mirrors
 from skyrl_train.storage import lease
-from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.mirror import Mirror
+from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.trainer.run_folder import RunFolder
-from tests.support.s3_server import BUCKET, S3Server
 from tests.support.mirrored_runs import URI, MirroredMachine, wait_until
+from tests.support.s3_server import BUCKET, S3Server
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from skyrl_train.storage.manifests import download_folder
 from skyrl_train.storage.mirror import Mirror
 from skyrl_train.storage.uris import resolve_local_folder
 from skyrl_train.trainer.checkpoints import find_checkpoint_damage
-from tests.support.s3_server import BUCKET, S3Server
 from tests.support.mirrored_runs import URI, MirroredMachine, puts, wait_until
+from tests.support.s3_server import BUCKET, S3Server
 
 
 def test_what_is_saved_here_is_loaded_on_another_machine_with_its_metrics(address: str, tmp_path: Path):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError, StorageError
-from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.manifests import download_folder, parse_manifest
+from skyrl_train.storage.remote_folder import RemoteFolder
 from skyrl_train.storage.uris import resolve_local_folder
-from tests.support.s3_server import BUCKET, S3Server
 from tests.support.mirrored_runs import MirroredMachine
+from tests.support.s3_server import BUCKET, S3Server
 
 SHA = "0" * 64
 OUTSIDE = ("../evil", "a/../../evil", "/evil", "a//b", "./a", "a/.", "", "a\0b", "x" * 256)
@@ -117,10 +117,10 @@ def test_name_outside_a_folder_is_refused_by_every_method(tmp_path: Path, name: 
 
 def test_optimized_python_refuses_the_same(tmp_path: Path):
     code = (
-        "from skyrl_train.storage.remote_folder import StoredFolder\n"
+        "from skyrl_train.storage.remote_folder import RemoteFolder\n"
         "from skyrl_train.weight_sync.protocol import dtype_of\n"
         "from skyrl_train.environments.integrations.skyrl_gym import register\n"
-        f"refused, store = 0, StoredFolder('file://{tmp_path}/store')\n"
+        f"refused, store = 0, RemoteFolder('file://{tmp_path}/store')\n"
         "for call in (lambda: store.write('../evil', b'evil'), lambda: dtype_of('save'), lambda: register('mine')):\n"
         "    try:\n"
         "        call()\n"

@@ -79,13 +79,18 @@ def test_elements_that_nobody_saved_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("slices", "message"),
     [
-        ({"w": ParameterSlice((7, 3), "float32", 0, 21)}, r"'w' is float32 \[7, 2\] in the checkpoint and float32 \[7, 3\]"),
+        (
+            {"w": ParameterSlice((7, 3), "float32", 0, 21)},
+            r"'w' is float32 \[7, 2\] in the checkpoint and float32 \[7, 3\]",
+        ),
         ({"w": ParameterSlice((7, 2), "bfloat16", 0, 14)}, r"bfloat16 \[7, 2\] in the model"),
         ({"w": piece(0, 14), "more": piece(0, 14)}, "'more' is absent in the checkpoint"),
         ({}, "absent in the model"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, slices: dict[str, ParameterSlice], message: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, slices: dict[str, ParameterSlice], message: str
+) -> None:
     write(tmp_path, [(0, 14)])
     with open_shards(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
         reader.check_parameters(slices)

@@ -18,8 +18,8 @@ from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies import base
 from skyrl_train.strategies.base import Strategy
-from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.cpu_offload import MIN_PINNED_BYTES, CpuOffloader
+from skyrl_train.strategies.fsdp2 import FSDP2Strategy
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.padded_reference import ragged_batch
@@ -169,8 +169,8 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Strategy]]:
 
 def update(strategy: Any, seed: int) -> dict[str, float]:
     batch = ragged_batch([5, 8, 6], seed=seed)
-    scores = strategy.scorer(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    strategy.backward(-scores.logprobs.sum(), last=True)
+    scores = strategy.module(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    strategy.backward(-scores.logprobs.sum(), is_last_micro_batch=True)
     found: dict[str, float] = strategy.step()
     return found
 

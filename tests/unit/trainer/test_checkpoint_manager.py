@@ -21,12 +21,12 @@ from skyrl_train.models.export import export_hf
 from skyrl_train.strategies.checkpoint_shards import CheckpointShard
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
 from skyrl_train.trainer import checkpoint_manager
+from skyrl_train.trainer.checkpoint_manager import CheckpointManager, PendingActions
 from skyrl_train.trainer.checkpoints import CheckpointStore, find_checkpoint_damage
 from skyrl_train.trainer.guards import Guards
-from skyrl_train.trainer.checkpoint_manager import CheckpointManager, PendingActions
+from tests.support.checkpoint_fixtures import Position, rewrite_trainer_state, with_saved_state
 from tests.support.disk_limits import limit_file_size
 from tests.support.learner_specs import policy_batch
-from tests.support.checkpoint_fixtures import Position, rewrite_trainer_state, with_saved_state
 
 
 def digest(folder: Path) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from skyrl_train.atomic_files import digest_file
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.trainer.checkpoints import CheckpointStore, open_run_checkpoint, find_checkpoint_damage
+from skyrl_train.trainer.checkpoints import CheckpointStore, find_checkpoint_damage, open_run_checkpoint
 
 WEIGHTS = b"weights of step %d" * 1000
 
@@ -292,8 +292,8 @@ def test_a_symbolic_link_in_a_checkpoint_is_refused(tmp_path: Path, linked: str)
 SAVE_LOOP = """
 import sys
 from pathlib import Path
-from skyrl_train.trainer.checkpoints import Checkpoints
-checkpoints = Checkpoints(Path(sys.argv[1]), max_ckpts_to_keep=2)
+from skyrl_train.trainer.checkpoints import CheckpointStore
+checkpoints = CheckpointStore(Path(sys.argv[1]), max_ckpts_to_keep=2)
 print("ready", flush=True)
 for step in range(1, 10**9):
     folder = checkpoints.begin(step)

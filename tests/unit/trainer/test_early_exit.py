@@ -204,7 +204,7 @@ def test_restarts_are_given_up_before_ranks_that_take_part_in_them_are_asked():
     fakes = FakeTrainerParts()
     trainer = trainer_of(fakes)
 
-    async def answers(within_s: float) -> bool:
+    async def answers(timeout_s: float) -> bool:
         return "release ranks" in fakes.events
 
     fakes.is_responsive = answers  # type: ignore[method-assign]
@@ -228,7 +228,7 @@ def test_a_rank_that_is_merely_busy_with_a_score_is_asked_when_that_has_ended():
     async def score(batch: Any) -> Any:
         return await asyncio.shield(compute(batch))  # a rank goes on with a call that nobody waits for
 
-    async def answers(within_s: float) -> bool:
+    async def answers(timeout_s: float) -> bool:
         return not busy
 
     fakes.add_logprobs_and_values, fakes.is_responsive = score, answers  # type: ignore[method-assign]

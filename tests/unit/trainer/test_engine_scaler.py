@@ -330,7 +330,9 @@ def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.Cap
         client = EngineClient([ScriptedEngine(name="engine 0")], deadline_s=5)
         nothing: Any = None
         reason = fixed_count_reason(colocate_all=True, run_engines_locally=True)
-        fixed = EngineScaler(client, nothing, start=nothing, stop=nothing, folder=tmp_path, drain_s=5, fixed_reason=reason)
+        fixed = EngineScaler(
+            client, nothing, start=nothing, stop=nothing, folder=tmp_path, drain_s=5, fixed_reason=reason
+        )
         fixed.start()
         await asyncio.sleep(0.05)
         assert capsys.readouterr().out == ""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.data.trajectory import FAILED, TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient

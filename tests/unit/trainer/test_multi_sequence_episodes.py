@@ -14,16 +14,16 @@ from skyrl_train.algorithms.advantages import AdvantageCalculator, KLInReward, g
 from skyrl_train.algorithms.corrections import OffPolicyCorrection
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, k1
 from skyrl_train.algorithms.reductions import (
+    assign_loss_weights,
     prompt_mean,
     seq_mean_token_sum_norm,
     sequence_mean,
     token_mean,
-    assign_loss_weights,
 )
 from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
-from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.messages import Prompt
+from skyrl_train.data.token_arrays import to_logprob_array, to_token_array
 from skyrl_train.data.trajectory import Restart, Trajectory, TrajectoryGroup, Turn
 from skyrl_train.metrics import Metrics
 from tests.support.trajectories import trajectory_from

@@ -224,7 +224,9 @@ def test_a_sync_does_not_wait_for_a_start_and_who_dies_meanwhile_is_restarted_to
     second, survivor, may_start = KillableEngine("b", lives=True), KillableEngine("c", lives=True), asyncio.Event()
     second.synced = survivor.synced = True
     started: list[str] = []
-    client, publisher = publisher_with_engines([KillableEngine("a"), second, survivor], 4, may_start, started, pause_mode="keep")
+    client, publisher = publisher_with_engines(
+        [KillableEngine("a"), second, survivor], 4, may_start, started, pause_mode="keep"
+    )
 
     async def run() -> None:
         await client.generate([request("r1")])  # goes to a, and then to another

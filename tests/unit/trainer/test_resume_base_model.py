@@ -22,8 +22,8 @@ from skyrl_train.models.loading import open_causal_lm
 from skyrl_train.strategies.checkpoint_shards import open_shards
 from skyrl_train.testing.tiny_models import save_tiny_model
 from skyrl_train.trainer.checkpoint_manager import CheckpointManager
-from tests.support.learner_specs import policy_batch
 from tests.support.checkpoint_fixtures import Position, rewrite_trainer_state, with_saved_state
+from tests.support.learner_specs import policy_batch
 
 LORA = LoraConfig(rank=4, alpha=8)
 

@@ -46,8 +46,8 @@ def test_a_new_folder_is_made_and_the_same_run_may_enter_again(tmp_path: Path):
 @pytest.mark.fault("F06")
 def test_a_folder_in_use_is_refused_and_free_again_after_kill_9(tmp_path: Path):
     code = (
-        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunDirectory\n"
-        f"with RunDirectory(Path(sys.argv[1]), {IDENTITY!r}, True): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from skyrl_train.trainer.run_folder import RunFolder\n"
+        f"with RunFolder(Path(sys.argv[1]), {IDENTITY!r}, True): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:

@@ -24,7 +24,7 @@ from skyrl_train.report.rollout_files import RolloutReader
 from skyrl_train.trainer import trainer as trainer_module
 from skyrl_train.trainer.batch_dump import BatchDump, read_batch
 from skyrl_train.trainer.rollout_writer import RolloutWriter
-from skyrl_train.trainer.trainer import StepProfiler, StepSchedule, ColocatedOffloadManager
+from skyrl_train.trainer.trainer import ColocatedOffloadManager, StepProfiler, StepSchedule
 from tests.support.fake_trainer_parts import FakeTrainerParts, trainer_of
 
 

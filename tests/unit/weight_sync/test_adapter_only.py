@@ -14,8 +14,8 @@ import torch
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
-from skyrl_train.weight_sync.sync import Probe, WeightSync
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
+from skyrl_train.weight_sync.sync import Probe, WeightSync
 from tests.support.weight_targets import AdaptedTrainer, FakeEngine, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
@@ -75,7 +75,9 @@ def test_the_model_travels_once_and_again_only_to_who_does_not_have_it():
             assert await moved(1) == adapter
             alive[1] = every[2]
             await weight_sync.sync_one(alive[1], 1)
-            assert score(trainer.full_weights(), PROBE_TOKENS)[0] == pytest.approx((await alive[1].score(PROBE_TOKENS))[0])
+            assert score(trainer.full_weights(), PROBE_TOKENS)[0] == pytest.approx(
+                (await alive[1].score(PROBE_TOKENS))[0]
+            )
             assert await moved(2) == model + adapter
             assert await moved(3) == adapter
 

@@ -6,14 +6,14 @@ from hypothesis import given, strategies as st
 from skyrl_train.weight_sync.buckets import (
     ALIGNMENT,
     DoubleBuffer,
-    plan_buckets,
     buffer_bytes,
-    zero_padding,
-    zeroed_buffer,
     fingerprint,
     num_bytes,
     packed_fingerprints,
+    plan_buckets,
     tensor_views,
+    zero_padding,
+    zeroed_buffer,
 )
 from skyrl_train.weight_sync.protocol import Manifest, TensorSpec
 
@@ -70,4 +70,6 @@ def test_fingerprints_of_a_buffer_are_those_of_its_tensors_whatever_lay_in_the_g
     torch.manual_seed(0)
     buffer = torch.randint(0, 256, (buffer_bytes(tensors),), dtype=torch.uint8)
     zero_padding(buffer, tensors)
-    assert packed_fingerprints(buffer, tensors) == [fingerprint(tensor.clone()) for tensor in tensor_views(buffer, tensors)]
+    assert packed_fingerprints(buffer, tensors) == [
+        fingerprint(tensor.clone()) for tensor in tensor_views(buffer, tensors)
+    ]

@@ -13,8 +13,8 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.handover import MappedBuffers, SharedBuffers
-from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.protocol import SharedHandle
+from skyrl_train.weight_sync.sender import WeightSender
 
 
 def reader(connection: Connection) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.weight_sync import handover
-from skyrl_train.weight_sync.buckets import plan_buckets, fingerprint
+from skyrl_train.weight_sync.buckets import fingerprint, plan_buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
 from tests.support.deferred_copies import DeferredCopyMode, wait_for_copies

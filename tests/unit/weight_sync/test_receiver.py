@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import plan_buckets
+from skyrl_train.weight_sync.protocol import Manifest
 from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
-from skyrl_train.weight_sync.protocol import Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 
@@ -80,7 +80,9 @@ def test_values_are_those_of_the_wire_cast_to_what_the_engine_holds(wire, held):
 @pytest.mark.fault("F30")
 def test_tied_weights_may_be_listed_under_both_names():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
-    receiver = WeightReceiver(InPlaceWeightStore(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
+    receiver = WeightReceiver(
+        InPlaceWeightStore(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0"
+    )
     sync(sender_of(trainer), receiver, 1)
     assert same(snapshot(trainer), snapshot(engine))
 
@@ -94,7 +96,9 @@ def test_an_untied_trainer_and_a_tied_engine_are_refused():
     with pytest.raises(WeightSyncError, match=r"lm_head.weight is held by the engine"):
         receiver.begin(sender.prepare_manifest(1))
     engine = tiny_model(tied=True, **SMALL)
-    receiver = WeightReceiver(InPlaceWeightStore(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0")
+    receiver = WeightReceiver(
+        InPlaceWeightStore(lambda: dict(engine.named_parameters(remove_duplicate=False))), "engine-0"
+    )
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight are two tensors of the trainer, but the eng"):
         receiver.begin(sender_of(tiny_model(tied=False, **SMALL)).prepare_manifest(1))
 

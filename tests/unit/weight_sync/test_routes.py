@@ -15,9 +15,9 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import plan_buckets
 from skyrl_train.weight_sync.handover import BucketFolder
+from skyrl_train.weight_sync.protocol import Bucket, Manifest
 from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import PERTURB_FACTOR, WeightSender
-from skyrl_train.weight_sync.protocol import Bucket, Manifest
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 UP = "model.layers.1.mlp.up_proj.weight"

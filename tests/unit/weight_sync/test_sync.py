@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import NonFiniteWeights, WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.sync import Probe, WeightSync
-from tests.support.weight_targets import LocalTrainer, FakeEngine, score
+from tests.support.weight_targets import FakeEngine, LocalTrainer, score
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32}
 PROBE_TOKENS = [[1, 2, 3, 4, 5], [6, 7, 8]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.graders.math_grader import is_unambiguous, get_grader
+from skyrl_train.environments.graders.math_grader import get_grader, is_unambiguous
 from skyrl_train.environments.graders.math_normalization import normalize_latex
 from skyrl_train.environments.graders.numbers import parse_number
 from tests.support.table_cases import check_each

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.environments import registry
-from skyrl_train.environments.integrations.reasoning_gym import UNSUPPORTED_DATASETS, SAFE_ANSWERS_FOR_EVAL
+from skyrl_train.environments.integrations.reasoning_gym import SAFE_ANSWERS_FOR_EVAL, UNSUPPORTED_DATASETS
 
 PAGE = (Path(__file__).parents[4] / "docs" / "foreign_environments.md").read_text()
 

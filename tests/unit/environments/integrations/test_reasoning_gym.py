@@ -12,8 +12,8 @@ import pytest
 
 from skyrl_train.environments.integrations import reasoning_gym
 from skyrl_train.environments.integrations.reasoning_gym import (
-    UNSUPPORTED_DATASETS,
     SAFE_ANSWERS_FOR_EVAL,
+    UNSUPPORTED_DATASETS,
     ReasoningGymEnv,
     decode,
     encode,

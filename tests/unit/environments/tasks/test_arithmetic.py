@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv, apply_operation, generate, assign_split
+from skyrl_train.environments.tasks.arithmetic import ArithmeticEnv, apply_operation, assign_split, generate
 from skyrl_train.errors import ConfigError
 
 

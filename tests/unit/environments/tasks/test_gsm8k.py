@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from skyrl_train.environments.tasks.gsm8k import GSM8KEnv, extract_flexible_answer, score, extract_strict_answer
+from skyrl_train.environments.tasks.gsm8k import GSM8KEnv, extract_flexible_answer, extract_strict_answer, score
 
 
 @pytest.mark.parametrize(

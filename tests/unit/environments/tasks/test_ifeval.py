@@ -349,7 +349,9 @@ def test_a_row_without_instructions_is_refused(truth: Any):
 
 def test_settings_are_checked_before_the_run():
     with pytest.raises(ConfigError, match="one of all, fraction"):
-        prepare_config(["environment.env_class=ifeval", "environment.skyrl_gym.ifeval.reward=most"], has_accelerator=False)
+        prepare_config(
+            ["environment.env_class=ifeval", "environment.skyrl_gym.ifeval.reward=most"], has_accelerator=False
+        )
 
 
 def test_long_text_is_judged_by_its_ends():

@@ -20,8 +20,8 @@ from skyrl_train.environments.graders.code_tests import (
     GradingResult,
     grade,
     last_python_block,
-    parse_tests,
     outputs_match,
+    parse_tests,
     values_match,
 )
 from skyrl_train.environments.tasks.lcb import LCBEnv

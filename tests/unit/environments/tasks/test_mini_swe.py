@@ -109,7 +109,7 @@ def test_a_right_agent_scores_1_a_wrong_one_0_and_a_cheating_one_0(task: Task):
 def test_a_table_with_a_gap_is_wrong_and_another_kind_of_mapping_is_right(name: str, old: str, new: str, reward: float):
     task = next(task for task in TASKS if task.name == name)
     with Episode(row(task)) as episode:
-        episode.does(mend(replace(task, mended=task.fixed.replace(old, new))))
+        episode.does(mend(replace(task, fixed=task.fixed.replace(old, new))))
         assert episode.does(DONE).reward == reward
 
 
@@ -296,18 +296,24 @@ def test_the_machine_and_the_templates_are_checked_early():
 def test_a_recipe_s_own_keys_become_settings(tmp_path: Path):
     example = Path(__file__).parents[4] / "examples" / "mini_swe_agent" / "swebench.yaml"
     keys = add_recipe_defaults([f"generator.miniswe_config_path={example}", "+generator.miniswe_traj_dir=/kept"])
-    prepared = prepare_config([*keys, "environment.skyrl_gym.mini_swe.test_timeout_s=9", "device=cpu"], has_user_code=True)
+    prepared = prepare_config(
+        [*keys, "environment.skyrl_gym.mini_swe.test_timeout_s=9", "device=cpu"], has_user_code=True
+    )
     assert not [text for text in prepared.warnings if "mini_swe" in text]
     config = with_settings(prepared.config)
     settings = config.environment.skyrl_gym.mini_swe
     assert settings.traj_dir == "/kept" and settings.command_timeout_s == 30
     assert "<issue>" in str(settings.instance_template)
     assert config.environment.env_class == "mini_swe"
-    broken = prepare_config([*add_recipe_defaults(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], has_user_code=True).config
+    broken = prepare_config(
+        [*add_recipe_defaults(["generator.miniswe_config_path=/none.yaml"]), "device=cpu"], has_user_code=True
+    ).config
     with pytest.raises(ConfigError, match=r"miniswe_config_path='/none\.yaml'"):
         with_settings(broken)
     slow = tmp_path / "slow.yaml"
     slow.write_text("environment: {timeout: 60}")
-    late = prepare_config([*add_recipe_defaults([f"generator.miniswe_config_path={slow}"]), "device=cpu"], has_user_code=True).config
+    late = prepare_config(
+        [*add_recipe_defaults([f"generator.miniswe_config_path={slow}"]), "device=cpu"], has_user_code=True
+    ).config
     with pytest.raises(ConfigError, match=r"environment_step_s=60\.0: must be at least 90"):
         with_settings(late)

@@ -308,7 +308,9 @@ def test_unique_items_are_compared_in_linear_time():
     ],
 )
 def test_unique_items_are_compared_as_json(items: list[Any], unique: bool):
-    assert (ArgumentValidator({"properties": {"x": {"uniqueItems": True}}}).find_problem({"x": items}) is None) == unique
+    assert (
+        ArgumentValidator({"properties": {"x": {"uniqueItems": True}}}).find_problem({"x": items}) is None
+    ) == unique
     assert ArgumentValidator({"properties": {"x": {"uniqueItems": False}}}).find_problem({"x": items}) is None
 
 

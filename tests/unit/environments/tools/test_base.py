@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.environments.tools.argument_validation import ArgumentValidator
-from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, truncate_middle, sanitize
+from skyrl_train.environments.tools.base import Tool, ToolBox, ToolError, sanitize, truncate_middle
 from skyrl_train.errors import ConfigError
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -183,7 +183,9 @@ def test_a_long_result_loses_its_middle_and_says_so():
     box = ToolBox([Echo()])
     text = box.call("echo", {"text": "a" * 10_000 + "b" * 10_000}).text
     assert text.startswith("a" * 4096 + "\n[... 11808 characters left out ...]\n") and text.endswith("\n" + "b" * 4096)
-    assert truncate_middle("abc", 3) == "abc" and truncate_middle("abcdef", 3) == "ab\n[... 3 characters left out ...]\nf"
+    assert (
+        truncate_middle("abc", 3) == "abc" and truncate_middle("abcdef", 3) == "ab\n[... 3 characters left out ...]\nf"
+    )
     box.close()
 
 

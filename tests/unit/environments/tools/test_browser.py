@@ -18,8 +18,8 @@ import pytest
 
 from skyrl_train.environments.tools.base import ToolBox, ToolResult
 from skyrl_train.environments.tools.browser import PROGRAMS, SETTLE_MS, BrowserTool
-from skyrl_train.environments.tools.url_policy import UrlPolicy
 from skyrl_train.environments.tools.proxy import FilteringProxy
+from skyrl_train.environments.tools.url_policy import UrlPolicy
 from skyrl_train.errors import ConfigError
 from tests.support.web_server import Request, Response, WebServer, web_server
 
@@ -93,7 +93,9 @@ def test_the_proxy_passes_requests_and_tunnels_to_the_checked_address_one_for_ea
 
 def test_the_proxy_lets_no_more_than_its_bytes_through():
     with web_server(lambda request: Response(bytes(2**22))) as server:
-        (answer,) = ask_proxy(UrlPolicy([], [server.at]), f"GET {server.url}/ HTTP/1.1\r\n\r\n".encode(), max_bytes=2**20)
+        (answer,) = ask_proxy(
+            UrlPolicy([], [server.at]), f"GET {server.url}/ HTTP/1.1\r\n\r\n".encode(), max_bytes=2**20
+        )
     assert len(answer) < 2**21
 
 

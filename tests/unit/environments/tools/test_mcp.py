@@ -15,7 +15,7 @@ import pytest
 
 from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.base import ToolBox, ToolError, ToolResult
-from skyrl_train.environments.tools.mcp import ToolListing, McpTool, McpServer, fingerprint
+from skyrl_train.environments.tools.mcp import McpServer, McpTool, ToolListing, fingerprint
 from skyrl_train.errors import ConfigError
 from tests.support.process_state import wait_for_exit
 from tests.unit.environments.tools.test_argument_validation import listening

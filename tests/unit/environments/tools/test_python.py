@@ -42,7 +42,7 @@ def test_a_session_lives_through_errors_and_exits_and_shows_the_line(sandbox: Sa
         persistent=True,
     )
     assert first == "[no output]" and "SystemExit: 3" in second
-    assert "return x / 0" in third and "sandbox_inside" not in third
+    assert "return x / 0" in third and "session_in_sandbox" not in third
     assert fourth == "1 ''"
 
 

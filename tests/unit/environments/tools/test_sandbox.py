@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from skyrl_train.environments.tools import sandbox as module
-from skyrl_train.environments.tools.sandbox import PYTHON, Limits, SandboxResult, Sandbox
+from skyrl_train.environments.tools.sandbox import PYTHON, Limits, Sandbox, SandboxResult
 from skyrl_train.errors import ConfigError, EnvironmentFailure
 
 PATIENT = Limits(wall_s=60.0, cpu_s=60.0)

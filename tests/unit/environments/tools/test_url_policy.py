@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.environments.tools.base import ToolBox, ToolError
 from skyrl_train.environments.tools.fetch import FetchTool, Page, fetch
-from skyrl_train.environments.tools.url_policy import UrlPolicy, UrlNotAllowed, Target, is_public
+from skyrl_train.environments.tools.url_policy import Target, UrlNotAllowed, UrlPolicy, is_public
 from skyrl_train.errors import ConfigError
 from tests.support.web_server import Request, Response, WebServer, web_server
 

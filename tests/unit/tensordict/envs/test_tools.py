@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from skyrl_train.environments.tasks.countdown import CountdownEnv
 from skyrl_train.environments.tools import mcp
 from skyrl_train.environments.tools.browser import PROGRAMS
-from skyrl_train.environments.tools.url_policy import UrlPolicy, UrlNotAllowed
+from skyrl_train.environments.tools.url_policy import UrlNotAllowed, UrlPolicy
 from skyrl_train.errors import ConfigError
 from skyrl_train.tensordict.envs.base import StepCounter
 from skyrl_train.tensordict.envs.chat import ChatEnv

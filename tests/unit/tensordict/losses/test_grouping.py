@@ -13,7 +13,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from skyrl_train.algorithms.advantages import AdvantageCalculator, grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, token_mean
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.buffer import ReplayBuffer
 from skyrl_train.tensordict.collectors.llm_collector import LLMCollector
@@ -71,7 +71,9 @@ def test_from_rewards_to_the_loss_the_numbers_are_the_trainers():
     assert torch.equal(stored["advantage"].flatten(), per_row.float())
     logprobs = current_logprobs(batch)
     objective = PolicyObjective(partial(clipped_surrogate, eps_clip_low=0.2, eps_clip_high=0.2))
-    trainers = objective(assign_loss_weights(expected, partial(token_mean, max_seq_len=1)), logprobs, None, 1, Metrics())
+    trainers = objective(
+        assign_loss_weights(expected, partial(token_mean, max_seq_len=1)), logprobs, None, 1, Metrics()
+    )
     ours = GRPOLoss(TablePolicy(logprobs), entropy_bonus=False, masking_strategy="rlhf")(stored).loss
     assert ours.item() == trainers.item()
 

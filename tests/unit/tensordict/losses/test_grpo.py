@@ -13,7 +13,7 @@ from torch import Tensor
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses import cispo, clipped_surrogate
 from skyrl_train.algorithms.policy_objective import PolicyObjective
-from skyrl_train.algorithms.reductions import sequence_mean, token_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean, token_mean
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.losses.grpo import CISPO, DAPO, CISPOLoss, GRPOLoss, GRPOLossOutput

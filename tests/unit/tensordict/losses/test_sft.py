@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from skyrl_train.algorithms.reductions import sequence_mean, assign_loss_weights
+from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean
 from skyrl_train.algorithms.sft import SFTObjective, minor_sft, sft
 from skyrl_train.metrics import Metrics
 from skyrl_train.tensordict.containers import ChatHistory

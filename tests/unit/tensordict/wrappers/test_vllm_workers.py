@@ -139,7 +139,9 @@ def test_an_actor_has_the_accelerators_that_ray_gave_it(
         raise _Placed
 
     monkeypatch.setattr(remote, "Cluster", OneAccelerator)
-    monkeypatch.setattr(remote, "reserve_pool", lambda cluster, **given: asked.append((given["device"], given["count"])))
+    monkeypatch.setattr(
+        remote, "reserve_pool", lambda cluster, **given: asked.append((given["device"], given["count"]))
+    )
     monkeypatch.setattr(remote, "locate_gpus", places)
     monkeypatch.setattr(remote, "spawn", spawned)
     with pytest.raises(ends, match="devices=5, but Ray has given it 7" if ends is ConfigError else None):
