@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_double_precision(
     if fused:
         assert module.get_fused_kernel(given[0], given[1]) is not None, "Triton does not work here"
     else:
-        monkeypatch.setattr(module, "fused_for", lambda hidden, weight: None)
+        monkeypatch.setattr(module, "get_fused_kernel", lambda hidden, weight: None)
     logprobs, entropy, d_hidden, d_weight = errors(outcome(given, shape, rows, kept, dtype), exact)
     # Values are never rounded to half precision; the gradient of the logits is, and that of the states and the weight.
     assert max(logprobs, entropy) < 1e-5

@@ -36,7 +36,7 @@ def test_loopback_is_no_address_for_an_engine_of_a_cluster_that_has_grown(
 ):
     """Ranks of a run that began on one node would give it: see test_sync.py and test_learner.py."""
     monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: Started())
-    cluster: Any = SimpleNamespace(single_machine=single_machine, cpus=2.0)
+    cluster: Any = SimpleNamespace(is_single_node=single_machine, num_cpus=2.0)
     group: Any = None
     slots = RolePlacement(
         ResourcePool(group, num_slots=1, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1),
@@ -68,7 +68,7 @@ def test_an_engine_over_two_nodes_is_a_process_on_each_that_meet_on_the_first(mo
 
     monkeypatch.setattr(engines, "spawn", spawn)
     monkeypatch.setattr(engines, "find_free_address", address)
-    cluster: Any = SimpleNamespace(single_machine=False, cpus=8.0)
+    cluster: Any = SimpleNamespace(is_single_node=False, num_cpus=8.0)
     group: Any = None
     slots = RolePlacement(
         ResourcePool(

@@ -41,7 +41,7 @@ def with_other_ids(folder: Path) -> str:
 
 @pytest.mark.defect("one-core-beside-an-accelerator")
 def test_ranks_on_accelerators_compute_with_the_cores_of_their_slots() -> None:
-    cluster: Any = SimpleNamespace(cpus=6.0)
+    cluster: Any = SimpleNamespace(num_cpus=6.0)
     group: Any = None
     role = RolePlacement(
         ResourcePool(

@@ -90,14 +90,14 @@ def connected(kind: type[RayPPOTrainer], batch: TrainBatch | None = None) -> tup
     one = kind(CFG, None, SimpleNamespace(pad_token_id=99), None, None, None)
     loop = SimpleNamespace(
         step=4,
-        group_steps=[],
-        batch_steps=[],
+        trajectory_transforms=[],
+        batch_transforms=[],
         evaluator=None,
         batch_dump=SimpleNamespace(write=None),
         learner=Learner(),
         checkpoint_manager=State(),
         metrics=Metrics(),
-        samples_of_rows=[] if batch is None else samples_of(batch),
+        sample_ids=[] if batch is None else samples_of(batch),
     )
     one.connect(loop)  # type: ignore[arg-type]
     return one, loop
@@ -228,8 +228,8 @@ def test_batch_of_a_step_is_forgotten_before_the_next():
     async def run() -> None:
         for shape in ("regular", "failed rows"):
             batch = edge_case_batch(shape)
-            loop.samples_of_rows = samples_of(batch)
-            loop.group_steps[0]([], loop.metrics)
+            loop.sample_ids = samples_of(batch)
+            loop.trajectory_transforms[0]([], loop.metrics)
             await loop.learner.add_logprobs_and_values(batch)
             assert loop.metrics.flush() == {"rows": len(batch)}
 

@@ -44,14 +44,14 @@ def made(kind: type[RayPPOTrainer], step: Any) -> tuple[RayPPOTrainer, Any]:
     one = kind(CFG, None, tokenizer, None, None, None)
     loop = SimpleNamespace(
         step=4,
-        group_steps=[],
-        batch_steps=[step, "correction"],
+        trajectory_transforms=[],
+        batch_transforms=[step, "correction"],
         evaluator=None,
         learner=None,
         checkpoint_manager=None,
         batch_dump=None,
         metrics=Metrics(),
-        samples_of_rows=[],
+        sample_ids=[],
         schedule=SimpleNamespace(total_steps=9),
     )
     one.connect(loop)  # type: ignore[arg-type]
@@ -76,9 +76,9 @@ def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str
     expected = step(batch, Metrics())
     _, loop = made(Same, step)
     metrics = Metrics()
-    loop.samples_of_rows = samples_of(batch)
-    found = loop.batch_steps[0](batch, metrics)
-    assert loop.batch_steps[1] == "correction"
+    loop.sample_ids = samples_of(batch)
+    found = loop.batch_transforms[0](batch, metrics)
+    assert loop.batch_transforms[1] == "correction"
     torch.testing.assert_close(found.token_advantages, expected.token_advantages, atol=1e-9, rtol=1e-9)
     assert ("advantages/mean" in metrics.flush()) == bool(batch.loss_mask.any())
 
@@ -86,7 +86,7 @@ def test_without_a_change_advantages_are_those_of_the_loop(shape: str, name: str
 def test_what_nobody_overrides_leaves_the_loop_as_it_was():
     step = AdvantageCalculator(lambda *args: None)  # type: ignore[arg-type, return-value]
     _, loop = made(RayPPOTrainer, step)
-    assert loop.batch_steps[0] is step
+    assert loop.batch_transforms[0] is step
 
 
 def test_rectangles_are_padded_as_skyrl_pads_and_come_back():
@@ -126,8 +126,8 @@ def test_a_changed_reward_is_what_the_estimator_sees():
     batch = batch_of("failed rows")
     _, loop = made(Constant, AdvantageCalculator(sums, kl=KLInReward(k1, FixedKLController(0.1))))
     metrics = Metrics()
-    loop.samples_of_rows = samples_of(batch)
-    done = loop.batch_steps[0](batch, metrics)
+    loop.sample_ids = samples_of(batch)
+    done = loop.batch_transforms[0](batch, metrics)
     counts = batch.sum_per_sequence(batch.loss_mask.float())
     expected = (torch.arange(len(batch)) * counts)[batch.sequence_ids] * batch.loss_mask
     torch.testing.assert_close(done.token_advantages, expected.double())
@@ -152,8 +152,8 @@ def test_rewards_of_episodes_of_several_sequences_count_once():
     )
     step = build_advantage_step(load_preset(["trainer.algorithm.advantage_estimator=grpo"]).trainer.algorithm)
     _, loop = made(Same, step)
-    loop.samples_of_rows = samples_of(batch)
-    expected, found = step(batch, Metrics()).token_advantages, loop.batch_steps[0](batch, Metrics()).token_advantages
+    loop.sample_ids = samples_of(batch)
+    expected, found = step(batch, Metrics()).token_advantages, loop.batch_transforms[0](batch, Metrics()).token_advantages
     torch.testing.assert_close(found, expected)
     assert found[9] < 0 < -found[9]
 
@@ -231,9 +231,9 @@ def test_numbers_of_a_subclass_are_logged_once_and_what_is_no_number_is_not():
     numbers.trainer = one
     numbers.log({"mine": 3, "text": "x", "tensor": torch.tensor(2.0)}, step=5, commit=True)
     metrics = Metrics()
-    loop.group_steps[0]([], metrics)
+    loop.trajectory_transforms[0]([], metrics)
     assert metrics.flush() == {"mine": 3.0, "tensor": 2.0}
-    loop.group_steps[0]([], metrics)
+    loop.trajectory_transforms[0]([], metrics)
     assert metrics.flush() == {}
 
 

@@ -190,7 +190,7 @@ def test_a_model_that_leaves_for_engines_and_a_sync_goes_on_as_its_twin_that_sta
     strategy, twin = make(), make()
     emptied: list[tuple[set[str], set[str]]] = []
     host = Pretended()
-    monkeypatch.setattr(base, "HostCopies", lambda device: host)
+    monkeypatch.setattr(base, "CpuOffloader", lambda device: host)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(places(strategy, host)))
     assert update(strategy, 0) == (moved := update(twin, 0))
     assert moved["grad_norm"] > 1e-3
