@@ -35,7 +35,7 @@ with trace.write_trace(Path(sys.argv[1])):
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as one of those that hand over their spans."""
-    monkeypatch.setattr(trace, "_record", None)
+    monkeypatch.setattr(trace, "_note", None)
     trace.start_buffering()
     yield
     trace.drain_spans()
