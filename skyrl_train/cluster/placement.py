@@ -366,7 +366,10 @@ async def wait_for_rescheduling(pool: ResourcePool, indices: Sequence[int], with
 
 
 async def _are_on_live_nodes(pool: ResourcePool, indices: Sequence[int]) -> bool:
-    """Return True if each of these slots is on a live node. Ray's state of a placement group only covers all bundles."""
+    """Return True if each of these slots is on a live node.
+
+    Ray's own state of a placement group covers only all of its bundles.
+    """
     table, nodes = await asyncio.to_thread(lambda: (placement_group_table(pool.placement_group), ray.nodes()))
     live_node_ids = {node["NodeID"] for node in nodes if node["Alive"]}
     return all(table["bundles_to_node_id"].get(pool.bundle_index(index)) in live_node_ids for index in indices)

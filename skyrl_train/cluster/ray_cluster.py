@@ -176,7 +176,7 @@ def _connect(address: str, settings: Mapping[str, Any]) -> None:
                     f"{MAX_START_ATTEMPTS} attempts failed. See Ray's logs on the head, and start the head with "
                     "GRPC_ENABLE_FORK_SUPPORT=0."
                     if died
-                    else "If it requires a token, for example because there was a ~/.ray/auth_token when it started, set "
+                    else "If it requires a token, for example because ~/.ray/auth_token existed when it started, set "
                     "RAY_AUTH_MODE=token."
                 )
                 raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). {hint}") from error

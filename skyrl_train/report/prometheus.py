@@ -194,7 +194,7 @@ class MetricsServer:
             self._loop = opened.result()
         except OSError as error:
             self._thread.join()
-            raise METRICS_LISTENER.cannot_listen(host, port, error) from error
+            raise METRICS_LISTENER.address_error(host, port, error) from error
         self.url = self._server.url + PATH
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class HttpEndpoint:
         try:
             await self._server.listen(self._host, self._port)
         except OSError as error:
-            raise ENDPOINT_LISTENER.cannot_listen(self._host, self._port, error) from error
+            raise ENDPOINT_LISTENER.address_error(self._host, self._port, error) from error
         if self._makes_token_file:
             descriptor, path = tempfile.mkstemp(prefix="skyrl-api-key-")  # readable by this user only
             self.token_file = Path(path)
