@@ -165,7 +165,8 @@ def import_plugins(names: Sequence[str]) -> None:
             raise ConfigError(f"trainer.plugins: {name!r}: {error}") from error
         except Exception as error:  # raised by the module itself
             raise ConfigError(
-                f"trainer.plugins: {name!r} cannot be imported: {type(error).__name__}: {error}, in {_error_location(error)}."
+                f"trainer.plugins: {name!r} cannot be imported: {type(error).__name__}: {error}, "
+                f"in {_error_location(error)}."
             ) from error
 
 

@@ -57,7 +57,7 @@ def test_values_of_python_arrive_as_they_are(key: str, value: Any, wanted: Any):
         ({"trainer.project_name": b"bytes"}, "not bytes"),
         ({"generator.engine_init_kwargs": {"a,b": 1}}, "the name 'a,b'"),
         ({"generator.engine_init_kwargs": {None: 1}}, "the name None"),
-        (["--help"], "flags are arguments here"),
+        (["--help"], "Pass flags as arguments"),
         ([3], "3: must be text"),
     ],
 )
@@ -71,7 +71,7 @@ def test_one_text_is_one_override():
 
 
 def test_an_experiment_with_a_run_of_its_own_is_not_trained_by_mistake():
-    with pytest.raises(ConfigError, match="EvaluationExp has a run of its own"):
+    with pytest.raises(ConfigError, match="EvaluationExp overrides run"):
         train(load_config(), EvaluationExp)
 
 
@@ -180,7 +180,7 @@ def test_rollouts_of_a_run_are_a_dataset(tmp_path: Path):
 
 
 def test_rollouts_that_cannot_be_read_are_explained(tmp_path: Path):
-    with pytest.raises(DataError, match="no rollouts are kept here"):
+    with pytest.raises(DataError, match="this folder has no rollouts"):
         read_rollouts(tmp_path)
     synthetic_run(tmp_path, 1, 4)
     with pytest.raises(ConfigError, match="the columns of rollouts are step, uid"):

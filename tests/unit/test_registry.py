@@ -89,7 +89,7 @@ def test_code_that_is_run_again_registers_again():
 
 @pytest.mark.parametrize("name", ["", None, square])
 def test_a_decorator_wants_a_name(name: object):
-    with pytest.raises(ConfigError, match="a name must be a text"):
+    with pytest.raises(ConfigError, match="the name must be a non-empty string"):
         Registry("function").register(name)  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_a_process_and_what_belongs_to_it_end_together(cluster: Cluster, how: st
             await asyncio.wait_for(waiting, 20)
 
     asyncio.run(run())
-    said = [one.getMessage() for one in caplog.records if "is ended, as a part of it is gone" in one.getMessage()]
+    said = [one.getMessage() for one in caplog.records if "because one of its processes is gone" in one.getMessage()]
     assert len(said) == how.startswith("part")
 
 
@@ -282,13 +282,13 @@ def test_silence_and_death_are_errors_that_name_the_process(cluster: Cluster):
 @pytest.mark.fault("F05")
 def test_more_than_the_cluster_has_is_refused_at_once_with_need_and_have(cluster: Cluster):
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"policy.*needs 2 slots of 1 GPU, 2 GPUs.*has .* and 0 GPUs"):
+    with pytest.raises(ConfigError, match=r"policy.*needs 2 GPUs.*has .* and 0 GPUs"):
         reserve_pool(cluster, count=2, actors_per_slot=1, device="cuda", total_slots=2, deadline_s=10, key="policy")
     occupied = reserve_pool(
         cluster, count=1, actors_per_slot=1, device="cpu", total_slots=1, deadline_s=10, key="first"
     )
     assert occupied.num_slots == 1
-    with pytest.raises(ConfigError, match=r"engines: needs 64 slots of 1 CPU.*not placed within 1 s.*colocate"):
+    with pytest.raises(ConfigError, match=r"engines: needs 64 bundles of 1 CPU.*not placed within 1 s.*colocate"):
         reserve_pool(cluster, count=64, actors_per_slot=1, device="cpu", total_slots=0, deadline_s=1, key="engines")
     assert time.monotonic() - begun < 20
 
@@ -397,7 +397,7 @@ def test_a_raylet_that_is_stopped_is_named_and_does_not_hold_up_the_end():
         "import psutil\n"
         "from skyrl_train.cluster import placement, ray_cluster\n"
         "from skyrl_train.errors import ClusterLost\n"
-        "ray_cluster._CLOSE_TIMEOUT_S, placement._PROBE_TIMEOUT_S = 3, 1\n"
+        "ray_cluster._DISCONNECT_TIMEOUT_S, placement._PROBE_TIMEOUT_S = 3, 1\n"
         "with ray_cluster.Cluster() as cluster:\n"
         "    next(child for child in psutil.Process().children() if child.name() == 'raylet').suspend()\n"
         "    try:\n"
@@ -410,7 +410,7 @@ def test_a_raylet_that_is_stopped_is_named_and_does_not_hold_up_the_end():
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Ray's processes do not answer: killed after 3 s" in done.stderr
+    assert "Ray's processes do not respond: killing them after 3 s" in done.stderr
 
 
 def test_a_cluster_that_was_there_before_stays(cluster: Cluster):

@@ -214,7 +214,7 @@ def test_one_altered_bit_is_caught_by_the_tensors_name(
     bench: EngineHarness, route: str, reference: Reference, altered: str
 ):
     trainer = PerturbingTrainer(unserved_model(bench, 8), altered)
-    failing_sync(bench, route, WeightSyncError, rf"{altered}.* arrived altered", trainer=trainer)
+    failing_sync(bench, route, WeightSyncError, rf"{altered}.* changed in transit", trainer=trainer)
     assert_old_or_partial_then_repaired(bench, route, reference)
 
 
@@ -222,7 +222,7 @@ def test_one_altered_bit_is_caught_by_the_tensors_name(
 def test_a_lost_bucket_is_caught_by_name(bench: EngineHarness, route: str, reference: Reference):
     cut = plan_buckets(LocalTrainer(unserved_model(bench, 9), bucket_bytes=1 << 14).prepare_manifest(1))
     third, last = DroppingEngine(bench.engine, 2), DroppingEngine(bench.engine, len(cut) - 1)
-    failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 came instead", engine=third)
+    failing_sync(bench, route, WeightSyncError, "bucket 2 is missing: bucket 3 was sent instead", engine=third)
     if route == "broadcast":  # its bytes wait for a receiver
         what = rf"bucket {len(cut)} of {len(cut)} \({cut[-1].names[0]}"
         failing_sync(bench, route, DeadlineExceeded, what, engine=last, deadline_s=6)
@@ -287,9 +287,9 @@ def with_one_more(trainer: LocalTrainer) -> Any:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        (without_norm, r"model\.norm\.weight is held by the engine, but"),
-        (with_an_infinity, r"model\.norm\.weight holds NaN or infinity"),
-        (with_another_shape, r"model\.norm\.weight is announced as \[63\], the engine's is \[64\]"),
+        (without_norm, r"the engine has model\.norm\.weight, but"),
+        (with_an_infinity, r"model\.norm\.weight contains NaN or infinity"),
+        (with_another_shape, r"model\.norm\.weight is announced with shape \[63\], but the engine's is \[64\]"),
         (with_one_more, r"model\.layers\.9\.mlp\.up_proj\.weight was announced, but"),
     ],
 )
@@ -315,13 +315,13 @@ def test_a_skipped_sync_is_caught_by_the_engines_name(bench: EngineHarness, refe
 
     async def run() -> None:
         async with bench.syncing(trainer=trainer) as weight_sync:
-            with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or altered"):
+            with pytest.raises(WeightSyncError, match=f"engine {bench.capabilities.name}.* stale or corrupt"):
                 await weight_sync.verify((await bench.engine.health()).version, [bench.engine])
 
     bench.run(run())
 
 
 def test_a_commit_without_a_manifest_is_refused(bench: EngineHarness, reference: Reference):
-    with pytest.raises(WeightSyncError, match="begin a sync first"):
+    with pytest.raises(WeightSyncError, match="Begin a sync first"):
         bench.run(bench.engine.commit_weights(99))
     assert_serves(bench, reference)

@@ -151,7 +151,7 @@ def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
         probe = Probe(IDS, trainer_score)
         weight_sync = WeightSync(trainer, lambda: [engine], route="in_process", deadline_s=60, probe=probe)
         if server.kind == "vllm":
-            with pytest.raises(WeightSyncError, match=rf"{server.process.address}.*stale or altered"):
+            with pytest.raises(WeightSyncError, match=rf"{server.process.address}.*stale or corrupt"):
                 await weight_sync.sync_all(1)
             return
         assert (await weight_sync.sync_all(1))["weights/probe_gap"] <= 1e-4

@@ -257,7 +257,7 @@ def test_on_an_accelerator_level_2_loses_the_weights_until_a_commit(on_device: R
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(2))
     bench.run(engine.wake_up())
-    with pytest.raises(WeightSyncError, match="begin a sync first"):
+    with pytest.raises(WeightSyncError, match="Begin a sync first"):
         bench.run(engine.commit_weights(99))
     bench.run(engine.connect_weights("in_process", "", 1, 2, 1.0))
     assert bench.run(engine.health()).torn, "nothing came yet"

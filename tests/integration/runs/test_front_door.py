@@ -142,7 +142,7 @@ def test_a_cluster_that_is_named_runs_the_driver_s_python_which_has_the_wheel(
             check=False,
         )
     assert "ConfigError: RAY_ADDRESS=" in elsewhere.stderr
-    assert "workers run the driver's Python, /no/such/python, which must be there on every node" in elsewhere.stderr
+    assert "workers run the driver's Python, /no/such/python, which must exist on every node" in elsewhere.stderr
     assert metrics_of(tmp_path)[1]["rollouts/failed"] == 0
     prefixes = [file.read_text() for file in folder.iterdir()]
     assert len(prefixes) >= 4, "driver, rank, engine and processes of environments"

@@ -122,7 +122,7 @@ def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_los
     said = run_and_lose(nodes, overrides, tmp_path, lost=of_rank)
     for left in {*Path("/dev/shm").glob("psm_*")} - before:  # vLLM's, of a node that lost its power
         left.unlink()
-    ended = r"engine 0 is ended, as a part of it is gone: engine 0 node 1 died during ended: its node .* was lost"
+    ended = r"Killing engine 0, because one of its processes is gone: engine 0 node 1 died during wait_until_exit: its node .* was lost"
     assert bool(re.search(ended, said)) == (rank == 1), said[-4000:]
     assert re.search(r"engine 0 died .* and was restarted with the current weights", said), said[-4000:]
     assert "Traceback" not in said
@@ -239,7 +239,7 @@ def test_a_driver_behind_a_ray_client_trains_and_starts_an_engine_again(
         finally:
             driver.kill()
             driver.wait()
-    assert "server for this Ray client died; asking for another, 2 of 4" in log.read_text()
+    assert "server for this Ray client died; connecting again, attempt 2 of 4" in log.read_text()
     assert metrics_of(tmp_path)[40]["engines/restarts"] == 1
 
 

@@ -57,7 +57,7 @@ def test_of_a_cluster_of_others_nobody_knows_that_it_will_have_no_gpu(address: s
 
 def test_a_job_server_is_no_cluster_to_join():
     with pytest.raises(
-        ConfigError, match=r"RAY_ADDRESS=http://10\.0\.0\.1:8265: a cluster's job server.*ray job submit"
+        ConfigError, match=r"RAY_ADDRESS=http://10\.0\.0\.1:8265: is the address of a job server.*ray job submit"
     ):
         Cluster(settings={"address": "http://10.0.0.1:8265"}).connect()
 

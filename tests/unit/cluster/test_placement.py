@@ -47,7 +47,7 @@ def test_a_start_in_slots_of_a_dead_node_ends_at_once(monkeypatch: pytest.Monkey
             ended.set()
 
     async def run() -> None:
-        with pytest.raises(ClusterLost, match=r"a node with slots of this run died"):
+        with pytest.raises(ClusterLost, match=r"a node of this run died"):
             await await_unless_node_lost(start(), slots, [0])
         await asyncio.wait_for(ended.wait(), 5)
 
@@ -66,7 +66,7 @@ def test_a_start_that_takes_its_time_is_waited_for_while_its_own_node_lives(monk
         slots = slots_of(monkeypatch, {0: "a", 1: ""})
         await wait_for_rescheduling(slots, [1], 0.0)
         assert await await_unless_node_lost(start(), slots, [1]) == "capabilities"
-        with pytest.raises(InsufficientResources, match="the others have no room for them"):
+        with pytest.raises(InsufficientResources, match="no free resources for its actors"):
             await wait_for_rescheduling(slots, [0, 1], 0.0)
 
     asyncio.run(run())

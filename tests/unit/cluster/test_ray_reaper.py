@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 SAYS = {
     "raylet first": (-signal.SIGKILL, "Ray's raylet died"),
-    "raylet stopped": (-signal.SIGKILL, "is killed: stopped for 60 s."),
+    "raylet stopped": (-signal.SIGKILL, ": stopped for 60 s."),
     "driver first": (-signal.SIGKILL, ""),
     "in the start": (1, "ended while Ray was starting"),
     "told in the start": (143, ""),

@@ -14,7 +14,10 @@ def test_an_engine_sees_the_accelerators_of_its_slots_in_their_order():
 
 
 def test_slots_on_several_nodes_are_refused_by_the_keys_name():
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size=2: 2 accelerators .* on one node lie on 2 \(a, b\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^tensor_parallel_size=2: one engine needs 2 GPUs on one node, but they are on 2 nodes \(a, b\)",
+    ):
         visible_devices([("b", "0"), ("a", "0")], "tensor_parallel_size=2")
 
 

@@ -108,8 +108,8 @@ def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
     "error",
     [
         UnsupportedParameter("Engine 'x' cannot honour top_k=3."),
-        EngineError("Engine 'x' is torn."),
-        WeightSyncError("model.w arrived altered"),
+        EngineError("Engine 'x' is partially loaded."),
+        WeightSyncError("model.w changed in transit"),
         DeadlineExceeded("engine x.generate", 2.5),
     ],
 )

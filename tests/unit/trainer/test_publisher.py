@@ -120,14 +120,14 @@ def test_a_node_that_died_is_told_from_an_engine_and_no_restart_is_repeated_on_i
 
     async def start(name: str, wait_for_node: bool) -> KillableEngine:
         started.append(name)
-        raise ClusterLost("a node with slots of this run died.")
+        raise ClusterLost("a node of this run died.")
 
     async def never(engine: KillableEngine) -> None:
         raise AssertionError("there is no engine")
 
     client = EngineClient([KillableEngine("a")], deadline_s=5)
     publisher_of(client, start, never, max_engine_restarts=3)
-    with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node with slots of this run died"):
+    with pytest.raises(EnginesLost, match=r"a was killed.*cannot be restarted: a node of this run died"):
         asyncio.run(client.generate([request("r1")]))
     assert started == ["a"]
 

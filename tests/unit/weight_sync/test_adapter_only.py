@@ -111,7 +111,7 @@ def test_a_sync_that_failed_is_followed_by_all_of_it():
             trainer.draw(1)
             target.lost = True
             with pytest.raises(
-                WeightSyncError, match=r"engine one: model\.layers\.0\..*\.lora_A\.weight arrived altered"
+                WeightSyncError, match=r"engine one: model\.layers\.0\..*\.lora_A\.weight changed in transit"
             ):
                 await weight_sync.sync_all(1)
             assert (await weight_sync.sync_all(2))["weights/bytes"] == sum(sizes(trainer))
@@ -128,7 +128,7 @@ def test_an_adapter_that_was_altered_in_the_engine_is_noticed():
             adapter = engine.served.adapters.synced
             assert adapter is not None
             adapter.layers[LAYER][1].add_(0.1)
-            with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or altered"):
+            with pytest.raises(WeightSyncError, match=r"engine one: log-probs .* stale or corrupt"):
                 await weight_sync.verify(0, [engine])
 
     asyncio.run(run())
@@ -149,7 +149,7 @@ def test_a_self_test_notices_an_engine_that_ignores_the_adapter():
                 tensor.zero_()  # as at the start: the model's log-probs are right
         engine = Deaf(tiny_model(seed=2, **SMALL), name="deaf")
         try:
-            with pytest.raises(WeightSyncError, match="engine deaf: altered weights moved"):
+            with pytest.raises(WeightSyncError, match="engine deaf: perturbed weights changed"):
                 await sync_of(trainer, [engine]).sync_all(0)
         finally:
             await engine.close()
@@ -164,16 +164,16 @@ def without(tensor: str) -> Any:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (without(f"{LAYER}.lora_B.weight"), rf"{LAYER}\.lora_B\.weight is held by the engine"),
+        (without(f"{LAYER}.lora_B.weight"), rf"the engine has {LAYER}\.lora_B\.weight, but"),
         (
             lambda m: replace(m, adapter=replace(m.adapter, rank=5)),
             r"lora_A\.weight is announced as \[4, 32\].* \[5, 32\]",
         ),
         (
             lambda m: replace(m, adapter=replace(m.adapter, layers=("lm_head",))),
-            "engine one: the adapter changes lm_head, which is no linear layer",
+            "engine one: the adapter changes lm_head, which is not a linear layer",
         ),
-        (lambda m: replace(m, adapter=None), r"lora_A\.weight.* was announced, but the engine holds no such tensor"),
+        (lambda m: replace(m, adapter=None), r"lora_A\.weight.* was announced, but the engine has no such tensor"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, message: str):
@@ -192,7 +192,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_a_byte(spoil: Any, messa
 
 def test_an_engine_without_a_place_for_it_refuses_it():
     target = FakeEngine(tiny_model(seed=2, **SMALL), "plain")
-    with pytest.raises(WeightSyncError, match=r"engine plain: .* no adapter apart.*lora\.sync=merged"):
+    with pytest.raises(WeightSyncError, match=r"engine plain: .* adapter separate from its model.*lora\.sync=merged"):
         asyncio.run(sync_of(trainer_of(), [target], probed=False).sync_all(1))
 
 
@@ -201,7 +201,7 @@ def test_one_nan_in_the_adapter_stops_the_sync():
         async with engines("one") as (engine,):
             trainer = trainer_of()
             trainer.tensors[f"{LAYER}.lora_A.weight"][0, 0] = torch.nan
-            with pytest.raises(WeightSyncError, match=rf"{LAYER}\.lora_A\.weight holds NaN"):
+            with pytest.raises(WeightSyncError, match=rf"{LAYER}\.lora_A\.weight contains NaN"):
                 await sync_of(trainer, [engine], probed=False).sync_all(1)
 
     asyncio.run(run())

@@ -112,7 +112,7 @@ def test_closing_ends_what_a_rank_and_its_peers_wait_for(closes_first: int):
 def test_a_root_that_never_listens_is_not_waited_for_as_long_as_a_transfer_may_take(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(broadcast, "ROOT_CONNECT_TIMEOUT_S", 0.5)
     start = time.monotonic()
-    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not meet the others"):
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 could not connect to the other ranks"):
         BroadcastGroup(address(), 1, 2, "cpu", 600.0)
     assert time.monotonic() - start < 20
 
@@ -130,7 +130,9 @@ def test_a_group_that_cannot_check_in_is_named_and_closed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast)
     monkeypatch.setattr(BroadcastGroup, "close", close)
-    with pytest.raises(WeightSyncError, match="rank 0 of 1 could not meet the others of the weight transfer"):
+    with pytest.raises(
+        WeightSyncError, match="rank 0 of 1 could not connect to the other ranks of the weight transfer"
+    ):
         BroadcastGroup(address(), ROOT_RANK, 1, "cpu", 20.0)
     assert len(closed) == 1
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.weight_sync import buckets
-from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, inspect_on_device, scan_shards
+from skyrl_train.weight_sync.buckets import all_finite, fingerprint, fingerprints, scan_on_device, scan_shards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,7 +27,7 @@ def on_cpu(elements: torch.Tensor, position: int) -> tuple[int, int]:
 
 def on_device(elements: torch.Tensor, position: int) -> tuple[int, int]:
     """A part of a tensor as an accelerator inspects it."""
-    first, second = inspect_on_device(elements, position, True).tolist()
+    first, second = scan_on_device(elements, position, True).tolist()
     return first, second
 
 
@@ -61,7 +61,7 @@ def test_results_come_in_the_order_of_their_parts_whatever_devices_they_lie_on(m
     def inspect(elements: Elsewhere, position: int, also_finite: bool) -> torch.Tensor:
         return torch.tensor([elements.number, position])
 
-    monkeypatch.setattr(buckets, "inspect_on_device", inspect)
+    monkeypatch.setattr(buckets, "scan_on_device", inspect)
     here = torch.ones(3)
     parts = [(Elsewhere(5), 1), (here, 0), (Elsewhere(6), 0), (Elsewhere(7), 1)]
     assert scan_shards(parts) == [(5, 1), (fingerprint(here), 0), (6, 0), (7, 1)]  # type: ignore[arg-type]

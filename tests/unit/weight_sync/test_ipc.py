@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.handover import MappedBuffers, SharedBuffers
+from skyrl_train.weight_sync.ipc import MappedBuffers, SharedBuffers
 from skyrl_train.weight_sync.protocol import SharedHandle
 from skyrl_train.weight_sync.sender import WeightSender
 
@@ -120,6 +120,6 @@ def test_a_handle_may_not_ask_for_more_than_there_is_nor_for_any_other_file(tmp_
             SharedHandle(0, 1 << 20, file=handle.file),
             SharedHandle(0, 64, file=f"/proc/{os.getpid()}/fd/{other.fileno()}"),
         ):
-            with pytest.raises(WeightSyncError, match="bytes of a trainer's memory"):
+            with pytest.raises(WeightSyncError, match="is not a trainer's buffer of at least"):
                 MappedBuffers().open(wrong)
     pages.close()

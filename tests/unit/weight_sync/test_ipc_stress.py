@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.weight_sync import handover
+from skyrl_train.weight_sync import ipc
 from skyrl_train.weight_sync.buckets import fingerprint, plan_buckets
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from tests.gpu_check.ipc import SYNCS, CopiesLate, Trainer, overlapped
@@ -16,7 +16,7 @@ from tests.support.deferred_copies import DeferredCopyMode, wait_for_copies
 @pytest.mark.defect("pages-filled-before-they-are-read")
 def test_no_sync_goes_wrong_although_both_ends_copy_late(monkeypatch: pytest.MonkeyPatch):
     """tests/gpu/test_ipc.py is the same on a device, whose streams are late by themselves."""
-    monkeypatch.setattr(handover, "wait_for_copies", wait_for_copies)
+    monkeypatch.setattr(ipc, "wait_for_copies", wait_for_copies)
     shapes = {f"layer.{index}.weight": (8, 8) for index in range(8)}
     trainer = Trainer(shapes, "cpu", bucket_bytes=2 * 8 * 8 * 2, delayed=True)  # four buckets on two pages
     held = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}

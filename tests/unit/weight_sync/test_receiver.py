@@ -93,7 +93,7 @@ def test_an_untied_trainer_and_a_tied_engine_are_refused():
     with pytest.raises(WeightSyncError, match=r"lm_head.weight was announced.*tied"):
         receiver.begin(sender.prepare_manifest(1))
     sender, receiver = sender_of(tiny_model(tied=True, **SMALL)), receiver_of(tiny_model(tied=False, **SMALL))
-    with pytest.raises(WeightSyncError, match=r"lm_head.weight is held by the engine"):
+    with pytest.raises(WeightSyncError, match=r"the engine has lm_head.weight, but"):
         receiver.begin(sender.prepare_manifest(1))
     engine = tiny_model(tied=True, **SMALL)
     receiver = WeightReceiver(
@@ -116,10 +116,16 @@ def with_norm(manifest: Manifest, **changes) -> Manifest:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (without_norm, r"model\.norm\.weight is held by the engine"),
+        (without_norm, r"the engine has model\.norm\.weight, but"),
         (lambda m: with_norm(m, name="model.nrom.weight"), r"model\.nrom\.weight was announced, but"),
-        (lambda m: with_norm(m, shape=(31,)), r"model\.norm\.weight is announced as \[31\], the engine's is \[32\]"),
-        (lambda m: with_norm(m, dtype="int32"), r"model\.norm\.weight is announced as int32, the engine's is float32"),
+        (
+            lambda m: with_norm(m, shape=(31,)),
+            r"model\.norm\.weight is announced with shape \[31\], but the engine's is \[32\]",
+        ),
+        (
+            lambda m: with_norm(m, dtype="int32"),
+            r"model\.norm\.weight is announced as int32, but the engine's is float32",
+        ),
         (lambda m: with_norm(m, dtype="float31"), r"model\.norm\.weight is announced as float31"),
         (lambda m: replace(m, tensors=(*m.tensors, m.tensors[0])), "announced twice"),
     ],
@@ -131,7 +137,7 @@ def test_a_manifest_that_does_not_fit_is_refused_and_the_old_weights_serve(spoil
         receiver.begin(spoil(sender.prepare_manifest(1)))
     bucket = sender.send(0)
     assert bucket is not None
-    with pytest.raises(WeightSyncError, match="begin a sync first"):
+    with pytest.raises(WeightSyncError, match="Begin a sync first"):
         receiver.receive(bucket)
     assert same(before, snapshot(engine))
     assert (receiver.partially_loaded, receiver.version) == (False, 0)
@@ -144,7 +150,7 @@ def test_a_non_finite_tensor_is_named_and_nothing_is_loaded(value):
     before = snapshot(engine)
     with torch.no_grad():
         trainer.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = value
-    with pytest.raises(WeightSyncError, match=r"engine-0: model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+    with pytest.raises(WeightSyncError, match=r"engine-0: model\.layers\.1\.mlp\.up_proj\.weight contains NaN"):
         receiver.begin(sender.prepare_manifest(1))
     assert same(before, snapshot(engine))
     assert not receiver.partially_loaded
@@ -179,7 +185,7 @@ def test_a_flipped_bit_on_the_wire_names_the_tensor_and_loads_nothing_of_its_buc
     assert bucket is not None
     assert bucket.payload is not None
     bucket.payload[5] ^= 4
-    with pytest.raises(WeightSyncError, match=r"engine-0: model\.embed_tokens\.weight arrived altered"):
+    with pytest.raises(WeightSyncError, match=r"engine-0: model\.embed_tokens\.weight changed in transit"):
         receiver.receive(bucket)
     assert same(before, snapshot(engine))
     assert not receiver.partially_loaded
@@ -213,7 +219,7 @@ def test_weights_that_change_while_they_are_sent_are_caught():
         trainer.get_parameter("model.embed_tokens.weight")[0, 0] += 1
     bucket = sender.send(0)
     assert bucket is not None
-    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight arrived altered"):
+    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight changed in transit"):
         receiver.receive(bucket)
 
 
@@ -222,7 +228,9 @@ def test_an_engine_that_does_not_keep_what_it_was_given_is_caught_at_commit():
     trainer, engine = tiny_model(seed=1, **SMALL), tiny_model(seed=2, **SMALL)
     sender = sender_of(trainer)
     receiver = WeightReceiver(InPlaceWeightStore(lambda: snapshot(engine)), "engine-0")  # loading into copies is lost
-    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight was received but is not what"):
+    with pytest.raises(
+        WeightSyncError, match=r"model\.embed_tokens\.weight was received, but the engine has loaded something else"
+    ):
         sync(sender, receiver, 1)
     assert receiver.partially_loaded
 
@@ -263,6 +271,7 @@ def test_other_ranks_read_the_parameters_along_and_send_nothing():
 
 def test_an_unknown_route_is_refused():
     with pytest.raises(
-        WeightSyncError, match=r"engine-0 has no weight route 'pigeon'; it has broadcast, checkpoint, in_process"
+        WeightSyncError,
+        match=r"engine-0 does not support weight route 'pigeon'. Choose one of: broadcast, checkpoint, in_process",
     ):
         receiver_of(tiny_model(**SMALL)).connect("pigeon", "", 1, 2, 1.0)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.buckets import plan_buckets
-from skyrl_train.weight_sync.handover import BucketFolder
+from skyrl_train.weight_sync.checkpoint_route import BucketFolder
 from skyrl_train.weight_sync.protocol import Bucket, Manifest
 from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import PERTURB_FACTOR, WeightSender
@@ -177,7 +177,7 @@ def _flip(file: Path) -> None:
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(_truncate, "did not arrive"), (_flip, "arrived altered"), (Path.unlink, "did not arrive")],
+    [(_truncate, "did not arrive"), (_flip, "changed in transit"), (Path.unlink, "did not arrive")],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["when received", "before commit"])
 def test_a_file_that_is_torn_altered_or_gone_is_caught_by_the_tensors_name(
@@ -248,7 +248,9 @@ def test_what_changed_is_refused_by_an_engine_with_another_base(pair_of):
     with pytest.raises(WeightSyncError, match=r"late: .* what changed since version 1.*serves version 0.* a complete"):
         late.begin(manifest)
     pair.receiver.torn = True
-    with pytest.raises(WeightSyncError, match=r"engine-0: .* this engine is torn: a complete sync is needed"):
+    with pytest.raises(
+        WeightSyncError, match=r"engine-0: .* this engine is partially loaded: a complete sync is needed"
+    ):
         pair.receiver.begin(manifest)
 
 
@@ -263,7 +265,7 @@ def test_a_sync_that_nobody_confirmed_is_no_base(pair_of):
     pair = pair_of(weight_sync_only_changed=True)
     pair.sender.manifest(1)
     assert pair.sender.manifest(2).base_version is None
-    with pytest.raises(WeightSyncError, match="version 1 was not the one that was sent"):
+    with pytest.raises(WeightSyncError, match="version 1 is not the version that was sent last"):
         pair.sender.delivered(1)
 
 
