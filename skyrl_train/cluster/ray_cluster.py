@@ -468,7 +468,7 @@ class Cluster:
         """
         if address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"RAY_ADDRESS={address}: is the address of a job server. To submit a run to it, use `ray job submit "
+                f"RAY_ADDRESS={address}: this is the address of a job server. To submit a run to it, use `ray job submit "
                 "--working-dir . -- python -m skyrl_train.entrypoints.main_base ...` (needs skyrl-train[jobs]). To run "
                 "the driver here, on a node of the cluster, set RAY_ADDRESS to the cluster itself, HOST:6379."
             )
