@@ -66,9 +66,10 @@ class LogRotator:
 
 
 def rotate(path: Path) -> None:
-    """Copy a file that exceeds its limit to NAME.1, then empty it; processes that have it open keep appending to it.
+    """Copy a file that has reached its size limit to NAME.1, then empty it. Processes that have it open keep appending
+    to it.
 
-    Earlier copies are renamed, the oldest is replaced. Errors of the file system are ignored.
+    Earlier copies are renamed, and the oldest is replaced. Errors of the file system are ignored.
     """
     with suppress(OSError):  # the file does not exist yet, or the disk is full: the next check tries again
         if path.stat().st_size < MAX_LOG_BYTES:

@@ -105,10 +105,10 @@ def ingest_spans(spans: Iterable[Span], process: str) -> None:
 
 @contextmanager
 def write_trace(path: Path) -> Iterator[None]:
-    """Append the spans of this process, and those that it ingests, to a file during the block.
+    """Append the spans of this process, and those that it ingests, to a new file during the block.
 
-    The file must not exist. If it cannot be written, a warning is logged and there is no timeline; nothing is raised.
-    The same applies if another `write_trace` of this process is active.
+    If the file exists or cannot be written, a warning is logged and there is no timeline; nothing is raised. The same
+    applies if another `write_trace` of this process is active.
     """
     global _record
     file = _open_trace_file(path)

@@ -416,6 +416,8 @@ class Cluster:
         Raises:
             ConfigError: RAY_ADDRESS cannot be used, or its nodes do not have the driver's Python.
             ClusterLost: Our own Ray does not start.
+            ValueError: Ray rejects one of the settings; or TypeError.
+            RunInterrupted: SIGTERM arrived during the start, and the program has no handler for it.
         """
         if ray.is_initialized():
             return
@@ -468,7 +470,7 @@ class Cluster:
         """
         if address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"RAY_ADDRESS={address}: this is the address of a job server. To submit a run to it, use `ray job submit "
+                f"RAY_ADDRESS={address}: this is the address of a job server. To submit a run, use `ray job submit "
                 "--working-dir . -- python -m skyrl_train.entrypoints.main_base ...` (needs skyrl-train[jobs]). To run "
                 "the driver here, on a node of the cluster, set RAY_ADDRESS to the cluster itself, HOST:6379."
             )

@@ -44,7 +44,7 @@ def check_shared_paths(paths: Iterable[SharedPath], within_s: float) -> None:
 
     Raises:
         ConfigError: Some nodes do not see a path. Names all of these paths and the addresses of up to 8 nodes for each.
-        ClusterLost: A node does not answer in time.
+        ClusterLost: A node was lost or does not answer in time.
     """
     checked = [path for path in paths if os.path.isabs(path.path) or os.path.exists(path.path)]
     with _probe_files(checked) as probes:

@@ -211,7 +211,7 @@ class BroadcastGroup:
 def abort_group(address: str) -> None:
     """Make all waits of the group at this address fail, because one of its ranks failed.
 
-    Blocks for a few seconds at most. Does nothing if the group no longer exists.
+    Blocks for at most about 10 s. Does nothing if the group no longer exists.
     """
     host, _, port = address.rpartition(":")
     with suppress(RuntimeError, OSError):

@@ -15,7 +15,7 @@ _QUERY_FAKE_GPUS = """
 import os, ray
 ray.init(num_cpus=1, num_gpus=4, include_dashboard=False, logging_level="ERROR")
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-from skyrl_train.config.prepare import prepare
+from skyrl_train.config.prepare import prepare_config
 from skyrl_train.cluster.external_cluster import external_cluster_has_gpus
 has_gpus = external_cluster_has_gpus()
 print(has_gpus, prepare_config(["device=cuda"], has_gpus).config.device)
