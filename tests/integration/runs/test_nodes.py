@@ -122,7 +122,10 @@ def test_an_engine_over_two_nodes_trains_and_is_started_again_when_either_is_los
     said = run_and_lose(nodes, overrides, tmp_path, lost=of_rank)
     for left in {*Path("/dev/shm").glob("psm_*")} - before:  # vLLM's, of a node that lost its power
         left.unlink()
-    ended = r"Killing engine 0, because one of its processes is gone: engine 0 node 1 died during wait_until_exit: its node .* was lost"
+    ended = (
+        r"Killing engine 0, because one of its processes is gone: "
+        r"engine 0 node 1 died during wait_until_exit: its node .* was lost"
+    )
     assert bool(re.search(ended, said)) == (rank == 1), said[-4000:]
     assert re.search(r"engine 0 died .* and was restarted with the current weights", said), said[-4000:]
     assert "Traceback" not in said
