@@ -167,7 +167,7 @@ def without(tensor: str) -> Any:
         (without(f"{LAYER}.lora_B.weight"), rf"the engine has {LAYER}\.lora_B\.weight, but"),
         (
             lambda m: replace(m, adapter=replace(m.adapter, rank=5)),
-            r"lora_A\.weight is announced as \[4, 32\].* \[5, 32\]",
+            r"lora_A\.weight is announced with shape \[4, 32\].* \[5, 32\]",
         ),
         (
             lambda m: replace(m, adapter=replace(m.adapter, layers=("lm_head",))),

@@ -227,7 +227,9 @@ def test_rejected_manifest_keeps_old_weights_everywhere():
     engines = [engine_named("left"), FakeEngine(tiny_model(vocab_size=65, hidden_size=32), "right")]
     _, weight_sync = in_process(*engines)
     before = engines[0].model.get_parameter("model.embed_tokens.weight").clone()
-    with pytest.raises(WeightSyncError, match=r"engine right: model\.embed_tokens\.weight is announced as \[64, 32\]"):
+    with pytest.raises(
+        WeightSyncError, match=r"engine right: model\.embed_tokens\.weight is announced with shape \[64, 32\]"
+    ):
         asyncio.run(weight_sync.sync_all(1))
     assert torch.equal(engines[0].model.get_parameter("model.embed_tokens.weight"), before)
     assert not any(engine.receiver.partially_loaded for engine in engines)
