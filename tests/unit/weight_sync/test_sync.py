@@ -284,6 +284,7 @@ class HungWorker:
         return call
 
 
+@pytest.mark.fault("F30")
 def test_non_finite_weights_blame_the_trainer():
     engine = engine_named("left")
     trainer, weight_sync = in_process(engine)
