@@ -107,7 +107,7 @@ def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
 @pytest.mark.parametrize(
     "error",
     [
-        UnsupportedParameter("Engine 'x' cannot honour top_k=3."),
+        UnsupportedParameter("Engine 'x' does not support top_k=3."),
         EngineError("Engine 'x' is torn."),
         WeightSyncError("model.w arrived altered"),
         DeadlineExceeded("engine x.generate", 2.5),

@@ -341,7 +341,7 @@ def test_unknown_routes_and_verbs_are_errors_of_the_same_form():
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (UnsupportedParameter("engine x cannot honour top_k"), 400),
+        (UnsupportedParameter("engine x does not support top_k"), 400),
         (WeightSyncError("model.w is stale"), 409),
         (EngineError("engine x is torn"), 503),
         (DeadlineExceeded("engine x.generate", 3), 504),

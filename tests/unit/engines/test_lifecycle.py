@@ -12,8 +12,8 @@ from skyrl_train.engines.lifecycle import MEMORY_TAGS, EngineState, Lifecycle, a
 from skyrl_train.errors import EngineError, UnsupportedParameter, WeightSyncError
 from skyrl_train.weight_sync.protocol import Manifest
 
-HALF = "'a' holds half of a weight transfer; it serves nothing until a complete sync"
-ASLEEP = r"'a' is asleep; wake_up\(\) first"
+HALF = "'a' is not fully loaded: .* It serves no requests until a full weight sync"
+ASLEEP = r"'a' is asleep; call wake_up\(\) first"
 COMPLETE, PARTIAL = Manifest(1, ()), Manifest(1, (), base_version=0)
 Change = Callable[[Lifecycle], object]
 
@@ -155,7 +155,7 @@ def test_calls_while_asleep_count_after_waking(call: str, state: EngineState):
 
 def test_sleeping_without_weights_refuses_sync():
     lifecycle = changed("sleep")
-    with pytest.raises(EngineError, match=r"'a' sleeps without its weights; wake_up\(\[\"weights\"\]\) first"):
+    with pytest.raises(EngineError, match=r"'a' sleeps without its weights; call wake_up\(\[\"weights\"\]\) first"):
         lifecycle.check_can_load(COMPLETE)
     lifecycle.wake_up(frozenset({"weights"}))
     lifecycle.check_can_load(PARTIAL)
@@ -164,7 +164,7 @@ def test_sleeping_without_weights_refuses_sync():
 @pytest.mark.parametrize("change", ["discard", "load"])
 def test_lost_weights_need_complete_sync(change: str):
     lifecycle = changed(change)
-    with pytest.raises(WeightSyncError, match="engine a has no weights to change: a complete sync is needed"):
+    with pytest.raises(WeightSyncError, match="engine a has no complete weights to update: a full sync is needed"):
         lifecycle.check_can_load(PARTIAL)
     lifecycle.check_can_load(COMPLETE)
     lifecycle.invalidate_weights()

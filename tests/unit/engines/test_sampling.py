@@ -113,8 +113,8 @@ def test_what_an_engine_lacks_is_named():
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"temperature": 1e-40}, r"'able' cannot honour temperature=1e-40; give 0, which is greedy, or .* 0\.01"),
-        ({"repetition_penalty": 1e-40}, r"'able' cannot honour repetition_penalty=1e-40; give from 0\.01 to 100"),
+        ({"temperature": 1e-40}, r"'able' does not support temperature=1e-40; allowed: 0 \(greedy\) or .* 0\.01"),
+        ({"repetition_penalty": 1e-40}, r"'able' does not support repetition_penalty=1e-40; allowed: from 0\.01 to 100"),
         ({"temperature": float("nan")}, "temperature=nan"),
     ],
 )

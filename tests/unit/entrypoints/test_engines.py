@@ -110,7 +110,7 @@ def test_what_it_does_not_understand_is_said(arguments: tuple[str, ...], capsys:
 )
 def test_a_file_that_says_no_number_is_refused_with_what_to_write(text: str, tmp_path: Path):
     (tmp_path / ENGINES_FILE).write_text(text)
-    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, with a whole N of at least 1\.'):
+    with pytest.raises(ConfigError, match=r'Write \{"num_inference_engines": N\}, where N is an integer of at least 1\.'):
         read_target(tmp_path)
 
 

@@ -342,4 +342,4 @@ def test_fixed_number_of_engines_is_explained(tmp_path: Path, capsys: pytest.Cap
 
     asyncio.run(check())
     (line,) = capsys.readouterr().out.splitlines()
-    assert "engines.json changes nothing: its engines take turns with the trainer" in line
+    assert "its engines are time-shared with the trainer" in line
