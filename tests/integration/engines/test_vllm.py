@@ -204,7 +204,7 @@ def test_after_a_step_that_fails_the_ranks_devices_are_asked(
     if not lost:
         assert not running.bench.run(running.engine.health()).running
         return
-    with pytest.raises(EngineError, match="'particular' is dead: its accelerator does not compute"):
+    with pytest.raises(EngineError, match="'particular' is dead: its accelerator no longer works"):
         running.bench.run(running.engine.health())
     with pytest.raises(EngineError, match="'particular' is dead"):
         running.bench.generate(running.bench.request(FIRST))

@@ -72,10 +72,10 @@ def test_the_last_engine_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"apart": False}, "(trainer.placement.colocate_all=true). End the run and start it again"),
+        ({"apart": False}, "(trainer.placement.colocate_all=true). Stop the run and start it again"),
         (
             {"local": False},
-            "(generator.run_engines_locally=false), which it neither starts nor ends. End the run, change",
+            "(generator.run_engines_locally=false), which the run neither starts nor stops. Stop the run, change",
         ),
     ],
 )
