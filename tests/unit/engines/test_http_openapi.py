@@ -107,7 +107,7 @@ def test_it_names_the_media_types_of_completions(stream: bool):
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [(1000, "x0 is not known here."), (MAX_MEMBERS + 1, f"The body holds an object of {MAX_MEMBERS + 1} members")],
+    [(1000, "x0 is not a known member."), (MAX_MEMBERS + 1, f"The body holds an object of {MAX_MEMBERS + 1} members")],
 )
 def test_many_unknown_members_are_one_error(count: int, message: str):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
@@ -134,12 +134,12 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("chat", {"temprature": 1}, "temprature is not known here. Did you mean 'temperature'?"),
-        ("chat", {"qwertz": 1}, "qwertz is not known here. /openapi.json describes what is taken."),
-        ("chat", {"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages[0].n is not known here. /openapi"),
+        ("chat", {"temprature": 1}, "temprature is not a known member. Did you mean 'temperature'?"),
+        ("chat", {"qwertz": 1}, "qwertz is not a known member. See /openapi.json for the known members."),
+        ("chat", {"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages[0].n is not a known member. See /openapi"),
         ("chat", {"temperature": "1"}, 'temperature must be a finite number, got "1".'),
-        ("chat", {"n": True}, "n must be a whole number, got true."),
-        ("chat", {"n": 1.5}, "n must be a whole number, got 1.5."),
+        ("chat", {"n": True}, "n must be an integer, got true."),
+        ("chat", {"n": 1.5}, "n must be an integer, got 1.5."),
         ("chat", {"stream": "yes"}, 'stream must be true or false, got "yes".'),
         ("chat", {"stop": 5}, "stop must be a string or a list, got 5."),
         ("chat", {"stop": {}}, "stop must be a string or a list, got an object."),
@@ -162,12 +162,12 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
             "messages[0].content must be a string or a list, got an object.",
         ),
         ("chat", {"messages": None}, "messages is missing."),
-        ("chat", {"tools": [1]}, "tools is not supported here; leave it out (null or [] changes nothing)."),
-        ("chat", {"audio": {}}, "audio is not supported here; leave it out (null changes nothing)."),
+        ("chat", {"tools": [1]}, "tools is not supported; leave it out (null or [] has no effect)."),
+        ("chat", {"audio": {}}, "audio is not supported; leave it out (null has no effect)."),
         ("text", {"prompt": 5}, "prompt must be a string or a list, got 5."),
         ("text", {"prompt": {}}, "prompt must be a string or a list, got an object."),
-        ("text", {"prompt": [1, "a"]}, 'prompt[1] must be a whole number, got "a".'),
-        ("text", {"prompt": [[1], [2, None]]}, "prompt[1][1] must be a whole number, got null."),
+        ("text", {"prompt": [1, "a"]}, 'prompt[1] must be an integer, got "a".'),
+        ("text", {"prompt": [[1], [2, None]]}, "prompt[1][1] must be an integer, got null."),
         ("text", {"\ud800": 1}, "The body must be valid Unicode"),
         ("text", {"prompt": "\ud800"}, "prompt is not valid Unicode: it holds half of a surrogate pair."),
     ],

@@ -96,7 +96,7 @@ def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refuse
             assert (status, answer["error"]["param"]) == (400, "messages")
             said.append(answer["error"]["message"])
         assert "40 tokens, got" in said[0]  # what was rendered is still too long
-        assert "characters: a prompt has at most 40 tokens, and a token 13 characters, got 521." in said[1]
+        assert "characters (at most 40 tokens per prompt and 13 characters per token), got 521." in said[1]
 
     engines = [
         ScriptedEngine(answers_with("hello"), name=name, capabilities=replace(ALL_CAPABILITIES, max_model_len=length))
