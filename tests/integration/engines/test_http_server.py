@@ -65,7 +65,7 @@ def client(served: HttpServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_openai_completes_a_chat_with_the_log_probs_of_the_engine(served: HttpServer, client: openai.OpenAI):
+def test_openai_chat_has_engine_logprobs(served: HttpServer, client: openai.OpenAI):
     answer = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -109,7 +109,7 @@ def test_openai_reads_a_stream(client: openai.OpenAI):
     assert (text, reasons) == (whole.message.content, [whole.finish_reason]) and 0 < tokens <= 8
 
 
-def test_openai_completes_text_and_stops_before_a_stop_string(client: openai.OpenAI):
+def test_openai_completion_ends_before_stop_string(client: openai.OpenAI):
     options: Any = {"model": "tiny", "prompt": "Once upon", "seed": 2, "max_tokens": 24}
     whole = client.completions.create(**options, logprobs=0).choices[0]
     assert whole.logprobs is not None and len(whole.logprobs.token_logprobs or []) == len(whole.logprobs.tokens or [])
@@ -119,7 +119,7 @@ def test_openai_completes_text_and_stops_before_a_stop_string(client: openai.Ope
     assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(stop)], "stop")
 
 
-def test_openai_lists_the_model_and_sees_its_own_errors(served: HttpServer, client: openai.OpenAI):
+def test_openai_lists_model_and_raises_own_errors(served: HttpServer, client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
@@ -148,7 +148,7 @@ def test_curl_completes_a_chat(served: HttpServer):
     assert curl(url, *json_body).stdout.endswith("\n401")
 
 
-def test_prometheus_reads_what_a_client_was_told(served: HttpServer, client: openai.OpenAI):
+def test_prometheus_counts_match_client_usage(served: HttpServer, client: openai.OpenAI):
     def counted() -> dict[str, float]:
         text = curl(f"{served.endpoint.url}/metrics", "-H", f"Authorization: Bearer {TOKEN}").stdout.rpartition("\n")[0]
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
@@ -164,7 +164,7 @@ def test_prometheus_reads_what_a_client_was_told(served: HttpServer, client: ope
 
 
 @pytest.mark.fault("F28")
-def test_curl_cannot_send_a_gigabyte(served: HttpServer, tmp_path: Path):
+def test_oversized_curl_body_is_rejected(served: HttpServer, tmp_path: Path):
     big = tmp_path / "big"
     with big.open("wb") as file:
         file.truncate(1 << 30)  # sparse
@@ -231,7 +231,7 @@ asyncio.run(main())
 """
 
 
-def test_a_server_killed_in_a_request_is_an_error_by_name_in_time():
+def test_killed_server_is_reported_by_name_in_time():
     process = subprocess.Popen([sys.executable, "-c", SLOW_SERVER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
 
@@ -296,7 +296,7 @@ def serving(tiny_model_path: str, folder: Path) -> Iterator[tuple[subprocess.Pop
 
 @pytest.mark.slow
 @pytest.mark.defect("group-signals-kill-ray-first")
-def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str, tmp_path: Path):
+def test_serve_starts_responds_and_stops_on_signal(tiny_model_path: str, tmp_path: Path):
     with serving(tiny_model_path, tmp_path) as (process, port):
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0) as client:
             answer = client.chat.completions.create(model="tiny", messages=MESSAGES)
@@ -309,7 +309,7 @@ def test_serve_starts_engines_answers_and_ends_on_a_signal(tiny_model_path: str,
 
 @pytest.mark.on_demand
 @pytest.mark.slow
-def test_serve_ends_with_the_cause_once_its_engine_is_dead(tiny_model_path: str, tmp_path: Path):
+def test_serve_exits_with_cause_of_engine_death(tiny_model_path: str, tmp_path: Path):
     with serving(tiny_model_path, tmp_path) as (process, _):
         children = psutil.Process(process.pid).children(recursive=True)
         (engine,) = [child for child in children if "_AsyncWorkerActor" in " ".join(child.cmdline())]

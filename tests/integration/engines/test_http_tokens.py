@@ -76,7 +76,7 @@ def check_offsets(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_tokens_joined_are_the_content(served: CompletionsServer, stream: bool):
+def test_chat_tokens_join_to_content(served: CompletionsServer, stream: bool):
     options: Any = SAMPLING | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 0, "extra_body": ALL_TOKENS}
     if stream:
         chunks = served.client.chat.completions.create(**options, stream=True)
@@ -97,7 +97,7 @@ def test_chat_tokens_joined_are_the_content(served: CompletionsServer, stream: b
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completion_tokens_joined_are_the_text(served: CompletionsServer, stream: bool):
+def test_completion_tokens_join_to_text(served: CompletionsServer, stream: bool):
     choices = served.complete(stream)
     assert len(choices) == 2
     for choice in choices:
@@ -105,7 +105,7 @@ def test_completion_tokens_joined_are_the_text(served: CompletionsServer, stream
         check_offsets(choice)
 
 
-def test_greedy_log_probs_are_the_model_s(served: CompletionsServer):
+def test_greedy_logprobs_are_the_models(served: CompletionsServer):
     choice, _ = served.complete(False, temperature=0)
     (scores,) = served.scores(choice.prompt_token_ids + choice.token_ids)
     assert choice.logprobs.token_logprobs == pytest.approx(scores[-LENGTH:], abs=1e-4)
@@ -120,7 +120,7 @@ def test_greedy_log_probs_are_the_model_s(served: CompletionsServer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_puts_prompts_and_their_tokens_first(served: CompletionsServer, stream: bool):
+def test_echo_prepends_prompt_and_its_tokens(served: CompletionsServer, stream: bool):
     prompts = [PROMPT, "a mat and"]
     plain = served.complete(stream, prompt=prompts)
     echoed = served.complete(stream, prompt=prompts, echo=True)
@@ -140,7 +140,7 @@ def test_echo_puts_prompts_and_their_tokens_first(served: CompletionsServer, str
     assert short.text == PROMPT + served.complete(stream)[0].text and short.logprobs is None
 
 
-def test_tokens_of_a_text_that_a_stop_string_cut(served: CompletionsServer):
+def test_tokens_of_text_truncated_at_stop_string(served: CompletionsServer):
     whole, _ = served.complete(False)
     stop = next(character for character in whole.text[6:] if character.isascii() and character.isalnum())
     choice, _ = served.complete(False, stop=stop)
@@ -149,7 +149,7 @@ def test_tokens_of_a_text_that_a_stop_string_cut(served: CompletionsServer):
     check_offsets(choice)
 
 
-def test_a_stop_token_reads_as_within_the_text(served: CompletionsServer):
+def test_stop_token_is_decoded_within_text(served: CompletionsServer):
     texts = get_vocabulary_texts(served.tokenizer)
     sampling = SamplingParams(max_tokens=8, stop_token_ids=tuple(range(len(texts))))
     requests = [SampleRequest(str(seed), to_token_array((5,)), sampling, seed) for seed in range(16)]
@@ -157,7 +157,7 @@ def test_a_stop_token_reads_as_within_the_text(served: CompletionsServer):
     assert [done.stop_text for done in completions] == [texts[done.token_ids[0]] for done in completions]
 
 
-def test_a_model_is_found_by_its_name(served: CompletionsServer):
+def test_model_is_found_by_name(served: CompletionsServer):
     model = served.client.models.retrieve(NAME)
     assert (model.id, model.object) == (NAME, "model")
     with pytest.raises(openai.NotFoundError, match="model='org/other' is not served here"):

@@ -100,7 +100,7 @@ class KilledAtTheSecondBucket:
 @pytest.mark.fault("F29")
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(("backend", "route"), CASES)
-def test_an_engine_killed_between_buckets_is_an_error_in_time_and_the_trainer_goes_on(
+def test_engine_killed_between_buckets_does_not_stop_trainer(
     serve: Callable[[str], tuple[subprocess.Popen[str], str]], tmp_path: Path, backend: str, route: str
 ):
     if importlib.util.find_spec(backend) is None:

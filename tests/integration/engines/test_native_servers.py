@@ -93,7 +93,7 @@ async def noop(engine: NativeEngine) -> None:
     """Connecting is enough."""
 
 
-def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
+def test_greedy_and_sampled_logprobs_match_reference(server: Server):
     reference = Reference(tiny_model("qwen3"))
 
     async def use(engine: NativeEngine) -> None:
@@ -106,7 +106,7 @@ def test_greedy_and_sampled_log_probs_are_the_references(server: Server):
     server.run(use)
 
 
-def test_vllms_temperatures_need_the_right_log_probs(server: Server):
+def test_vllm_temperature_requires_processed_logprobs(server: Server):
     async def use(engine: NativeEngine) -> None:
         sampling = SamplingParams(max_tokens=4, temperature=0.7, ignore_eos=True)  # a plain server draws as it likes
         request = SampleRequest("r", to_token_array(PROMPT), sampling, 1)
@@ -120,25 +120,25 @@ def test_vllms_temperatures_need_the_right_log_probs(server: Server):
     server.run(use)
 
 
-def test_a_wrong_token_is_an_engine_error_that_says_401(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_token_is_engine_error_with_401(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(API_KEY_ENV, "guessed")
     with pytest.raises(EngineError, match=r"401.*SKYRL_API_KEY") as caught:
         server.run(noop)
     assert "guessed" not in str(caught.value)
 
 
-def test_a_server_of_another_kind_is_refused_by_address(server: Server):
+def test_server_of_another_kind_is_rejected_by_address(server: Server):
     other, name = {"vllm": ("sglang", "SGLang"), "sglang": ("vllm", "vLLM")}[server.kind]
     with pytest.raises(EngineError, match=rf"{server.process.address}.* no {name} server; see generator\.backend"):
         server.run(noop, backend=other)
 
 
-def test_a_backend_without_a_server_of_its_own_is_refused_by_key(server: Server):
+def test_backend_without_native_server_is_rejected_by_key(server: Server):
     with pytest.raises(ConfigError, match=r"remote_inference_engine_urls.*generator\.backend.*transformers"):
         server.run(noop, backend="transformers")
 
 
-def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
+def test_probe_verifies_weights_or_names_engine(server: Server):
     """Tied embeddings on a CPU: without our extension vLLM keeps the old head, and only a probe sees it."""
     trainer = LocalTrainer(tiny_model("qwen3", seed=1))
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_a_probe_proves_the_weights_or_names_the_engine(server: Server):
 
 
 @pytest.mark.defect("D09")
-def test_torchrls_calls_reach_sglangs_own_server(server: Server):
+def test_torchrl_calls_reach_native_sglang_server(server: Server):
     """Generation, a wrapper over it, and weights; a server of another kind is no SGLang."""
     if server.kind != "sglang":
         with pytest.raises(ConnectionError, match=r"no SGLang server at .*no model_path"):
@@ -182,7 +182,7 @@ def test_torchrls_calls_reach_sglangs_own_server(server: Server):
         assert sglang.flush_cache()
 
 
-def test_a_server_killed_in_a_request_is_an_error_by_name_in_time(server: Server):
+def test_killed_server_is_reported_by_name_in_time(server: Server):
     async def use(engine: NativeEngine) -> None:
         request = SampleRequest("r", to_token_array(PROMPT), SamplingParams(max_tokens=900, ignore_eos=True), 1)
         call = asyncio.ensure_future(engine.generate([request]))

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
-def test_a_server_that_is_stopped_leaves_neither_processes_nor_shared_memory(tmp_path: Path):
+def test_stopped_server_leaves_no_processes_or_shared_memory(tmp_path: Path):
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)

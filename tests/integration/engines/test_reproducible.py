@@ -30,7 +30,7 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_two_processes_sample_the_same_bits(tmp_path: Path):
+def test_two_processes_sample_bitwise_equal_tokens(tmp_path: Path):
     path = save_tiny_model(tmp_path, hidden_size=64, layers=2)
     outputs = [
         subprocess.run([sys.executable, "-c", _RUN, path], capture_output=True, text=True, timeout=120, check=True)

@@ -34,7 +34,7 @@ def _run(work: Any, engine: ScriptedEngine) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_batches_are_the_same_however_long_environments_take(seed):
+def test_batches_do_not_depend_on_environment_latency(seed):
     engine, clock = ScriptedEngine(), random.Random(seed)
 
     async def episode(lockstep: BatchedEngineClient, name: str, turns: int) -> None:
@@ -52,7 +52,7 @@ def test_batches_are_the_same_however_long_environments_take(seed):
     assert _batches(engine) == [["a0", "b0", "c0"], ["a1", "c1"], ["a2"]]
 
 
-def test_an_episode_that_never_waits_does_not_run_ahead_of_one_about_to_register():
+def test_fast_episode_waits_for_one_about_to_register():
     engine = ScriptedEngine()
 
     async def episode(lockstep: BatchedEngineClient, name: str) -> None:
@@ -66,7 +66,7 @@ def test_an_episode_that_never_waits_does_not_run_ahead_of_one_about_to_register
     assert _batches(engine) == [["a", "b", "c"]]
 
 
-def test_an_episode_in_its_environment_holds_the_others():
+def test_episode_in_environment_delays_the_others():
     engine = ScriptedEngine()
 
     async def work(lockstep: BatchedEngineClient) -> int:
@@ -87,7 +87,7 @@ async def _generate_alone(lockstep: BatchedEngineClient, name: str) -> None:
         await lockstep.generate([_request(name)])
 
 
-def test_an_episode_that_raises_or_is_cancelled_frees_the_others():
+def test_failed_or_cancelled_episode_releases_the_others():
     engine = ScriptedEngine()
 
     async def raises(lockstep: BatchedEngineClient) -> None:
@@ -114,7 +114,7 @@ def test_an_episode_that_raises_or_is_cancelled_frees_the_others():
     assert _batches(engine) == [["sound"]]
 
 
-def test_an_engines_error_reaches_everybody():
+def test_engine_error_reaches_all_callers():
     engine = ScriptedEngine(failures={"generate": EngineError("broken")})
 
     async def work(lockstep: BatchedEngineClient) -> list[Any]:
@@ -125,7 +125,7 @@ def test_an_engines_error_reaches_everybody():
         assert "broken" in str(error)
 
 
-def test_several_requests_of_an_episode_stay_together_and_tasks_inside_belong_to_it():
+def test_requests_of_episode_and_its_tasks_stay_together():
     engine = ScriptedEngine()
 
     async def group(lockstep: BatchedEngineClient, name: str) -> None:
@@ -140,7 +140,7 @@ def test_several_requests_of_an_episode_stay_together_and_tasks_inside_belong_to
     assert _batches(engine) == [["a0", "a1", "b0", "b1"], ["a2", "a3", "b2", "b3"]]
 
 
-def test_requests_outside_of_any_episode_are_answered():
+def test_requests_outside_episodes_get_completions():
     engine = ScriptedEngine()
 
     async def work(lockstep: BatchedEngineClient) -> Any:
@@ -149,7 +149,7 @@ def test_requests_outside_of_any_episode_are_answered():
     assert _run(work, engine)[0].token_ids.tolist() == [1, 2]
 
 
-def test_who_waits_is_not_counted_anew_whenever_one_more_does(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_episodes_are_not_recounted_per_call(monkeypatch: pytest.MonkeyPatch):
     """Numbers of episodes count how often they are looked up: some times each, whoever else waits."""
 
     class Number(int):

@@ -31,7 +31,7 @@ def _served(engine: ScriptedEngine) -> list[str]:
     return [request.request_id for batch in engine.batches for request in batch]
 
 
-def test_one_call_goes_to_each_engine_and_answers_come_in_request_order():
+def test_one_call_per_engine_and_completions_in_order():
     engines = _engines(2)
     client = EngineClient(engines, deadline_s=5)
     requests = [_request(f"r{n}", group=f"g{n // 2}") for n in range(8)]
@@ -42,7 +42,7 @@ def test_one_call_goes_to_each_engine_and_answers_come_in_request_order():
     assert _served(engines[1]) == ["r2", "r3", "r6", "r7"]
 
 
-def test_the_split_depends_on_the_requests_only():
+def test_split_depends_only_on_requests():
     requests = [_request(f"r{n}", group=f"g{n // 3}", session=f"s{n}") for n in range(20)]
     splits = []
     for delays in ([0.0, 0.0, 0.0], [0.02, 0.0, 0.01]):
@@ -53,7 +53,7 @@ def test_the_split_depends_on_the_requests_only():
     assert sorted(map(len, splits[0])) == [6, 6, 8]
 
 
-def test_a_session_stays_where_its_history_is():
+def test_session_stays_on_engine_with_its_history():
     engines = _engines(3)
 
     async def run():
@@ -67,7 +67,7 @@ def test_a_session_stays_where_its_history_is():
 
 @pytest.mark.defect("conversations-beyond-65536-lost-their-engine")
 @pytest.mark.parametrize("at_once", [True, False])
-def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
+def test_routing_entry_lasts_until_conversation_ends(monkeypatch: pytest.MonkeyPatch, at_once: bool):
     """As `ConversationGenerator` asks: first turns of all groups at once, or group by group, later ones alone."""
     monkeypatch.setattr(client_module, "MAX_STICKY", 4)
     engines, goes_on = _engines(3, delay_s=0.001), random.Random(0)
@@ -100,7 +100,7 @@ def test_where_a_conversation_is_is_known_until_it_ends(monkeypatch: pytest.Monk
     assert list(map(len, again)) == [20, 0, 0], "what has ended is forgotten"
 
 
-def test_without_ties_the_least_loaded_engine_is_taken():
+def test_unrouted_request_goes_to_least_loaded_engine():
     engines = _engines(2, delay_s=lambda request: 2.0 if request.request_id == "long" else 0.0)
 
     async def run():
@@ -119,7 +119,7 @@ def test_without_ties_the_least_loaded_engine_is_taken():
 
 @pytest.mark.fault("F29")
 @pytest.mark.parametrize("death", [EngineError("e0 died"), WorkerDied("e0 was killed"), ConnectionError("reset")])
-def test_requests_of_a_dead_engine_go_to_another_once(death):
+def test_requests_of_dead_engine_are_retried_once(death):
     engines = _engines(2)
     engines[0].failures |= {"generate": death, "health": death}
 
@@ -138,7 +138,7 @@ def test_requests_of_a_dead_engine_go_to_another_once(death):
 
 
 @pytest.mark.fault("F29")
-def test_an_engine_that_hangs_is_left_after_the_requests_deadline(monkeypatch):
+def test_hanging_engine_is_abandoned_after_request_deadline(monkeypatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 1.0)
     hung, sound = _engines(2)
     hung.abort = hung.generate = _never  # type: ignore[method-assign,assignment]
@@ -159,7 +159,7 @@ async def _never(*_: Any) -> Any:
     await asyncio.Event().wait()
 
 
-def test_with_no_engine_left_the_error_names_them_all():
+def test_error_names_all_engines_if_none_is_left():
     engines = _engines(2, failures=dict.fromkeys(("generate", "health"), EngineError("out of memory")))
     client = EngineClient(engines, deadline_s=5)
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_with_no_engine_left_the_error_names_them_all():
         assert "e1: EngineError: out of memory" in str(caught.value)
 
 
-def test_a_replaced_engine_gets_traffic_again():
+def test_replacement_engine_gets_requests():
     engines = _engines(1, failures=dict.fromkeys(("generate", "health"), EngineError("gone")))
     client = EngineClient(engines, deadline_s=5)
     with pytest.raises(EngineError):
@@ -181,7 +181,7 @@ def test_a_replaced_engine_gets_traffic_again():
     assert client.dead_engines == {}
 
 
-def test_a_request_that_no_engine_can_honour_kills_none():
+def test_unsupported_request_kills_no_engine():
     engines = _engines(2, capabilities=replace(ALL_CAPABILITIES, sampling=frozenset()))
     client = EngineClient(engines, deadline_s=5)
     picky = replace(_request("a"), sampling=SamplingParams(max_tokens=4, top_k=3))
@@ -190,7 +190,7 @@ def test_a_request_that_no_engine_can_honour_kills_none():
     assert client.dead_engines == {}
 
 
-def test_cancelling_aborts_on_the_engines():
+def test_cancelling_aborts_requests_on_engines():
     engines = _engines(2, delay_s=60.0)
 
     async def run():
@@ -208,7 +208,7 @@ def test_cancelling_aborts_on_the_engines():
 
 @pytest.mark.defect("loads-of-requests-that-never-began")
 @pytest.mark.parametrize("ticks", range(4))
-def test_an_engine_is_not_taken_for_loaded_by_what_was_cancelled_however_soon(ticks: int):
+def test_cancelled_requests_do_not_count_as_load(ticks: int):
     engines = _engines(2, delay_s=0.05)
 
     async def run() -> None:
@@ -224,7 +224,7 @@ def test_an_engine_is_not_taken_for_loaded_by_what_was_cancelled_however_soon(ti
     assert "x" in _served(engines[0])
 
 
-def test_calls_to_all_reach_every_live_engine():
+def test_calls_reach_every_live_engine():
     engines = _engines(3)
 
     async def run():
@@ -248,7 +248,7 @@ def test_calls_to_all_reach_every_live_engine():
         assert [call for call in engine.calls if call != "abort"] == [call for call in wanted if call != "abort"]
 
 
-def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on():
+def test_engine_that_hangs_in_call_is_marked_dead():
     engines = _engines(2)
     engines[1].resume = _never  # type: ignore[method-assign,assignment]
     client = EngineClient(engines, deadline_s=1)
@@ -259,7 +259,7 @@ def test_an_engine_that_hangs_in_a_call_to_all_is_given_up_and_the_others_go_on(
 
 @pytest.mark.defect("a-pause-waits-for-the-dead")
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_else_does(
+def test_pause_has_same_timeout_for_hanging_engine(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
@@ -278,7 +278,7 @@ def test_a_pause_does_not_wait_longer_for_an_engine_that_hangs_than_anything_els
 
 @pytest.mark.defect("a-long-step-taken-for-a-death")
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_last(
+def test_responsive_engine_in_long_step_stays_alive(
     method: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
@@ -301,7 +301,7 @@ def test_an_engine_in_a_long_step_lives_as_long_as_it_answers_and_the_step_may_l
     assert list(asyncio.run(run())) == ["e1"]
 
 
-def test_a_restart_that_is_given_up_has_ended_and_none_begins():
+def test_cancelled_restart_ends_and_no_other_starts():
     begun: list[bool] = []
     ended: list[bool] = []
 
@@ -330,14 +330,14 @@ def test_a_restart_that_is_given_up_has_ended_and_none_begins():
     asyncio.run(run())
 
 
-def test_a_call_to_all_that_leaves_no_engine_names_the_last():
+def test_call_that_kills_last_engine_names_it():
     engines = _engines(1)
     engines[0].resume = _never  # type: ignore[method-assign,assignment]
     with pytest.raises(DeadlineExceeded, match=r"e0\.resume did not finish within 0.05 s"):
         asyncio.run(EngineClient(engines, deadline_s=0.05).resume())
 
 
-def test_tokens_per_second_are_of_the_time_in_which_requests_were_under_way():
+def test_tokens_per_second_counts_only_busy_time():
     async def run():
         client = EngineClient(_engines(2, delay_s=0.05), deadline_s=60)
         completions = await client.generate([_request(f"r{n}") for n in range(4)])
@@ -359,14 +359,14 @@ class _Counting(ScriptedEngine):
         return EngineHealth(self.name, 0, extra={"peak_rss_gib": self.peak_gib, "else": 9.0})
 
 
-def test_memory_is_that_of_the_engine_that_needed_most():
+def test_memory_is_maximum_over_engines():
     engines = [_Counting(name="e0"), _Counting(name="e1"), ScriptedEngine(name="e2")]
     engines[0].peak_gib, engines[1].peak_gib = 1.5, 0.5  # type: ignore[attr-defined]
     metrics = asyncio.run(EngineClient(engines, deadline_s=5).metrics())
     assert {name: value for name, value in metrics.items() if "gib" in name} == {"memory/engine_peak_rss_gib": 1.5}
 
 
-def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_once():
+def test_request_error_of_healthy_engine_is_retried_once():
     engines = _engines(2)
     engines[0].failures["generate"] = EngineError("could not do that")
 
@@ -383,7 +383,7 @@ def test_a_failure_of_a_whole_engine_kills_none_and_the_request_goes_to_another_
     assert dead == {}
 
 
-def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
+def test_late_failure_of_replaced_engine_spares_replacement():
     old, new = ScriptedEngine(name="e0", delay_s=60.0), ScriptedEngine(name="e0")
 
     async def run():
@@ -404,7 +404,7 @@ def test_a_late_failure_of_a_replaced_engine_leaves_the_new_one_alone():
 
 
 @pytest.mark.fault("F29")
-def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_with_others(monkeypatch):
+def test_short_deadline_does_not_kill_busy_engine(monkeypatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
     (engine,) = _engines(1)
     answer = engine.generate
@@ -423,7 +423,7 @@ def test_a_request_with_little_time_left_does_not_end_an_engine_that_is_busy_wit
     assert asyncio.run(run()) == {}
 
 
-def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait():
+def test_paused_requests_continue_and_new_ones_wait():
     engines = _engines(2, delay_s=0.05)
 
     async def run() -> tuple[bool, list[str]]:
@@ -441,7 +441,7 @@ def test_what_is_under_way_when_engines_are_paused_goes_on_and_new_requests_wait
     assert reasons == ["stop"] * 3
 
 
-def test_what_a_pause_ends_is_sampled_again_with_the_same_seed_and_counted():
+def test_aborted_requests_are_resampled_with_same_seed():
     engines = _engines(2, delay_s=0.5)
 
     async def run() -> tuple[list[Any], dict[str, float]]:
@@ -462,7 +462,7 @@ def test_what_a_pause_ends_is_sampled_again_with_the_same_seed_and_counted():
     assert metrics["engines/wasted_tokens"] == 0, "these had none yet"
 
 
-def test_what_its_own_deadline_ends_is_not_sampled_again():
+def test_request_ended_by_deadline_is_not_resampled():
     (engine,) = _engines(1, delay_s=10.0)
 
     async def run() -> list[Any]:

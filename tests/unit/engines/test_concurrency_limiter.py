@@ -83,7 +83,7 @@ async def ended(calls: Sent, *engines: Gated) -> None:
         assert call.result()[0].request_id == name
 
 
-def test_the_rest_waits_and_goes_where_there_is_room_first_in_the_order_in_which_it_came():
+def test_waiting_calls_get_capacity_in_arrival_order():
     async def work(client: EngineClient, slow: Gated, fast: Gated) -> None:
         calls = send(client, "abcdefgh")
         await settle()
@@ -101,7 +101,7 @@ def test_the_rest_waits_and_goes_where_there_is_room_first_in_the_order_in_which
 
 
 @pytest.mark.parametrize("kind", ["session", "group"])
-def test_a_session_and_a_group_wait_for_the_engine_that_knows_them(kind: str):
+def test_session_and_group_wait_for_sticky_engine(kind: str):
     async def work(client: EngineClient, home: Gated, other: Gated) -> None:
         first = send(client, "a", **{kind: "s"})
         await settle()
@@ -115,7 +115,7 @@ def test_a_session_and_a_group_wait_for_the_engine_that_knows_them(kind: str):
     assert home.served == ["a", "b", "c", "d"]
 
 
-def test_a_newcomer_gets_what_waits_and_a_leaver_s_sessions_look_elsewhere():
+def test_added_and_retired_engines_reroute_waiting_calls():
     async def work(client: EngineClient, old: Gated) -> None:
         calls = send(client, "a", session="s")
         await settle()
@@ -137,7 +137,7 @@ def test_a_newcomer_gets_what_waits_and_a_leaver_s_sessions_look_elsewhere():
 
 
 @pytest.mark.parametrize("revives", [True, False])
-def test_what_waits_for_a_dead_engine_goes_to_another_and_fails_only_with_the_last(revives: bool):
+def test_calls_waiting_for_dead_engine_move_on(revives: bool):
     async def work(client: EngineClient, one: Gated, other: Gated) -> None:
         again = Gated("e0")
 
@@ -170,7 +170,7 @@ def test_what_waits_for_a_dead_engine_goes_to_another_and_fails_only_with_the_la
 
 
 @pytest.mark.parametrize("ticks", range(6))
-def test_a_call_that_is_cancelled_while_it_waits_costs_no_seat(ticks: int):
+def test_call_cancelled_while_waiting_uses_no_capacity(ticks: int):
     async def work(client: EngineClient, engine: Gated) -> None:
         calls = send(client, "a")
         await settle()
@@ -188,7 +188,7 @@ def test_a_call_that_is_cancelled_while_it_waits_costs_no_seat(ticks: int):
     assert engine.most == 1 and engine.served[-3:] == ["c", "d", "e"]
 
 
-def test_what_is_aborted_while_it_waits_ends_without_an_engine():
+def test_request_aborted_while_waiting_needs_no_engine():
     async def work(client: EngineClient, engine: Gated) -> None:
         calls = send(client, "a")
         await settle()
@@ -203,7 +203,7 @@ def test_what_is_aborted_while_it_waits_ends_without_an_engine():
     assert engine.served == ["a", "c"]
 
 
-def test_nothing_is_sent_while_engines_take_weights():
+def test_no_request_is_sent_during_weight_sync():
     async def work(client: EngineClient, engine: Gated) -> None:
         calls = send(client, "ab")
         await settle()
@@ -216,7 +216,7 @@ def test_nothing_is_sent_while_engines_take_weights():
     play(work, engines=1, most=1)
 
 
-def test_what_a_pause_has_ended_goes_on_before_what_came_later():
+def test_call_ended_by_pause_precedes_later_calls():
     async def work(client: EngineClient, engine: Gated) -> None:
         calls = send(client, "ab")
         await settle()
@@ -230,7 +230,7 @@ def test_what_a_pause_has_ended_goes_on_before_what_came_later():
     play(work, engines=1, most=1)
 
 
-def test_a_seat_is_where_the_call_goes_wherever_others_of_its_group_have_gone_meanwhile():
+def test_reservation_wins_over_newer_group_routing():
     async def work(client: EngineClient, *engines: Gated) -> None:
         calls = send(client, "abc")
         await settle()
@@ -246,7 +246,7 @@ def test_a_seat_is_where_the_call_goes_wherever_others_of_its_group_have_gone_me
     play(work, engines=3, most=1)
 
 
-def test_a_call_that_no_engine_will_take_ends_with_an_error():
+def test_call_without_available_engine_raises():
     async def work(client: EngineClient, engine: Gated) -> None:
         async def nothing() -> None:
             pass
@@ -259,7 +259,7 @@ def test_a_call_that_no_engine_will_take_ends_with_an_error():
     play(work, engines=1, most=1)
 
 
-def test_a_lockstep_call_is_one_call_however_large():
+def test_batched_call_ignores_the_limit():
     async def work(client: EngineClient, engine: Gated) -> None:
         lockstep: Any = BatchedEngineClient(client)
 

@@ -69,7 +69,7 @@ async def generate_supervised(engines: list[TransformersEngine]) -> tuple[Comple
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
-def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
+def test_device_error_in_step_restarts_engine():
     device = Device()
 
     async def run() -> None:
@@ -88,7 +88,7 @@ def test_an_engine_whose_device_is_poisoned_in_a_step_is_restarted():
     assert device.asked == 1, "what is lost is not asked again"
 
 
-def test_an_engine_whose_device_still_computes_loses_its_requests_only():
+def test_error_with_working_device_loses_only_requests():
     device = Device()
 
     async def run() -> None:
@@ -106,7 +106,7 @@ def test_an_engine_whose_device_still_computes_loses_its_requests_only():
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
-def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs():
+def test_device_error_in_command_kills_only_engine():
     device = Device()
 
     async def run() -> None:
@@ -121,7 +121,7 @@ def test_a_command_that_poisons_the_device_is_the_engines_death_and_not_the_runs
     asyncio.run(run())
 
 
-def test_requests_of_paused_engine_end_with_its_device():
+def test_device_error_ends_requests_of_paused_engine():
     device = Device()
 
     async def run() -> None:
@@ -141,7 +141,7 @@ def test_requests_of_paused_engine_end_with_its_device():
     asyncio.run(run())
 
 
-def test_after_an_error_of_ours_no_device_is_asked():
+def test_package_errors_do_not_trigger_device_check():
     """A sync that another rank gave up may still wait on the device: it must not wait, too."""
     device = Device()
 
@@ -154,7 +154,7 @@ def test_after_an_error_of_ours_no_device_is_asked():
 
 
 @pytest.mark.defect("poisoned-device-counted-as-alive")
-def test_a_transfer_that_fails_as_the_device_is_poisoned_is_the_engines_death():
+def test_device_error_in_transfer_kills_engine():
     device = Device()
     lifecycle = Lifecycle("a")
     accelerator = DeviceMonitor(lifecycle, device.compute, device.illegal_access)
@@ -169,7 +169,7 @@ def test_a_transfer_that_fails_as_the_device_is_poisoned_is_the_engines_death():
     assert device.asked == 0, "nobody waits for a device on which a transfer may still hang"
 
 
-def test_a_full_memory_is_no_poisoned_device(monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_is_not_device_error(monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -42,7 +42,7 @@ def few_descriptors() -> Iterator[None]:
 
 @pytest.mark.fault("F28")
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
-def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselves(
+def test_half_open_connections_are_limited_and_closed(
     few_descriptors: None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", SOON_S)
@@ -67,7 +67,7 @@ def test_half_open_connections_leave_the_run_its_descriptors_and_end_by_themselv
 
 @pytest.mark.fault("F28")
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
-def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.MonkeyPatch):
+def test_incomplete_body_closes_connection(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", SOON_S)
     monkeypatch.setattr(http_server, "LINGER_TIMEOUT_S", SOON_S)
 
@@ -82,7 +82,7 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
 
 @pytest.mark.defect("half-open-connections-took-every-descriptor")
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
+def test_unread_response_closes_connection(stream: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "TRANSFER_TIMEOUT_S_PER_MIB", SOON_S / 10)
     body: Any = {"model": "m", "prompt": "x" * 20_000, "n": 100, "max_tokens": 4}
 
@@ -106,7 +106,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection(stream: bool, monkeypat
     serve(test)
 
 
-def test_an_endpoint_listens_where_it_was_told_and_nowhere_else():
+def test_endpoint_listens_only_on_its_host():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
         assert [tuple(one) for one in found if one.port == port_of(endpoint)] == [("127.0.0.1", port_of(endpoint))]
@@ -114,7 +114,7 @@ def test_an_endpoint_listens_where_it_was_told_and_nowhere_else():
     serve(test)
 
 
-def test_a_client_waits_for_a_server_that_is_full_instead_of_giving_it_up(monkeypatch: pytest.MonkeyPatch):
+def test_client_waits_for_server_without_free_connections(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", SOON_S)
     monkeypatch.setattr(http_server, "connection_limits", lambda most: ConnectionLimits(connections=1, backlog=1))
 

@@ -32,7 +32,7 @@ async def scraped(session: aiohttp.ClientSession) -> Series:
     }
 
 
-def test_requests_are_counted_by_route_and_status_and_tokens_both_ways():
+def test_requests_and_tokens_are_counted():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         assert (await scraped(session))["skyrl_http_prompt_tokens_total",] == 0
         status, answer = await ask(session, CHATS, CHAT | {"n": 3})
@@ -63,7 +63,7 @@ def test_requests_are_counted_by_route_and_status_and_tokens_both_ways():
     serve(test, ScriptedEngine(answers_with("hello")))
 
 
-def test_requests_under_way_are_shown_and_those_whose_client_left_are_499():
+def test_running_and_client_closed_requests_are_counted():
     engine = ScriptedEngine(answers_with("hello"), delay_s=600)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -93,7 +93,7 @@ class Waiting(ScriptedEngine):
         return EngineHealth(self.name, 0, running=2, queued=5)
 
 
-def test_requests_that_wait_in_engines_are_shown_where_engines_tell(monkeypatch: pytest.MonkeyPatch):
+def test_queued_requests_are_shown_if_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server, "METRICS_TIMEOUT_S", 0.2)
     engine = Waiting()
 
@@ -109,7 +109,7 @@ def test_requests_that_wait_in_engines_are_shown_where_engines_tell(monkeypatch:
     serve(test, engine)
 
 
-def test_two_endpoints_of_a_process_count_for_themselves():
+def test_two_endpoints_in_process_count_separately():
     def quick(request: SampleRequest) -> list[int]:
         return [7]
 

@@ -19,7 +19,7 @@ from tests.support.http_endpoint import CALL, CHAT, ask, serve
 
 
 @pytest.mark.parametrize("control", [True, False])
-def test_the_document_is_valid_and_names_every_route(control: bool, monkeypatch: pytest.MonkeyPatch):
+def test_document_is_valid_and_has_every_route(control: bool, monkeypatch: pytest.MonkeyPatch):
     apps: list[web.Application] = []
 
     class Runner(web.AppRunner):
@@ -80,7 +80,7 @@ ROUTE = {
 }
 
 
-def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
+def test_request_schemas_match_accepted_bodies():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> list[tuple[int, Any]]:
         return [await ask(session, ROUTE[kind], body) for kind, body in [*GOOD, *BAD]]
 
@@ -96,7 +96,7 @@ def test_what_it_says_of_bodies_is_what_the_endpoint_takes():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_names_the_media_types_of_completions(stream: bool):
+def test_media_types_of_completions_are_described(stream: bool):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> str:
         async with session.post("/v1/chat/completions", json=CHAT | {"stream": stream}) as answer:
             return answer.content_type
@@ -119,7 +119,7 @@ def test_many_unknown_members_are_one_error(count: int, message: str):
 
 
 @pytest.mark.parametrize("more", [{}, {"return_token_ids": True, "n": 2}])
-def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
+def test_response_schemas_match_responses(more: Any):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[Any, Any]:
         chat = await ask(session, "/v1/chat/completions", CHAT | {"logprobs": bool(more)} | more)
         text = {"model": "m", "prompt": "x", "logprobs": 0 if more else None, "echo": bool(more)} | more
@@ -172,7 +172,7 @@ def test_what_it_says_of_answers_is_what_the_endpoint_answers(more: Any):
         ("text", {"prompt": "\ud800"}, "prompt is not valid Unicode: it holds half of a surrogate pair."),
     ],
 )
-def test_a_body_that_is_wrong_is_told_with_its_member_what_is_allowed_and_what_was_given(
+def test_invalid_body_error_names_member_and_allowed_values(
     path: str, body: Any, message: str
 ):
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:

@@ -81,7 +81,7 @@ def test_every_method_reaches_the_engine():
 
 
 @pytest.mark.defect("paused-and-forgotten")
-def test_an_engine_that_somebody_left_paused_goes_on_for_the_next():
+def test_connecting_resumes_paused_engine():
     engine = ScriptedEngine()
 
     async def test(remote: RemoteEngine) -> bool:
@@ -96,7 +96,7 @@ def test_an_engine_that_somebody_left_paused_goes_on_for_the_next():
     assert not remotely(test, engine, port=port)
 
 
-def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
+def test_non_loopback_engine_may_be_on_another_node():
     async def test(remote: RemoteEngine) -> bool:
         return remote.capabilities.other_machine
 
@@ -113,7 +113,7 @@ def test_an_engine_that_loopback_does_not_lead_to_may_be_on_another_machine():
         DeadlineExceeded("engine x.generate", 2.5),
     ],
 )
-def test_what_the_engine_raises_is_raised_here_as_itself(error: Exception):
+def test_engine_errors_keep_their_type(error: Exception):
     async def test(remote: RemoteEngine) -> None:
         with pytest.raises(type(error)) as caught:
             await remote.generate([_request()])
@@ -122,7 +122,7 @@ def test_what_the_engine_raises_is_raised_here_as_itself(error: Exception):
     remotely(test, ScriptedEngine(failures={"generate": error}))
 
 
-def test_a_bug_of_the_engine_is_an_engine_error():
+def test_unexpected_engine_exception_is_engine_error():
     async def test(remote: RemoteEngine) -> None:
         with pytest.raises(EngineError, match=r"'far'.*500"):
             await remote.generate([_request()])
@@ -145,7 +145,7 @@ def test_calls_are_split_to_fit_the_server():
     assert len(engine.batches) >= 4 and max(map(len, engine.batches)) <= 6
 
 
-def test_the_route_within_a_process_is_refused_by_name():
+def test_remote_engine_rejects_in_process_route():
     async def test(remote: RemoteEngine) -> None:
         with pytest.raises(WeightSyncError, match="in_process"):
             await remote.connect_weights("in_process", "", 1, 2, 5)
@@ -159,7 +159,7 @@ def test_the_route_within_a_process_is_refused_by_name():
     assert not [call for call in engine.calls if "weights" in call]
 
 
-def test_cancelling_a_call_aborts_it_over_there():
+def test_cancelling_call_aborts_requests_on_server():
     engine = ScriptedEngine(delay_s=60)
 
     async def test(remote: RemoteEngine) -> None:
@@ -176,7 +176,7 @@ def test_cancelling_a_call_aborts_it_over_there():
 
 
 @pytest.mark.fault("F27")
-def test_a_wrong_token_is_refused_at_once_and_not_shown():
+def test_wrong_token_fails_immediately_and_stays_secret():
     async def run() -> None:
         async with HttpEndpoint(ScriptedEngine(), None, model_name="m", token=TOKEN) as endpoint:
             remote = RemoteEngine(endpoint.url, "guessed", name="far")
@@ -190,12 +190,12 @@ def test_a_wrong_token_is_refused_at_once_and_not_shown():
 @pytest.mark.parametrize(
     "url", ["", "http://", "ftp://host:1", "http://me:secret@host:1", "host:99999999", "http://h?a=b"]
 )
-def test_what_is_no_address_is_refused(url: str):
+def test_invalid_address_is_rejected(url: str):
     with pytest.raises(ConfigError, match="host:port"):
         RemoteEngine(url, TOKEN)
 
 
-def test_a_server_that_never_comes_is_named_in_time():
+def test_missing_server_is_named_in_time():
     async def run() -> None:
         with contextlib.closing(socket.socket()) as unused:
             unused.bind(("127.0.0.1", 0))
@@ -250,7 +250,7 @@ def through_rude(good: int, test: Callable[[RemoteEngine, Rude], Awaitable[Any]]
     asyncio.run(run())
 
 
-def test_a_generate_that_breaks_off_is_aborted_and_sent_again_at_most_twice():
+def test_broken_generate_is_aborted_and_retried_twice():
     async def test(remote: RemoteEngine, rude: Rude) -> None:
         with pytest.raises(EngineError, match=rf"'far'.*generate.*attempt {MAX_ATTEMPTS}"):
             await remote.generate([_request()])
@@ -259,7 +259,7 @@ def test_a_generate_that_breaks_off_is_aborted_and_sent_again_at_most_twice():
     through_rude(2, test, ScriptedEngine())
 
 
-def test_what_cannot_be_repeated_is_not():
+def test_non_idempotent_calls_are_not_repeated():
     async def test(remote: RemoteEngine, rude: Rude) -> None:
         with pytest.raises(EngineError, match=r"commit_weights.*attempt 1"):
             await remote.commit_weights(1)
@@ -268,7 +268,7 @@ def test_what_cannot_be_repeated_is_not():
     through_rude(2, test, ScriptedEngine())
 
 
-def test_requests_of_a_server_that_died_go_to_another_engine():
+def test_requests_of_dead_server_move_to_another():
     async def run() -> float:
         near = ScriptedEngine(name="near")
         endpoint = await HttpEndpoint(
@@ -289,7 +289,7 @@ def test_requests_of_a_server_that_died_go_to_another_engine():
     assert asyncio.run(run()) < 40
 
 
-def test_an_answer_that_is_none_of_ours_is_an_engine_error():
+def test_unknown_response_is_engine_error():
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\nConnection: close\r\n\r\n{"result": [1]}')

@@ -22,7 +22,7 @@ from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 from tests.support.http_endpoint import CALL, CHAT, TOKEN, TOKENIZER, answers_with, ask, serve
 
 
-def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():
+def test_request_ended_by_deadline_is_error():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         status, answer = await ask(session, "/v1/chat/completions", CHAT)
         assert status == 503 and "0.1 s" in answer["error"]["message"]
@@ -33,7 +33,7 @@ def test_a_request_cut_by_its_deadline_is_an_error_not_an_answer():
     serve(test, ScriptedEngine(delay_s=60), deadline_s=0.1)
 
 
-def test_a_text_that_cannot_be_made_tokens_has_an_answer_too():
+def test_tokenization_failure_has_error_response():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
         messages = {"messages": [{"role": "user", "content": "half: \ud800"}]}
         status, answer = await ask(session, "/v1/chat/completions", CHAT | messages)
@@ -52,7 +52,7 @@ class SlowTokenizer:
         return {"x": 5}
 
 
-def test_making_tokens_has_the_deadline_of_its_request():
+def test_tokenization_has_request_deadline():
     async def run() -> tuple[int, Any]:
         async with HttpEndpoint(
             ScriptedEngine(), SlowTokenizer(), model_name="m", token=TOKEN, deadline_s=0.1
@@ -66,7 +66,7 @@ def test_making_tokens_has_the_deadline_of_its_request():
 
 @pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
 @pytest.mark.parametrize("prompt", [["x"] * 5, "x" * 11])
-def test_texts_that_are_too_many_or_too_long_are_refused_before_they_are_made_tokens(prompt: Any):
+def test_oversized_texts_are_rejected_before_tokenization(prompt: Any):
     async def run() -> tuple[int, Any]:
         limits = Limits(prompt_tokens=10, requests=4)
         async with HttpEndpoint(
@@ -81,7 +81,7 @@ def test_texts_that_are_too_many_or_too_long_are_refused_before_they_are_made_to
 
 @pytest.mark.defect("prompts-were-rendered-before-their-size-was-looked-at")
 @pytest.mark.parametrize("several", [False, True])
-def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refused_unrendered(several: bool):
+def test_chat_beyond_context_length_is_rejected_before_rendering(several: bool):
     longest = len("<|endoftext|>")
 
     def chat(characters: int) -> Any:
@@ -105,7 +105,7 @@ def test_a_chat_longer_than_the_engine_s_context_in_the_longest_tokens_is_refuse
     serve(test, EngineClient(engines, deadline_s=10) if several else engines[1])
 
 
-def test_a_client_that_goes_away_aborts_its_requests():
+def test_disconnected_client_aborts_its_requests():
     engine = ScriptedEngine(delay_s=60)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -122,7 +122,7 @@ def test_a_client_that_goes_away_aborts_its_requests():
     assert engine.calls.count("abort") == 2
 
 
-def test_leaving_ends_what_is_under_way():
+def test_exit_ends_running_requests():
     engine = ScriptedEngine(delay_s=60)
 
     async def run() -> float:
@@ -142,7 +142,7 @@ def test_leaving_ends_what_is_under_way():
     assert "abort" in engine.calls
 
 
-def test_health_is_that_of_the_engines():
+def test_health_reflects_engines():
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> tuple[int, Any]:
         return await ask(session, "/health")
 
@@ -158,7 +158,7 @@ def test_health_is_that_of_the_engines():
     assert serve(bury, EngineClient([dead], deadline_s=5))[0] == 503
 
 
-def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
+def test_client_endpoint_lacks_single_engine_routes():
     client = EngineClient([ScriptedEngine(answers_with("a"), name=f"e{n}") for n in range(2)], deadline_s=5)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -172,7 +172,7 @@ def test_a_client_of_several_engines_is_served_without_what_belongs_to_one():
     serve(test, client)
 
 
-def test_without_control_the_token_allows_to_sample_and_no_more():
+def test_without_control_only_sampling_is_allowed():
     engine = ScriptedEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -198,7 +198,7 @@ class NotesAborts(ScriptedEngine):
         await super().abort(request_ids)
 
 
-def test_who_may_only_sample_cannot_name_the_requests_of_the_run():
+def test_sampling_only_ids_cannot_collide():
     engine = NotesAborts(delay_s=60)
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -216,7 +216,7 @@ def test_who_may_only_sample_cannot_name_the_requests_of_the_run():
     assert engine.aborted == ["r", "r"]
 
 
-def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls():
+def test_sampling_only_keeps_ids_and_sessions():
     engine = ScriptedEngine(answers_with("x"))
 
     async def test(endpoint: HttpEndpoint, session: aiohttp.ClientSession) -> None:
@@ -237,7 +237,7 @@ def test_who_may_only_sample_gets_the_ids_back_and_keeps_sessions_across_calls()
     assert (other.session, other.group) == ("", "")
 
 
-def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
+def test_requests_wait_during_sleep_and_weight_sync():
     engine = ScriptedEngine(answers_with("x"))
     client = EngineClient([engine], deadline_s=30)
 
@@ -256,7 +256,7 @@ def test_requests_wait_while_engines_of_a_run_sleep_or_take_weights():
     assert client.dead_engines == {}
 
 
-def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
+def test_engine_that_rejects_before_sleep_stays_alive():
     asked, may_refuse = asyncio.Event(), asyncio.Event()
 
     class Late(ScriptedEngine):
@@ -280,7 +280,7 @@ def test_an_engine_that_refuses_as_it_falls_asleep_is_not_given_up():
     serve(test, client)
 
 
-def test_a_server_ends_with_the_causes_once_every_engine_is_dead():
+def test_server_exits_with_causes_of_engine_deaths():
     engines = [ScriptedEngine(name=f"e{n}") for n in range(2)]
 
     async def run() -> None:

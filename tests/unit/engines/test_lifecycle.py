@@ -203,7 +203,7 @@ async def waiting(lifecycle: Lifecycle, future: asyncio.Future[None]) -> None:
         await future
 
 
-def test_call_that_end_cancels_gets_its_reason():
+def test_call_cancelled_by_end_gets_its_reason():
     async def run() -> None:
         lifecycle, future = changed("close"), asyncio.get_running_loop().create_future()
         call = asyncio.ensure_future(waiting(lifecycle, future))

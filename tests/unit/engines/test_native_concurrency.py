@@ -97,7 +97,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.defect("seats-taken-by-requests-that-ended")
 @pytest.mark.parametrize("end", ["abort", "cancel"])
-def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(end: str, tiny_model_path: str, tmp_path: Path):
+def test_request_aborted_while_acquiring_releases_permit(end: str, tiny_model_path: str, tmp_path: Path):
     async def work() -> None:
         async with connected(tiny_model_path, tmp_path) as (engine, server):
             for ticks in range(10):  # turns of the event loop between its start and its end
@@ -134,7 +134,7 @@ def test_a_request_that_ends_as_it_gets_a_seat_leaves_it(end: str, tiny_model_pa
     ],
     ids=["nothing", "pause", "sleep", "weights", "close"],
 )
-def test_pause_wait_ends_with_the_last_request_whatever_happens_to_the_engine_meanwhile(
+def test_pause_wait_ends_after_last_request(
     change: Callable[[Lifecycle], object], tiny_model_path: str, tmp_path: Path
 ):
     async def work() -> None:
@@ -153,7 +153,7 @@ def test_pause_wait_ends_with_the_last_request_whatever_happens_to_the_engine_me
     asyncio.run(work())
 
 
-def test_a_commit_whose_caller_is_gone_holds_requests_to_its_end(
+def test_commit_with_cancelled_caller_holds_requests(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     may_load = threading.Event()

@@ -33,7 +33,7 @@ def write(store: CheckpointWeightStore, seed: int, tensors_a_bucket: int, **mode
     ids=["tied", "untied", "mixture of experts"],
 )
 @pytest.mark.parametrize("tensors_a_bucket", [1, 1000], ids=["many files", "one file"])
-def test_what_is_handed_over_is_a_published_checkpoint_with_every_bit(
+def test_server_gets_complete_bitwise_equal_checkpoint(
     tmp_path: Path, tensors_a_bucket: int, model: dict[str, Any]
 ):
     seen: list[str] = []
@@ -56,7 +56,7 @@ def test_what_is_handed_over_is_a_published_checkpoint_with_every_bit(
     assert len(seen) == 1 and Path(seen[0]).is_absolute()
 
 
-def test_only_what_the_server_has_is_kept(tmp_path: Path):
+def test_only_loaded_checkpoint_is_kept(tmp_path: Path):
     there: list[list[str]] = []
     folder = store(tmp_path, lambda path: there.append(sorted(one.name for one in Path(path).parent.iterdir())))
     write(folder, 1, 3)  # a transfer that died
@@ -69,7 +69,7 @@ def test_only_what_the_server_has_is_kept(tmp_path: Path):
     assert [one.name for one in (tmp_path / "served").iterdir()] == ["weights_000002"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_unwritable_folder_is_named(tmp_path: Path):
     (tmp_path / "served").write_text("a file")
     with pytest.raises(WeightSyncError, match=r"served.*generator\.weight_sync_folder"):
         write(store(tmp_path, lambda path: None), 1, 3)

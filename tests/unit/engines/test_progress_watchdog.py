@@ -33,7 +33,7 @@ async def after(seconds: float) -> str:
 
 @pytest.mark.fault("F29")
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_a_call_may_take_as_long_as_the_engine_gets_on():
+def test_call_lasts_while_engine_makes_progress():
     engine = Counting(moves=True)
 
     async def run() -> list[str]:
@@ -45,7 +45,7 @@ def test_a_call_may_take_as_long_as_the_engine_gets_on():
 
 
 @pytest.mark.fault("F29")
-def test_one_that_does_nothing_is_left_and_its_call_cancelled():
+def test_stalled_engine_fails_and_call_is_cancelled():
     cancelled: list[bool] = []
 
     async def hangs() -> None:
@@ -60,7 +60,7 @@ def test_one_that_does_nothing_is_left_and_its_call_cancelled():
     assert cancelled == [True]
 
 
-def test_one_that_answers_no_health_check_is_left(monkeypatch: pytest.MonkeyPatch):
+def test_engine_without_health_response_fails(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.engines.client.HEALTH_TIMEOUT_S", 0.1)
 
     async def silent() -> Any:

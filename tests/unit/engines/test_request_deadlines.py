@@ -9,7 +9,7 @@ from skyrl_train.engines.lifecycle import RequestDeadlines
 
 
 @pytest.mark.defect("long-answers-cut-for-having-waited")
-def test_the_clock_of_a_request_starts_when_there_is_room_for_it():
+def test_deadline_starts_when_request_can_run():
     clock = RequestDeadlines(max_num_seqs=2)
     clock.add([("a", 0.05), ("b", None), ("c", 0.05)])
     time.sleep(0.06)
@@ -21,7 +21,7 @@ def test_the_clock_of_a_request_starts_when_there_is_room_for_it():
     assert clock.expired() == ["c"]
 
 
-def test_a_request_that_ends_while_it_waits_has_not_run():
+def test_request_removed_while_waiting_has_zero_time():
     clock = RequestDeadlines(max_num_seqs=1)
     clock.add([("a", 1.0), ("b", 1.0)])
     assert clock.remove("b") == 0.0

@@ -15,7 +15,7 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 REQUEST = SampleRequest("r", to_token_array((5, 6, 7)), SamplingParams(max_tokens=2), 0)
 
 
-def test_answers_come_from_the_function_and_are_cut_at_max_tokens():
+def test_completions_come_from_function_up_to_max_tokens():
     engine: InferenceEngine = ScriptedEngine(lambda request: [9] * len(request.token_ids))
     (cut,) = asyncio.run(engine.generate([REQUEST]))
     assert (cut.token_ids.tolist(), cut.stop_reason, cut.versions) == ([9, 9], "length", [VersionSpan(0, 2, 0)])
@@ -37,7 +37,7 @@ def test_deadlines_and_aborts_end_slow_requests():
         assert (completion.token_ids.tolist(), completion.stop_reason) == ([], "abort")
 
 
-def test_paused_requests_wait_and_a_closed_engine_refuses():
+def test_paused_requests_wait_and_closed_engine_rejects():
     async def run():
         engine = ScriptedEngine()
         await engine.pause()

@@ -41,7 +41,7 @@ def key_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", CURL)
-def test_curl_is_answered(command: str):
+def test_curl_gets_response(command: str):
     def call(port: int) -> Any:
         quiet = command.replace("curl ", "curl --silent --fail-with-body ").replace(":8000/", f":{port}/")
         done = subprocess.run(["bash", "-c", quiet], capture_output=True, text=True, timeout=60, env=dict(os.environ))
@@ -58,7 +58,7 @@ def test_curl_is_answered(command: str):
         assert [one["request_id"] for one in answer["result"]] == ["a"]
 
 
-def test_openai_s_client_is_answered():
+def test_openai_client_gets_response():
     def ask(port: int) -> Any:
         names: dict[str, Any] = {}
         exec(OPENAI.replace(":8000/", f":{port}/"), names)
@@ -70,14 +70,14 @@ def test_openai_s_client_is_answered():
     assert all(choice.logprobs.content for choice in answer.choices)
 
 
-def test_an_endpoint_in_a_program_says_where_it_is(capsys: pytest.CaptureFixture[str]):
+def test_endpoint_in_program_prints_its_url(capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
     exec(ENDPOINT, names)
     asyncio.run(names["serve"](ScriptedEngine(), TOKENIZER))
     assert capsys.readouterr().out.startswith("http://127.0.0.1:")
 
 
-def test_the_other_end_is_an_engine():
+def test_remote_engine_is_an_engine():
     def use(port: int) -> Any:
         names: dict[str, Any] = {}
         code = REMOTE.replace("10.0.0.7:8001", f"127.0.0.1:{port}")

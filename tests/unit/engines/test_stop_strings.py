@@ -35,7 +35,7 @@ def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
         ("so <|im_end|>", ("<|im_end|>",), "<|im_end|>"),
     ],
 )
-def test_a_stop_string_is_found_with_its_last_token(text, stops, expected):
+def test_stop_string_is_found_at_last_token(text, stops, expected):
     stopped = _first_stop(text, stops)
     assert stopped is not None
     count, found = stopped
@@ -45,7 +45,7 @@ def test_a_stop_string_is_found_with_its_last_token(text, stops, expected):
     assert not any(stop in TOKENIZER.decode(ids[: count - 1]) for stop in stops)
 
 
-def test_an_old_occurrence_does_not_count_again():
+def test_earlier_occurrence_is_not_found_again():
     finder = StopStrings(TOKENIZER, ("ab",))
     ids = TOKENIZER.encode("abb", add_special_tokens=False)
     assert finder.find(ids[:2]) == "ab"
@@ -55,7 +55,7 @@ def test_an_old_occurrence_does_not_count_again():
 @given(
     st.text(alphabet="ab<>é終", max_size=30), st.lists(st.text(alphabet="ab<>é終", min_size=1, max_size=4), min_size=1)
 )
-def test_exactly_the_texts_that_contain_a_stop_string_stop(text, stops):
+def test_only_texts_with_stop_string_stop(text, stops):
     found = _first_stop(text, tuple(stops))
     assert (found is not None) == any(stop in text for stop in stops)
     if found is not None:

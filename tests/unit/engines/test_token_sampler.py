@@ -55,7 +55,7 @@ def _reference(params: SamplingParams, logits: torch.Tensor, seen: list[int]) ->
         {"temperature": 1.4, "top_k": 6, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 0.8},
     ],
 )
-def test_tokens_and_logprobs_are_those_of_hugging_face(vocabulary, options):
+def test_tokens_and_logprobs_match_hugging_face(vocabulary, options):
     params = SamplingParams(max_tokens=1, **options)
     torch.manual_seed(3)
     logits = torch.randn(1, vocabulary) * 1.5
@@ -112,7 +112,7 @@ def _kept_in_double_precision(logits: torch.Tensor, params: SamplingParams) -> t
 @pytest.mark.parametrize("candidates", [4, 320])
 @pytest.mark.parametrize("scale", [0.5, 1.5, 3.0])
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(
+def test_kept_tokens_match_float64_except_at_threshold(
     options: dict[str, Any], scale: float, candidates: int
 ):
     params = SamplingParams(1, **options)
@@ -143,7 +143,7 @@ def test_what_is_kept_differs_from_double_precision_at_a_threshold_only(
     ],
 )
 @pytest.mark.parametrize("candidates", [1, 3, 64])
-def test_all_ties_with_the_last_token_kept_are_kept(options, kept, candidates):
+def test_ties_with_last_kept_token_are_kept(options, kept, candidates):
     probabilities = torch.tensor([1 / 4] + [1 / 8] * 4 + [1 / 128] * 32 + [0.0] * 3)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     logits = probabilities[order].log().expand(6, -1)
@@ -151,7 +151,7 @@ def test_all_ties_with_the_last_token_kept_are_kept(options, kept, candidates):
     assert torch.equal(found, (torch.arange(40) < kept)[order].expand(6, -1))
 
 
-def test_rows_whose_candidates_do_not_suffice_look_further():
+def test_search_extends_beyond_insufficient_candidates():
     """One peaked row settles at once, a flat one keeps nearly all of its tokens."""
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(2)) * torch.tensor([[9.0], [0.2]])
     params = SamplingParams(1, top_p=0.9)
@@ -161,7 +161,7 @@ def test_rows_whose_candidates_do_not_suffice_look_further():
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_a_mask_that_nobody_waits_for_keeps_the_same_and_draws_the_same(options: dict[str, Any]):
+def test_asynchronous_mask_samples_the_same_tokens(options: dict[str, Any]):
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(64, 700, generator=generator) * 2
     logits[:, ::50] = logits[:, :1]  # ties
@@ -174,7 +174,7 @@ def test_a_mask_that_nobody_waits_for_keeps_the_same_and_draws_the_same(options:
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
+def test_untruncated_rows_are_unchanged_beside_truncated_rows():
     logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(4)).expand(300, -1)
     params = [SamplingParams(1, top_k=3) if row % 3 == 0 else SamplingParams(1) for row in range(300)]
     sampled = RowSampler(params, range(300), [0] * 300, CPU)(logits)
@@ -186,7 +186,7 @@ def test_rows_without_truncation_are_left_alone_beside_truncated_ones():
     torch.testing.assert_close(sampled.logprobs[~free] - sampled.full_logprobs[~free], gained.expand(100))
 
 
-def test_greedy_takes_the_largest_and_says_zero():
+def test_greedy_takes_argmax_with_zero_logprob():
     logits = torch.randn(5, 40)
     sampled = RowSampler([SamplingParams(1, temperature=0.0)] * 5, [0] * 5, [0] * 5, CPU)(logits)
     assert torch.equal(sampled.ids, logits.argmax(-1))
@@ -210,7 +210,7 @@ def test_rows_keep_their_own_parameters():
         torch.testing.assert_close(together.logprobs[row], alone.logprobs[0])
 
 
-def test_forbidden_tokens_are_never_sampled_and_the_rest_is_renormalised():
+def test_forbidden_tokens_are_excluded_and_rest_renormalized():
     logits = torch.zeros(1, 4)
     sampled = _draw(SamplingParams(1), logits, 500, forbidden=[(row, torch.tensor([0, 2])) for row in range(500)])
     assert set(sampled.ids.tolist()) == {1, 3}
@@ -219,7 +219,7 @@ def test_forbidden_tokens_are_never_sampled_and_the_rest_is_renormalised():
 
 
 @pytest.mark.parametrize("count", [3, 512, 513, 2000, 151_936])
-def test_inverse_cdf_agrees_with_a_running_sum(count):
+def test_inverse_cdf_matches_running_sum(count):
     torch.manual_seed(count)
     weights = torch.rand(64, count) * (torch.rand(64, count) < 0.1)
     weights[:, -1] += 1e-3
@@ -236,14 +236,14 @@ def test_inverse_cdf_agrees_with_a_running_sum(count):
     ).all()
 
 
-def test_a_token_without_probability_is_never_returned():
+def test_token_of_probability_zero_is_never_returned():
     for position in (0, 1, 2):
         weights = torch.zeros(2, 3)
         weights[:, position] = 1e-30
         assert inverse_cdf(weights, torch.tensor([[0.0], [1 - 2**-52]], dtype=torch.float64)).eq(position).all()
 
 
-def test_random_numbers_are_uniform_and_a_function_of_seed_and_position():
+def test_random_numbers_are_uniform_and_deterministic():
     seeds, positions = torch.arange(400).repeat_interleave(50), torch.arange(50).repeat(400)
     values = random_uniform(seeds, positions)
     assert values.min() >= 0 and values.max() < 1
@@ -256,7 +256,7 @@ def test_random_numbers_are_uniform_and_a_function_of_seed_and_position():
     assert torch.equal(random_uniform(torch.arange(400).unsqueeze(1), torch.arange(50)).flatten(), values)
 
 
-def test_random_numbers_are_those_of_unsigned_arithmetic():
+def test_random_numbers_match_unsigned_arithmetic():
     """Python's own integers, cut to 64 bits, as in the paper."""
 
     def mixed(bits: int) -> int:
@@ -275,7 +275,7 @@ def test_random_numbers_are_those_of_unsigned_arithmetic():
     assert random_uniform(torch.tensor(-1), torch.tensor(5)) == 0.15403342580516743
 
 
-def test_a_sampler_goes_on_with_every_row_where_it_stands():
+def test_sampler_continues_rows_at_their_positions():
     """More steps than random numbers are made for at once."""
     seeds, begun = [3, 2**64 - 1, 2**63], [0, 7, 1000]
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
@@ -288,7 +288,7 @@ def test_a_sampler_goes_on_with_every_row_where_it_stands():
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
-def test_a_kernel_that_breaks_ties_truncates_to_the_same_tokens(options: dict[str, Any]):
+def test_tie_breaking_kernel_keeps_same_tokens(options: dict[str, Any]):
     """As vLLM's on accelerators does: of tied tokens it keeps as many as asked for."""
 
     def mask(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,7 @@ def test_a_kernel_that_breaks_ties_truncates_to_the_same_tokens(options: dict[st
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 @pytest.mark.parametrize("count", [320, 1000])  # one block, and several of which the last is not full
-def test_logits_that_are_not_finite_give_a_token_whose_log_prob_tells(value: float, count: int):
+def test_non_finite_logits_give_non_finite_logprob(value: float, count: int):
     found = RowSampler([SamplingParams(max_tokens=1)], [0], [0], CPU)(torch.full((1, count), value))
     assert 0 <= int(found.ids) < count
     assert not torch.isfinite(found.logprobs).any()
